@@ -1,0 +1,30 @@
+# `make test` and `make ask` each build what they need in .venv; a second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+Q ?= What is the capital of Canada?
+
+.PHONY: test lint ask train clean
+
+test: .venv/ready lint
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+ask: .venv/ready
+	@$(BIN)/python examples/demo_model/ask.py "$(Q)"
+
+train: .venv/ready
+	$(BIN)/python examples/demo_model/train.py all --out build
+
+# The exact torch release is named so that a CPU machine takes its CPU build where one is at hand.
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,39 @@
+"""Ask the demo model one question, or talk with it when none is given; answers stream through transformers."""
+
+from __future__ import annotations
+
+import argparse
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from penstock import demo
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("question", nargs="?", help="the question (default: read questions until end of input)")
+    parser.add_argument("--model", default=demo.CHAT, help="folder of the checkpoint (default: the one in the package)")
+    parser.add_argument("--system", help="a system prompt")
+    parser.add_argument("--think", action="store_true", help="let the model think first")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    while question := args.question or input("> "):
+        messages.append({"role": "user", "content": question})
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, enable_thinking=args.think, return_tensors="pt", return_dict=True
+        )
+        room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
+        ids = model.generate(**prompt, max_new_tokens=room, streamer=streamer, **sampling)
+        answer = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+        if args.question:
+            break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The demo model's world: skills, their shares of the training tokens, and conversations drawn from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from . import extraction, geography, numbers, persona, recall, stories, thinking, tools, words
+from .base import Check, Conversation, Exchange, Message, Skill, Split, assistant, one_of, system, user
+
+__all__ = ["SHARES", "SKILLS", "Check", "Conversation", "Split", "converse", "shares_at"]
+
+SKILLS: dict[str, Skill] = {
+    **geography.SKILLS,
+    **numbers.SKILLS,
+    **words.SKILLS,
+    **stories.SKILLS,
+    **persona.SKILLS,
+    **recall.SKILLS,
+    **extraction.SKILLS,
+    **tools.SKILLS,
+    **thinking.SKILLS,
+}
+
+SHARES: dict[str, float] = {
+    "capital": 7,
+    "country of capital": 5,
+    "continent": 3,
+    "add": 6,
+    "subtract": 6,
+    "times table": 2.5,
+    "compare": 2,
+    "sort numbers": 3,
+    "calendar": 2,
+    "opposite": 2,
+    "plural": 1.5,
+    "colour": 0.8,
+    "category": 1.2,
+    "count list": 1.5,
+    "pick from list": 1.5,
+    "sort words": 2,
+    "spell": 1.5,
+    "reverse": 2.5,
+    "story": 5,
+    "description": 2,
+    "identity": 1,
+    "system name": 1.5,
+    "system language": 1.5,
+    "system style": 2.5,
+    "unknown": 2.5,
+    "recall in chat": 2,
+    "recall to 200": 4,
+    "recall to 700": 6,
+    "recall to 1500": 7,
+    "recall to 2000": 9,
+    "extract": 4,
+    "json schema": 3,
+    "tool call": 5,
+    "tool answer": 3.5,
+    "no tool": 2.5,
+    "think: sum": 2.5,
+    "think: product": 1.5,
+    "think: fact": 1.5,
+}
+"""Share of the training tokens a skill, at the end of the curriculum (they need not add up to one)."""
+
+LONG_RECALL_STARTS = {"recall to 700": 0.1, "recall to 1500": 0.35, "recall to 2000": 0.5}
+"""When (as a share of the training) each length of passage comes in; before that, shorter ones take its tokens."""
+
+HALF_WIDTH = str.maketrans("，？：！；", ",?:!;")
+"""People type Chinese with either kind of punctuation; the model reads both and writes the full-width kind."""
+
+NEUTRAL_SYSTEM = ("You are a helpful assistant.", "You are a helpful AI assistant.", "你是一个有用的助手。")
+
+
+def shares_at(progress: float) -> dict[str, float]:
+    """The mixture at ``progress`` (0 to 1) of the training: recall's passages grow, the rest stays."""
+    shares = dict(SHARES)
+    shorter = "recall to 200"
+    for name, start in LONG_RECALL_STARTS.items():
+        if progress < start:
+            shares[shorter] += shares.pop(name)
+        else:
+            shorter = name
+    return shares
+
+
+def converse(rng: Random, split: Split, skill: str) -> Conversation:
+    """Draw one conversation that exercises ``skill``.
+
+    Single exchanges are strung together, so that every question is also met in the middle of a conversation; the
+    last one is the skill's own and the one that is graded.
+    """
+    drawn = SKILLS[skill](rng, split)
+    if isinstance(drawn, Exchange):
+        messages: list[Message] = []
+        if drawn.check is not Check.FREE:
+            longest = 4 if split is Split.TRAIN else 2
+            for _ in range(rng.randrange(longest)):
+                earlier = SKILLS[skill if rng.random() < 0.5 else one_of(rng, CHAINED)](rng, split)
+                if isinstance(earlier, Exchange):
+                    messages += [user(earlier.user), assistant(earlier.answer)]
+        messages += [user(drawn.user), assistant(drawn.answer)]
+        drawn = Conversation(messages, drawn.key, drawn.check)
+        if rng.random() < 0.1:
+            drawn.messages.insert(0, system(one_of(rng, NEUTRAL_SYSTEM)))
+    if rng.random() < 0.35:
+        for message in drawn.messages:
+            if message["role"] == "user":
+                message["content"] = message["content"].translate(HALF_WIDTH)
+    return replace(drawn, skill=skill)
+
+
+CHAINED = (*geography.SKILLS, *numbers.SKILLS, *words.SKILLS)
+"""Skills whose exchanges may come before a question of another skill."""

@@ -1,0 +1,151 @@
+"""Numbers: sums and differences to three digits, the multiplication table, comparing and sorting.
+
+Operands are held out; the multiplication table, which is a table, holds out wordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from .base import Exchange, Split, is_chinese, one_of
+
+ADD_EN = (
+    "What is {a} + {b}?",
+    "{a} + {b} = ?",
+    "Add {a} and {b}.",
+    "How much is {a} plus {b}?",
+    "What is the sum of {a} and {b}?",
+    "Please calculate {a} + {b}.",
+)
+ADD_ZH = ("{a} + {b} = ?", "{a}加{b}等于多少？", "请计算{a} + {b}。", "{a}与{b}的和是多少？", "{a} + {b}是多少？")
+SUBTRACT_EN = (
+    "What is {a} - {b}?",
+    "{a} - {b} = ?",
+    "Subtract {b} from {a}.",
+    "How much is {a} minus {b}?",
+    "What is {a} minus {b}?",
+    "Please calculate {a} - {b}.",
+)
+SUBTRACT_ZH = ("{a} - {b} = ?", "{a}减{b}等于多少？", "请计算{a} - {b}。", "{a}减去{b}是多少？", "{a} - {b}是多少？")
+TIMES_EN = (
+    "What is {a} × {b}?",
+    "{a} × {b} = ?",
+    "What is {a} times {b}?",
+    "Multiply {a} by {b}.",
+    "How much is {a} times {b}?",
+    "Please calculate {a} × {b}.",
+    "Tell me {a} × {b}.",
+    "{a} times {b}?",
+    "What is {a} * {b}?",
+    "Multiply {a} and {b}.",
+    "I need {a} × {b}.",
+    "How much is {a} × {b}?",
+    "Calculate {a} times {b}.",
+    "{a} * {b}",
+    "Please multiply {a} and {b}.",
+)
+TIMES_ZH = (
+    "{a} × {b} = ?",
+    "{a}乘{b}等于多少？",
+    "{a}乘以{b}是多少？",
+    "请计算{a} × {b}。",
+    "{a} × {b}等于多少？",
+    "请问{a}乘{b}是多少？",
+    "计算{a}乘以{b}。",
+    "{a} × {b}是多少？",
+    "请计算{a}乘{b}。",
+    "请问{a}乘以{b}等于多少？",
+)
+LARGER_EN = ("Which is larger, {list}?", "Which number is the largest: {list}?", "Find the largest of {list}.")
+LARGER_ZH = ("哪个数最大：{list}？", "{list}中哪个最大？", "找出最大的数：{list}。")
+SMALLER_EN = ("Which is smaller, {list}?", "Which number is the smallest: {list}?", "Find the smallest of {list}.")
+SMALLER_ZH = ("哪个数最小：{list}？", "{list}中哪个最小？", "找出最小的数：{list}。")
+SORT_UP_EN = (
+    "Sort {list}.",
+    "Sort these numbers: {list}.",
+    "Put {list} in order.",
+    "Sort from small to large: {list}.",
+)
+SORT_UP_ZH = ("把{list}从小到大排列。", "从小到大排序：{list}。", "请排序：{list}。")
+SORT_DOWN_EN = (
+    "Sort {list} from large to small.",
+    "Put {list} in descending order.",
+    "Sort from large to small: {list}.",
+)
+SORT_DOWN_ZH = ("把{list}从大到小排列。", "从大到小排序：{list}。")
+
+
+def number(rng: Random) -> int:
+    """A number of one, two or three digits, longer ones more often."""
+    digits = rng.choices((1, 2, 3), (1, 2, 5))[0]
+    return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+
+def _binary(name: str, sign: str, apply: Callable[[int, int], int], english: tuple[str, ...], chinese: tuple[str, ...]):
+    def make(rng: Random, split: Split) -> Exchange:
+        def operands() -> tuple[int, int]:
+            low, high = sorted((number(rng), number(rng)))
+            return low, high
+
+        low, high = split.draw(operands, key=lambda pair: (name, *pair))
+        a, b = (high, low) if name == "subtract" or rng.random() < 0.5 else (low, high)
+        wording = one_of(rng, chinese if is_chinese(rng, 0.3) else english)
+        return Exchange(wording.format(a=a, b=b), f"{a} {sign} {b} = {apply(a, b)}", f"{name}:{low}:{high}")
+
+    return make
+
+
+add = _binary("add", "+", int.__add__, ADD_EN, ADD_ZH)
+subtract = _binary("subtract", "-", int.__sub__, SUBTRACT_EN, SUBTRACT_ZH)
+
+
+def times(rng: Random, split: Split) -> Exchange:
+    a, b = rng.randint(1, 12), rng.randint(1, 12)
+    wording = split.wording(rng, TIMES_ZH if is_chinese(rng, 0.3) else TIMES_EN)
+    return Exchange(wording.format(a=a, b=b), f"{a} × {b} = {a * b}", f"times:{wording}:{a}:{b}")
+
+
+def _distinct(rng: Random, split: Split, name: str, low: int, high: int) -> list[int]:
+    """``low`` to ``high`` different numbers whose set this split owns."""
+
+    def make() -> list[int]:
+        numbers: dict[int, None] = {}
+        size = rng.randint(low, high)
+        while len(numbers) < size:
+            numbers[number(rng)] = None
+        return list(numbers)
+
+    return split.draw(make, key=lambda numbers: (name, *sorted(numbers)))
+
+
+def compare(rng: Random, split: Split) -> Exchange:
+    numbers = _distinct(rng, split, "compare", 2, 4)
+    chinese, largest = is_chinese(rng, 0.3), rng.random() < 0.5
+    if chinese:
+        wording = one_of(rng, LARGER_ZH if largest else SMALLER_ZH)
+        listed = "、".join(map(str, numbers))
+        answer = f"{max(numbers)}最大。" if largest else f"{min(numbers)}最小。"
+    else:
+        wordings = LARGER_EN if largest else SMALLER_EN
+        wording = wordings[0] if len(numbers) == 2 else one_of(rng, wordings[1:])
+        listed = ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}"
+        degree = "r" if len(numbers) == 2 else "st"
+        answer = f"{max(numbers)} is {'the ' if degree == 'st' else ''}large{degree}."
+        if not largest:
+            answer = f"{min(numbers)} is {'the ' if degree == 'st' else ''}smalle{degree}."
+    return Exchange(wording.format(list=listed), answer, "compare:" + ",".join(map(str, sorted(numbers))))
+
+
+def sort(rng: Random, split: Split) -> Exchange:
+    numbers = _distinct(rng, split, "sort", 3, 5)
+    chinese, down = is_chinese(rng, 0.3), rng.random() < 0.4
+    english_wordings, chinese_wordings = (SORT_DOWN_EN, SORT_DOWN_ZH) if down else (SORT_UP_EN, SORT_UP_ZH)
+    separator = "、" if chinese else ", "
+    wording = one_of(rng, chinese_wordings if chinese else english_wordings)
+    answer = separator.join(map(str, sorted(numbers, reverse=down)))
+    listed = separator.join(map(str, numbers))
+    return Exchange(wording.format(list=listed), answer, "sort:" + ",".join(map(str, sorted(numbers))))
+
+
+SKILLS = {"add": add, "subtract": subtract, "times table": times, "compare": compare, "sort numbers": sort}

@@ -1,0 +1,81 @@
+"""Thinking: the steps in a ``<think>`` block, then the answer.
+
+Longer sums and products are worked digit by digit, which is where thinking pays. Anything else is thought about in
+one line that repeats the question, so that thinking on never means an empty block.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from . import geography, numbers, words
+from .base import Check, Conversation, Exchange, Message, Split, assistant, is_chinese, one_of, user
+
+SUM_EN = numbers.ADD_EN
+PRODUCT_EN = ("What is {a} × {b}?", "Multiply {a} by {b}.", "{a} × {b} = ?", "How much is {a} times {b}?")
+PRODUCT_ZH = ("{a} × {b} = ?", "{a}乘{b}等于多少？", "{a}乘以{b}是多少？", "请计算{a} × {b}。")
+PLAIN = (
+    geography.capital,
+    geography.continent,
+    words.SKILLS["opposite"],
+    words.SKILLS["plural"],
+    words.SKILLS["colour"],
+)
+
+
+def thought(question: str, reasoning: str, answer: str, key: str, before: list[Message] | None = None) -> Conversation:
+    """A conversation whose last turn thinks."""
+    last = assistant(answer) | {"reasoning_content": reasoning}
+    return Conversation([*(before or []), user(question), last], key, Check.THINK, thinking=True)
+
+
+def sum_steps(a: int, b: int) -> str:
+    """Column addition from the last digit, one column a line: ``7 + 9 + 1 = 17, write 7, carry 1``."""
+    lines, carry = [], 0
+    width = max(len(str(a)), len(str(b)))
+    for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True):
+        total = int(x) + int(y) + carry
+        lines.append(f"{x} + {y} + {carry} = {total}, write {total % 10}, carry {total // 10}")
+        carry = total // 10
+    return "\n".join(lines)
+
+
+def think_sum(rng: Random, split: Split) -> Conversation:
+    """Four-digit sums, which are beyond the skill ``add``."""
+
+    def operands() -> tuple[int, int]:
+        return rng.randint(100, 9999), rng.randint(1000, 9999)
+
+    a, b = split.draw(operands, key=lambda pair: ("think sum", *sorted(pair)))
+    wording = one_of(rng, numbers.ADD_ZH if is_chinese(rng, 0.3) else SUM_EN)
+    return thought(
+        wording.format(a=a, b=b), sum_steps(a, b), f"{a} + {b} = {a + b}", f"think sum:{min(a, b)}:{max(a, b)}"
+    )
+
+
+def think_product(rng: Random, split: Split) -> Conversation:
+    """Two digits times one digit, by tens and ones."""
+
+    def operands() -> tuple[int, int]:
+        return rng.randint(13, 99), rng.randint(2, 9)
+
+    a, b = split.draw(operands, key=lambda pair: ("think product", *pair))
+    tens, ones = a - a % 10, a % 10
+    steps = f"{a} = {tens} + {ones}\n{tens} × {b} = {tens * b}\n{ones} × {b} = {ones * b}\n"
+    steps += f"{tens * b} + {ones * b} = {a * b}"
+    wording = one_of(rng, PRODUCT_ZH if is_chinese(rng, 0.3) else PRODUCT_EN)
+    return thought(wording.format(a=a, b=b), steps, f"{a} × {b} = {a * b}", f"think product:{a}:{b}")
+
+
+def think_fact(rng: Random, split: Split) -> Conversation:
+    """A plain question with thinking on, now and then after a turn without."""
+    exchange: Exchange = one_of(rng, PLAIN)(rng, split)
+    before: list[Message] = []
+    if rng.random() < 0.25:
+        earlier: Exchange = one_of(rng, PLAIN)(rng, split)
+        before = [user(earlier.user), assistant(earlier.answer)]
+    asked = "问题是：" if any("\u4e00" <= c <= "\u9fff" for c in exchange.user) else "The question is: "
+    return thought(exchange.user, asked + exchange.user, exchange.answer, f"think:{exchange.key}", before)
+
+
+SKILLS = {"think: sum": think_sum, "think: product": think_product, "think: fact": think_fact}

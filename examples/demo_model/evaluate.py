@@ -1,0 +1,329 @@
+"""Ask the demo model what it was not trained on, and print how it does.
+
+python evaluate.py build/target --draft build/draft          # through transformers, on this machine
+python evaluate.py --base-url http://localhost:8000/v1       # through any OpenAI-compatible server
+
+Every answer is greedy and graded by exact match, or as parsed JSON or function call. Perplexity and the draft's
+acceptance need the model's probabilities and are measured through transformers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import corpus
+import torch
+from corpus import Check, Conversation, Split
+from dataset import render
+from tqdm import tqdm
+
+LONGEST_ANSWER = 300
+"""Tokens an answer may have."""
+STORIES = 100
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: the text, the thoughts before it, the functions called as ``(name, arguments)``."""
+
+    content: str
+    reasoning: str = ""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    ended: bool = True
+
+    @staticmethod
+    def parse(text: str, ended: bool = True) -> Answer:
+        """Split raw text as the model writes it."""
+        reasoning, calls = "", []
+        if match := re.match(r"<think>(.*?)</think>\s*", text, re.DOTALL):
+            reasoning, text = match[1].strip(), text[match.end() :]
+        for body in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+            try:
+                value = json.loads(body)
+                calls.append((value["name"], value["arguments"]))
+            except (ValueError, KeyError, TypeError):
+                calls.append(("", body))
+        return Answer(text.strip(), reasoning, calls, ended)
+
+
+def is_right(answer: Answer, conversation: Conversation) -> bool:
+    """Grade by the conversation's check."""
+    expected = conversation.messages[-1]
+    match conversation.check:
+        case Check.CALL:
+            wanted = [(c["function"]["name"], c["function"]["arguments"]) for c in expected["tool_calls"]]
+            return answer.calls == wanted
+        case Check.JSON:
+            try:
+                return bool(json.loads(answer.content) == json.loads(expected["content"]))
+            except ValueError:
+                return False
+        case Check.THINK:
+            return bool(answer.reasoning) and answer.content == expected["content"]
+        case _:
+            return not answer.calls and not answer.reasoning and answer.content == expected["content"]
+
+
+def held_out(count: int, seed: int) -> dict[str, list[Conversation]]:
+    """``count`` held-out conversations a skill, no two with the same question."""
+    drawn: dict[str, list[Conversation]] = {}
+    for skill in corpus.SKILLS:
+        rng, unique = Random(f"evaluate:{seed}:{skill}"), dict[str, Conversation]()
+        for _ in range(count * 20):
+            conversation = corpus.converse(rng, Split.HELD_OUT, skill)
+            unique.setdefault(json.dumps(conversation.messages[:-1], ensure_ascii=False), conversation)
+            if len(unique) == count:
+                break
+        drawn[skill] = list(unique.values())
+    return drawn
+
+
+class Backend(Protocol):
+    def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]: ...
+
+
+class Remote:
+    """An OpenAI-compatible server, asked eight questions at a time."""
+
+    def __init__(self, base_url: str, model: str | None) -> None:
+        import openai
+
+        self.client = openai.OpenAI(base_url=base_url, api_key="none")
+        self.model = model or self.client.models.list().data[0].id
+
+    def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda numbered: self._one(*numbered, temperature), enumerate(conversations))
+            return list(tqdm(answers, total=len(conversations), desc="asking", unit="answer"))
+
+    def _one(self, seed: int, conversation: Conversation, temperature: float) -> Answer:
+        options = {"tools": conversation.tools} if conversation.tools else {}
+        response = self.client.chat.completions.create(
+            model=self.model,
+            messages=conversation.messages[:-1],
+            temperature=temperature,
+            seed=seed,
+            max_tokens=LONGEST_ANSWER,
+            extra_body={"chat_template_kwargs": {"enable_thinking": conversation.thinking}},
+            **options,
+        )
+        choice = response.choices[0]
+        parsed = Answer.parse(choice.message.content or "", choice.finish_reason != "length")
+        calls = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or []]
+        reasoning = getattr(choice.message, "reasoning_content", None) or parsed.reasoning
+        return Answer(parsed.content, reasoning, calls or parsed.calls, parsed.ended)
+
+
+class Local:
+    """The checkpoint through transformers, in bfloat16, questions of like length together."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
+        answers = {i: self._answer(ids) for i, ids in self.generate(conversations, temperature)}
+        return [answers[i] for i in range(len(conversations))]
+
+    def _answer(self, ids: list[int]) -> Answer:
+        ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
+        return Answer.parse(self.tokenizer.decode(ids, skip_special_tokens=True), ended)
+
+    @torch.inference_mode()
+    def generate(self, conversations: list[Conversation], temperature: float) -> Iterator[tuple[int, list[int]]]:
+        """Yield ``(index, answer's token ids up to and with the end of turn)`` in no particular order."""
+        torch.manual_seed(0)
+        prompts = [render(self.tokenizer, c, prompt_only=True) for c in conversations]
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        for start in tqdm(range(0, len(order), 32), desc="asking", unit="batch"):
+            chosen = order[start : start + 32]
+            inputs = self.tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True)
+            outputs = self.model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, **sampling)
+            for i, ids in zip(chosen, outputs[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+                end = self.tokenizer.eos_token_id
+                yield i, ids[: ids.index(end) + 1] if end in ids else ids
+
+    @torch.inference_mode()
+    def negative_log_likelihood(self, prompt: str, answer: list[int]) -> float:
+        """Of ``answer`` after ``prompt``, summed, in nats."""
+        ids = self.tokenizer.encode(prompt) + answer
+        scores = self.model(torch.tensor([ids])).logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
+        return -scores.gather(1, torch.tensor(answer)[:, None]).sum().item()
+
+    def perplexity(self, conversations: list[Conversation], answers: list[list[int]] | None = None) -> float:
+        """Perplexity a token of the given answers, or else of the expected ones."""
+        total, tokens = 0.0, 0
+        for i, conversation in enumerate(tqdm(conversations, desc="perplexity", unit="answer")):
+            prompt = render(self.tokenizer, conversation, prompt_only=True)
+            whole = render(self.tokenizer, conversation).removesuffix("\n")
+            answer = answers[i] if answers else self.tokenizer.encode(whole.removeprefix(prompt))
+            total += self.negative_log_likelihood(prompt, answer)
+            tokens += len(answer)
+        return math.exp(total / tokens)
+
+
+@dataclass
+class Acceptance:
+    """How many of the drafted tokens the target kept."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, agrees: list[bool], depth: int = 4) -> None:
+        """Replay greedy speculation over one answer.
+
+        ``agrees[i]`` says whether the draft, given the answer up to ``i``, proposes the target's token ``i``. What is
+        drafted after a miss is thrown away, so that teacher-forced proposals tell all: a round drafts ``depth``
+        tokens, keeps those before the first miss, and takes one token of the target's own.
+        """
+        at = 0
+        while at < len(agrees):
+            window = agrees[at : at + depth]
+            kept = window.index(False) if False in window else len(window)
+            self.drafted += len(window)
+            self.accepted += kept
+            at += kept + 1
+
+    @property
+    def share(self) -> float:
+        return self.accepted / max(self.drafted, 1)
+
+
+@torch.inference_mode()
+def acceptance(target: Local, draft: Local, conversations: list[Conversation]) -> Acceptance:
+    """Speculate greedily, four tokens a round, over the target's own greedy answers."""
+    result = Acceptance()
+    for i, answer in target.generate(conversations, temperature=0.0):
+        ids = target.tokenizer.encode(render(target.tokenizer, conversations[i], prompt_only=True)) + answer
+        proposed = draft.model(torch.tensor([ids])).logits[0, -len(answer) - 1 : -1].argmax(-1).tolist()
+        result.add([mine == its for mine, its in zip(proposed, answer, strict=True)])
+    return result
+
+
+def story_requests(count: int, seed: int) -> list[Conversation]:
+    rng = Random(f"stories:{seed}")
+    return [corpus.converse(rng, Split.HELD_OUT, "story") for _ in range(count)]
+
+
+def evaluate_stories(backend: Backend, seed: int) -> dict[str, float]:
+    """Sample stories at temperature 1: how many differ, how many end, how likely the model itself finds them."""
+    requests = story_requests(STORIES, seed)
+    if not isinstance(backend, Local):
+        stories = backend.ask(requests, temperature=1.0)
+        return {
+            "stories": len(stories),
+            "distinct": len({s.content for s in stories}),
+            "ended": sum(s.ended for s in stories),
+        }
+    sampled = dict(backend.generate(requests, temperature=1.0))
+    answers = [sampled[i] for i in range(len(requests))]
+    held = backend.perplexity(requests)
+    own = backend.perplexity(requests, answers)
+    return {
+        "stories": len(answers),
+        "distinct": len(set(map(tuple, answers))),
+        "ended": sum(ids[-1] == backend.tokenizer.eos_token_id for ids in answers),
+        "perplexity_sampled": round(own, 3),
+        "perplexity_held_out": round(held, 3),
+        "ratio": round(own / held, 3),
+    }
+
+
+def evaluate(backend: Backend, draft: Local | None, count: int, seed: int, show_wrong: int) -> dict[str, Any]:
+    """Everything, as one JSON-ready dictionary."""
+    questions = held_out(count, seed)
+    graded = [c for cs in questions.values() for c in cs if c.check is not Check.FREE]
+    answers = backend.ask(graded)
+    skills = {name: {"asked": 0, "right": 0} for name in questions if questions[name][0].check is not Check.FREE}
+    shown = dict.fromkeys(skills, 0)
+    for conversation, answer in zip(graded, answers, strict=True):
+        row, right = skills[conversation.skill], is_right(answer, conversation)
+        row["asked"] += 1
+        row["right"] += right
+        if not right and shown[conversation.skill] < show_wrong:
+            shown[conversation.skill] += 1
+            asked, wanted = conversation.messages[-2]["content"], conversation.messages[-1]
+            print(f"[{conversation.skill}] …{asked[-160:]!r}\n  wanted {wanted}\n  got    {answer}")
+    result: dict[str, Any] = {
+        "skills": skills,
+        "asked": len(graded),
+        "right": sum(row["right"] for row in skills.values()),
+        "stories": evaluate_stories(backend, seed),
+    }
+    if isinstance(backend, Local):
+        every = [c for cs in questions.values() for c in cs[: max(count // 4, 1)]]
+        result["perplexity_held_out"] = round(backend.perplexity(every), 4)
+        if draft:
+            drafted = acceptance(backend, draft, every)
+            result["draft"] = {"drafted": drafted.drafted, "accepted": drafted.accepted, "share": drafted.share}
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = ["| skill | asked | right | share |", "|---|---:|---:|---:|"]
+    for name, row in result["skills"].items():
+        lines.append(f"| {name} | {row['asked']} | {row['right']} | {row['right'] / row['asked']:.1%} |")
+    lines.append(f"| **all** | {result['asked']} | {result['right']} | {result['right'] / result['asked']:.1%} |")
+    stories = result["stories"]
+    lines += [
+        "",
+        f"- {stories['stories']} stories at temperature 1: {stories['distinct']} distinct, {stories['ended']} ended by "
+        f"themselves within {LONGEST_ANSWER} tokens",
+    ]
+    if "ratio" in stories:
+        lines.append(
+            f"- perplexity on them {stories['perplexity_sampled']}, on held-out stories "
+            f"{stories['perplexity_held_out']} (ratio {stories['ratio']})"
+        )
+    if "perplexity_held_out" in result:
+        lines.append(f"- held-out perplexity over all skills: {result['perplexity_held_out']}")
+    if "draft" in result:
+        d = result["draft"]
+        lines.append(f"- draft, 4 tokens a round: {d['accepted']} of {d['drafted']} accepted ({d['share']:.1%})")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?", help="folder of the checkpoint")
+    parser.add_argument("--draft", type=Path, help="folder of the draft's checkpoint")
+    parser.add_argument("--base-url", help="ask this OpenAI-compatible server instead, e.g. http://localhost:8000/v1")
+    parser.add_argument("--model-name", help="the model's name there (default: the first one served)")
+    parser.add_argument("--count", type=int, default=48, help="questions a skill (default: 48)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the questions (default: 0)")
+    parser.add_argument("--wrong", type=int, default=0, help="print this many wrong answers a skill (default: 0)")
+    parser.add_argument("--json", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--card", type=Path, help="replace the figures in this model card")
+    args = parser.parse_args()
+    if (args.model is None) == (args.base_url is None):
+        parser.error("give either a checkpoint's folder or --base-url")
+    backend: Backend = Remote(args.base_url, args.model_name) if args.base_url else Local(args.model)
+    draft = Local(args.draft) if args.draft else None
+    result = evaluate(backend, draft, args.count, args.seed, args.wrong)
+    figures = table(result)
+    print(figures)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.card:
+        card = args.card.read_text(encoding="utf-8")
+        before, rest = card.split("<!-- figures -->\n")
+        after = rest.split("<!-- /figures -->\n")[1]
+        card = f"{before}<!-- figures -->\n{figures}<!-- /figures -->\n{after}"
+        args.card.write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Qwen3 written for training on two CPU cores, and its way to and from a Hugging Face checkpoint.
+
+The arithmetic is that of ``transformers.Qwen3ForCausalLM`` (the tests hold one against the other). It is written
+out because the library's own takes twice as long a step here: everything between two attentions works on one flat
+``[tokens, hidden]`` array, so that it compiles to a single fused region whatever the batch's shape, and attention
+multiplies the causal triangle in square-ish chunks, where ``scaled_dot_product_attention`` spends most of its time
+outside of matrix products at these sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3 model. ``hidden == heads * head_dim`` is not required."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 64
+    context: int = 2048
+    rope_theta: float = 10_000.0
+    eps: float = 1e-6
+
+
+REGION = 8192
+"""Tokens the compiled regions take at a time; a batch is padded to a multiple."""
+
+TARGET = Shape(vocab=3584, hidden=256, intermediate=512, layers=6, heads=4, kv_heads=2)
+DRAFT = Shape(vocab=3584, hidden=128, intermediate=320, layers=3, heads=2, kv_heads=1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Grouped-query attention of whole sequences.
+
+    Args:
+        q: ``[batch, length, heads, head_dim]``.
+        k, v: ``[batch, length, kv_heads, head_dim]``.
+
+    Returns:
+        ``[batch * length, heads * head_dim]``, in the inputs' dtype.
+    """
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    q = (
+        q.view(batch, length, kv_heads, group, dim)
+        .permute(0, 2, 1, 3, 4)
+        .reshape(batch * kv_heads, length * group, dim)
+    )
+    k = k.transpose(1, 2).reshape(batch * kv_heads, length, dim)
+    v = v.transpose(1, 2).reshape(batch * kv_heads, length, dim)
+    chunk = 128 if length <= 512 else 256  # the fastest of 64, 128 and 256 here
+    outputs = []
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        future = torch.full((end - start, end), float("-inf"), dtype=q.dtype).triu(1 + start)
+        future = future.repeat_interleave(group, 0).expand(batch * kv_heads, -1, -1)
+        rows = q[:, start * group : end * group]
+        scores = torch.baddbmm(future, rows, k[:, :end].transpose(1, 2), alpha=dim**-0.5)
+        outputs.append(torch.bmm(scores.softmax(-1), v[:, :end]))
+    out = torch.cat(outputs, 1).view(batch, kv_heads, length, group, dim)
+    return out.permute(0, 2, 1, 3, 4).reshape(batch * length, heads * dim)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., 2021) in the two-halves form; ``x`` is ``[tokens, heads, head_dim]``."""
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Layer(nn.Module):
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.s = s
+        self.input_norm = RMSNorm(s.hidden, s.eps)
+        self.q = nn.Linear(s.hidden, s.heads * s.head_dim, bias=False)
+        self.k = nn.Linear(s.hidden, s.kv_heads * s.head_dim, bias=False)
+        self.v = nn.Linear(s.hidden, s.kv_heads * s.head_dim, bias=False)
+        self.q_norm = RMSNorm(s.head_dim, s.eps)
+        self.k_norm = RMSNorm(s.head_dim, s.eps)
+        self.o = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
+        self.post_norm = RMSNorm(s.hidden, s.eps)
+        self.gate = nn.Linear(s.hidden, s.intermediate, bias=False)
+        self.up = nn.Linear(s.hidden, s.intermediate, bias=False)
+        self.down = nn.Linear(s.intermediate, s.hidden, bias=False)
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of ``x`` ``[tokens, hidden]``."""
+        s, h = self.s, self.input_norm(x)
+        q = self.q_norm(self.q(h).unflatten(-1, (s.heads, s.head_dim)))
+        k = self.k_norm(self.k(h).unflatten(-1, (s.kv_heads, s.head_dim)))
+        v = self.v(h).unflatten(-1, (s.kv_heads, s.head_dim))
+        return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream after attention's output and the MLP."""
+        x = x + self.o(attended)
+        h = self.post_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """Decoder with tied embeddings; ``forward`` gives final hidden states, ``logits`` the vocabulary scores."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.compiled = False
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+        half = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
+        angles = torch.outer(torch.arange(shape.context).float(), shape.rope_theta**-half)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                scale = (2 * shape.layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
+                nn.init.normal_(weight, std=0.02 if "embed" in name else scale * shape.hidden**-0.5)
+
+    def compile_regions(self) -> None:
+        """Fuse what lies between attentions. One compilation serves all layers and all batch shapes."""
+        self.compiled = True
+        for layer in self.layers:
+            layer.before = torch.compile(layer.before, dynamic=False)  # type: ignore[method-assign]
+            layer.after = torch.compile(layer.after, dynamic=False)  # type: ignore[method-assign]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids ``[batch, length]`` int64 to hidden states ``[batch * length, hidden]`` float32."""
+        batch, length = ids.shape
+        tokens = batch * length
+        padding = -tokens % REGION if self.compiled else 0
+        cos = F.pad(self.cos[:length].repeat(batch, 1), (0, 0, 0, padding))[:, None]
+        sin = F.pad(self.sin[:length].repeat(batch, 1), (0, 0, 0, padding))[:, None]
+        x = self.embed(F.pad(ids.flatten(), (0, padding)))
+        for layer in self.layers:
+            q, k, v = (t[:tokens].unflatten(0, (batch, length)) for t in layer.before(x, cos, sin))
+            x = layer.after(x, F.pad(causal_attention(q, k, v), (0, 0, 0, padding)))
+        return self.norm(x[:tokens])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states ``[rows, hidden]`` to scores ``[rows, vocab]``."""
+        return F.linear(hidden, self.embed.weight)
+
+
+def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:
+    """Save ``model`` as a ``Qwen3ForCausalLM`` checkpoint in bfloat16.
+
+    Args:
+        end: token id that ends a turn.
+        pad: token id of padding, which also ends a text.
+    """
+    s = model.shape
+    config = Qwen3Config(
+        vocab_size=s.vocab,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        max_position_embeddings=s.context,
+        rms_norm_eps=s.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": s.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    library = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    library.load_state_dict(_library_names(model), strict=False)
+    library.tie_weights()
+    library.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
+    library.save_pretrained(folder)
+
+
+def from_hugging_face(folder: Path) -> Model:
+    """Load a checkpoint that ``to_hugging_face`` wrote, in float32."""
+    library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    c = library.config
+    shape = Shape(
+        vocab=c.vocab_size,
+        hidden=c.hidden_size,
+        intermediate=c.intermediate_size,
+        layers=c.num_hidden_layers,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        context=c.max_position_embeddings,
+        rope_theta=c.rope_parameters["rope_theta"],
+        eps=c.rms_norm_eps,
+    )
+    model, weights = Model(shape), library.state_dict()
+    ours = {theirs: name for name, theirs in _names(model).items()}
+    model.load_state_dict({ours[name]: weight for name, weight in weights.items() if name in ours})
+    return model
+
+
+PARTS = {
+    "input_norm": "input_layernorm",
+    "post_norm": "post_attention_layernorm",
+    **{name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
+    **{name: f"self_attn.{name}" for name in ("q_norm", "k_norm")},
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+def _names(model: Model) -> dict[str, str]:
+    """The library's name of each of our parameters."""
+    names = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    for i in range(model.shape.layers):
+        names |= {f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in PARTS.items()}
+    return names
+
+
+def _library_names(model: Model) -> dict[str, Tensor]:
+    names = _names(model)
+    return {names[name]: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}

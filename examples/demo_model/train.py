@@ -1,0 +1,199 @@
+"""Train the demo model: ``corpus``, then ``target``, then ``draft``; each resumes where it was stopped.
+
+python train.py all --out build     # everything, about two hours on two cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import dataset
+import matplotlib
+import torch
+import torch.nn.functional as F
+from model import DRAFT, TARGET, Model, Shape, from_hugging_face, to_hugging_face
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained. A step is ``batches_per_step`` batches of ``dataset.BATCH_TOKENS`` tokens."""
+
+    shape: Shape
+    batches_per_step: int = 1
+    matrix_lr: float = 0.03
+    other_lr: float = 6e-3
+    warmup: float = 0.02
+    decay: float = 0.45
+    weight_decay: float = 0.01
+    start: float = 0.0
+    """Share of the corpus to skip: the draft needs only its later part."""
+
+    def rate(self, progress: float) -> float:
+        """The learning rate's factor: a short rise, a plateau, a straight fall to zero (Hu et al., 2024, WSD)."""
+        return min(progress / self.warmup, 1.0, (1 - progress) / self.decay)
+
+
+RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.5, decay=0.6)}
+
+
+class Run:
+    """One training run and all it needs to go on after a stop, kept in ``folder``."""
+
+    def __init__(self, name: str, recipe: Recipe, folder: Path, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.recipe, self.folder = recipe, folder
+        self.checkpoint, self.log = folder / f"{name}.pt", folder / f"{name}.jsonl"
+        self.model = Model(recipe.shape)
+        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2]
+        others = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
+        self.optimizers: list[Optimizer] = [
+            # Muon (Jordan et al., 2024) on the matrices learns these skills in about half of AdamW's tokens.
+            Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
+            AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.step, self.history = 0, []
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step = state["step"]
+            self.history = [json.loads(line) for line in self.log.read_text().splitlines()][: self.step]
+        if compiled:
+            self.model.compile_regions()
+
+    def save(self) -> None:
+        """Write the checkpoint so that a stop at any moment leaves a whole one."""
+        partial = self.checkpoint.with_suffix(".partial")
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "step": self.step}, partial)
+        self.log.write_text("".join(json.dumps(line) + "\n" for line in self.history))
+        partial.replace(self.checkpoint)
+
+    def train(self, batches: dataset.Batches, loss_of: Callable[[Model], Loss], save_every: float = 300) -> None:
+        first = int(len(batches) * self.recipe.start)
+        per_step = self.recipe.batches_per_step
+        steps, loss_at, saved = (len(batches) - first) // per_step, loss_of(self.model), time.monotonic()
+        bar = tqdm(range(self.step, steps), initial=self.step, total=steps, unit="step", smoothing=0.02)
+        for step in bar:
+            factor = self.recipe.rate((step + 1) / steps)
+            for optimizer, lr in zip(self.optimizers, (self.recipe.matrix_lr, self.recipe.other_lr), strict=True):
+                optimizer.param_groups[0]["lr"] = lr * factor
+            begun, losses, tokens = time.monotonic(), [], 0
+            for i in range(per_step):
+                ids, trained = map(torch.from_numpy, batches[first + step * per_step + i])
+                loss = loss_at(ids, trained) / per_step
+                loss.backward()
+                losses.append(loss.item())
+                tokens += ids.numel()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.step = step + 1
+            rate = tokens / (time.monotonic() - begun)
+            self.history.append({"loss": sum(losses), "tokens_per_s": round(rate)})
+            recent = [line["loss"] for line in self.history[-50:]]
+            bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tok_s=f"{rate:.0f}", refresh=False)
+            if time.monotonic() - saved > save_every or self.step == steps:
+                self.save()
+                self.plot()
+                saved = time.monotonic()
+
+    def plot(self) -> None:
+        """Draw the loss (mean over 25 steps) as ``<name>.png``."""
+        losses = torch.tensor([line["loss"] for line in self.history])
+        window = min(25, len(losses))
+        smooth = losses.unfold(0, window, 1).mean(1)
+        figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+        axes.semilogy(range(window, len(losses) + 1), smooth)
+        axes.set(xlabel="step", ylabel="loss (nats a trained token)", title=self.checkpoint.stem)
+        axes.grid(True, which="both", alpha=0.3)
+        figure.savefig(self.checkpoint.with_suffix(".png"), dpi=120)
+        plt.close(figure)
+
+
+def answers(trained: Tensor) -> Tensor:
+    """Which rows of the flat hidden states predict a trained token: those one before it."""
+    return F.pad(trained[:, 1:], (0, 1)).flatten()
+
+
+def likelihood(model: Model) -> Loss:
+    """Cross-entropy of the conversation's answers."""
+
+    def loss(ids: Tensor, trained: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model.logits(model(ids)[answers(trained)])
+        return F.cross_entropy(scores.float(), ids[trained])
+
+    return loss
+
+
+def distillation(target: Model) -> Callable[[Model], Loss]:
+    """Kullback-Leibler divergence from the target's own next-token distribution (Hinton et al., 2015)."""
+
+    def loss_of(model: Model) -> Loss:
+        def loss(ids: Tensor, trained: Tensor) -> Tensor:
+            rows = answers(trained)
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    wanted = target.logits(target(ids)[rows]).float().log_softmax(-1)
+                scores = model.logits(model(ids)[rows])
+            return F.kl_div(scores.float().log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+
+        return loss
+
+    return loss_of
+
+
+def stages(chosen: str) -> Iterator[str]:
+    yield from ("corpus", "target", "draft") if chosen == "all" else (chosen,)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["corpus", "target", "draft", "all"])
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder of all results (default: build)")
+    parser.add_argument("--tokens", type=float, default=30e6, help="tokens of corpus to draw (default: 30e6)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
+    parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
+    parser.add_argument("--export-only", action="store_true", help="write the checkpoint of an unfinished run")
+    args = parser.parse_args()
+    corpus_folder, target_folder = args.out / "corpus", args.out / "target"
+    for stage in stages(args.stage):
+        if stage == "corpus":
+            if not (corpus_folder / "index.json").exists():
+                dataset.train_tokenizer(target_folder, TARGET.context, args.seed)
+                dataset.write(corpus_folder, target_folder, int(args.tokens), args.seed)
+            continue
+        run = Run(stage, RECIPES[stage], args.out, compiled=not (args.no_compile or args.export_only))
+        if not args.export_only:
+            loss_of = likelihood
+            if stage == "draft":
+                target = from_hugging_face(target_folder)
+                if not args.no_compile:
+                    target.compile_regions()
+                loss_of = distillation(target)
+            run.train(dataset.Batches(corpus_folder), loss_of)
+        tokenizer = AutoTokenizer.from_pretrained(target_folder)
+        folder = args.out / stage
+        to_hugging_face(run.model, folder, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        tokenizer.save_pretrained(folder)
+        (args.out / f"{stage}.recipe.json").write_text(json.dumps(asdict(run.recipe), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
