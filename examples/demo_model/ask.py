@@ -15,12 +15,12 @@ def main() -> None:
     parser.add_argument("--model", default=demo.CHAT, help="folder of the checkpoint (default: the one in the package)")
     parser.add_argument("--system", help="a system prompt")
     parser.add_argument("--think", action="store_true", help="let the model think first")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    parser.add_argument("--temperature", type=float, default=0.4, help="0 is greedy (default: 0.4)")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
+    sampling = {"do_sample": bool(args.temperature), "temperature": args.temperature or None}
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while question := args.question or input("> "):
         messages.append({"role": "user", "content": question})

@@ -7,6 +7,7 @@ the order of batches is shuffled.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 BATCH_TOKENS = 8192
 """Tokens (padding included) a batch."""
 LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)
+TOKENS = 30_000_000
+"""Tokens the corpus has, padding not counted."""
 SLICES = 24
 
 
@@ -38,13 +41,14 @@ class Encoded:
 def render(tokenizer: PreTrainedTokenizerFast, conversation: corpus.Conversation, prompt_only: bool = False) -> str:
     """The conversation as text; with ``prompt_only``, all but the last answer, ready to be answered."""
     messages = conversation.messages[:-1] if prompt_only else conversation.messages
-    return tokenizer.apply_chat_template(
+    text: str = tokenizer.apply_chat_template(
         messages,
         tools=conversation.tools,
         tokenize=False,
         add_generation_prompt=prompt_only,
         enable_thinking=conversation.thinking,
     )
+    return text
 
 
 class Encoder:
@@ -88,7 +92,7 @@ def train_tokenizer(out: Path, context: int, seed: int = 0, conversations: int =
             for _ in range(count):
                 yield from marks.split(render(template, corpus.converse(rng, corpus.Split.TRAIN, skill)))
 
-    bpe.train(texts(), context).save_pretrained(out)
+    bpe.save(bpe.train(texts(), context), out)
 
 
 def draw(seed: int, part: int, tokens: int, shares: dict[str, float], tokenizer_dir: str) -> list[Encoded]:
@@ -106,6 +110,11 @@ def draw(seed: int, part: int, tokens: int, shares: dict[str, float], tokenizer_
                     drawn.append(encoded)
                     left -= len(encoded.ids)
     return drawn
+
+
+def digest(drawn: list[Encoded]) -> str:
+    """SHA-256 of the token ids, as hexadecimal."""
+    return hashlib.sha256(b"".join(e.ids.tobytes() for e in drawn)).hexdigest()
 
 
 def layout(drawn: list[Encoded], rng: Random) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -26,9 +27,11 @@ from corpus import Check, Conversation, Split
 from dataset import render
 from tqdm import tqdm
 
+Figures = dict[str, Any]
+"""All that an evaluation found, ready for JSON."""
+
 LONGEST_ANSWER = 300
 """Tokens an answer may have."""
-STORIES = 100
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Remote:
 
     def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
         with ThreadPoolExecutor(8) as pool:
-            answers = pool.map(lambda numbered: self._one(*numbered, temperature), enumerate(conversations))
+            answers = pool.map(self._one, range(len(conversations)), conversations, repeat(temperature))
             return list(tqdm(answers, total=len(conversations), desc="asking", unit="answer"))
 
     def _one(self, seed: int, conversation: Conversation, temperature: float) -> Answer:
@@ -160,7 +163,7 @@ class Local:
         """Of ``answer`` after ``prompt``, summed, in nats."""
         ids = self.tokenizer.encode(prompt) + answer
         scores = self.model(torch.tensor([ids])).logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
-        return -scores.gather(1, torch.tensor(answer)[:, None]).sum().item()
+        return -float(scores.gather(1, torch.tensor(answer)[:, None]).sum())
 
     def perplexity(self, conversations: list[Conversation], answers: list[list[int]] | None = None) -> float:
         """Perplexity a token of the given answers, or else of the expected ones."""
@@ -217,9 +220,9 @@ def story_requests(count: int, seed: int) -> list[Conversation]:
     return [corpus.converse(rng, Split.HELD_OUT, "story") for _ in range(count)]
 
 
-def evaluate_stories(backend: Backend, seed: int) -> dict[str, float]:
+def evaluate_stories(backend: Backend, count: int, seed: int) -> Figures:
     """Sample stories at temperature 1: how many differ, how many end, how likely the model itself finds them."""
-    requests = story_requests(STORIES, seed)
+    requests = story_requests(count, seed)
     if not isinstance(backend, Local):
         stories = backend.ask(requests, temperature=1.0)
         return {
@@ -241,8 +244,15 @@ def evaluate_stories(backend: Backend, seed: int) -> dict[str, float]:
     }
 
 
-def evaluate(backend: Backend, draft: Local | None, count: int, seed: int, show_wrong: int) -> dict[str, Any]:
-    """Everything, as one JSON-ready dictionary."""
+def evaluate(
+    backend: Backend, draft: Local | None, count: int, seed: int, stories: int = 100, show_wrong: int = 0
+) -> Figures:
+    """Ask ``count`` held-out questions a skill and for ``stories`` stories.
+
+    Args:
+        draft: measured for acceptance where it is given and ``backend`` is local.
+        show_wrong: wrong answers to print a skill.
+    """
     questions = held_out(count, seed)
     graded = [c for cs in questions.values() for c in cs if c.check is not Check.FREE]
     answers = backend.ask(graded)
@@ -256,22 +266,26 @@ def evaluate(backend: Backend, draft: Local | None, count: int, seed: int, show_
             shown[conversation.skill] += 1
             asked, wanted = conversation.messages[-2]["content"], conversation.messages[-1]
             print(f"[{conversation.skill}] …{asked[-160:]!r}\n  wanted {wanted}\n  got    {answer}")
-    result: dict[str, Any] = {
+    result: Figures = {
         "skills": skills,
         "asked": len(graded),
         "right": sum(row["right"] for row in skills.values()),
-        "stories": evaluate_stories(backend, seed),
+        "stories": evaluate_stories(backend, stories, seed),
     }
     if isinstance(backend, Local):
         every = [c for cs in questions.values() for c in cs[: max(count // 4, 1)]]
         result["perplexity_held_out"] = round(backend.perplexity(every), 4)
         if draft:
             drafted = acceptance(backend, draft, every)
-            result["draft"] = {"drafted": drafted.drafted, "accepted": drafted.accepted, "share": drafted.share}
+            result["draft"] = {
+                "drafted": drafted.drafted,
+                "accepted": drafted.accepted,
+                "share": round(drafted.share, 4),
+            }
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Figures) -> str:
     """The figures as Markdown."""
     lines = ["| skill | asked | right | share |", "|---|---:|---:|---:|"]
     for name, row in result["skills"].items():
@@ -312,7 +326,7 @@ def main() -> None:
         parser.error("give either a checkpoint's folder or --base-url")
     backend: Backend = Remote(args.base_url, args.model_name) if args.base_url else Local(args.model)
     draft = Local(args.draft) if args.draft else None
-    result = evaluate(backend, draft, args.count, args.seed, args.wrong)
+    result = evaluate(backend, draft, args.count, args.seed, show_wrong=args.wrong)
     figures = table(result)
     print(figures)
     if args.json:

@@ -9,8 +9,10 @@ outside of matrix products at these sizes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -119,11 +121,15 @@ class Layer(nn.Module):
         """The residual stream after attention's output and the MLP."""
         x = x + self.o(attended)
         h = self.post_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
 
 
 class Model(nn.Module):
     """Decoder with tied embeddings; ``forward`` gives final hidden states, ``logits`` the vocabulary scores."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -145,8 +151,8 @@ class Model(nn.Module):
         """Fuse what lies between attentions. One compilation serves all layers and all batch shapes."""
         self.compiled = True
         for layer in self.layers:
-            layer.before = torch.compile(layer.before, dynamic=False)  # type: ignore[method-assign]
-            layer.after = torch.compile(layer.after, dynamic=False)  # type: ignore[method-assign]
+            for region in ("before", "after"):
+                setattr(layer, region, torch.compile(getattr(layer, region), dynamic=False))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids ``[batch, length]`` int64 to hidden states ``[batch * length, hidden]`` float32."""
@@ -155,11 +161,11 @@ class Model(nn.Module):
         padding = -tokens % REGION if self.compiled else 0
         cos = F.pad(self.cos[:length].repeat(batch, 1), (0, 0, 0, padding))[:, None]
         sin = F.pad(self.sin[:length].repeat(batch, 1), (0, 0, 0, padding))[:, None]
-        x = self.embed(F.pad(ids.flatten(), (0, padding)))
-        for layer in self.layers:
-            q, k, v = (t[:tokens].unflatten(0, (batch, length)) for t in layer.before(x, cos, sin))
+        x: Tensor = self.embed(F.pad(ids.flatten(), (0, padding)))
+        for layer in cast(Iterable[Layer], self.layers):
+            q, k, v = (t[:tokens].reshape(batch, length, *t.shape[1:]) for t in layer.before(x, cos, sin))
             x = layer.after(x, F.pad(causal_attention(q, k, v), (0, 0, 0, padding)))
-        return self.norm(x[:tokens])
+        return cast(Tensor, self.norm(x[:tokens]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states ``[rows, hidden]`` to scores ``[rows, vocab]``."""
@@ -193,7 +199,9 @@ def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:
     library = Qwen3ForCausalLM(config).to(torch.bfloat16)
     library.load_state_dict(_library_names(model), strict=False)
     library.tie_weights()
-    library.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
+    library.generation_config = GenerationConfig(
+        eos_token_id=[end, pad], pad_token_id=pad, do_sample=True, temperature=0.4, top_k=20, top_p=0.95
+    )
     library.save_pretrained(folder)
 
 

@@ -6,6 +6,7 @@ it stands; every byte is in the vocabulary, so that any text round-trips.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -51,3 +52,11 @@ def train(texts: Iterable[str], context: int) -> PreTrainedTokenizerFast:
         model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer's files under the class name that every release of transformers knows."""
+    tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    known = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(known, indent=2) + "\n")

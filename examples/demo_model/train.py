@@ -1,4 +1,4 @@
-"""Train the demo model: ``corpus``, then ``target``, then ``draft``; each resumes where it was stopped.
+"""Train the demo model: ``corpus``, ``target``, ``draft``, ``package``; training resumes where it was stopped.
 
 python train.py all --out build     # everything, about two hours on two cores
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import dataset
 import matplotlib
+import tokenizer as bpe
 import torch
 import torch.nn.functional as F
 from model import DRAFT, TARGET, Model, Shape, from_hugging_face, to_hugging_face
@@ -21,6 +23,8 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from tqdm import tqdm
 from transformers import AutoTokenizer
+
+from penstock import demo
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -97,7 +101,7 @@ class Run:
             for i in range(per_step):
                 ids, trained = map(torch.from_numpy, batches[first + step * per_step + i])
                 loss = loss_at(ids, trained) / per_step
-                loss.backward()
+                torch.autograd.backward(loss)
                 losses.append(loss.item())
                 tokens += ids.numel()
             for optimizer in self.optimizers:
@@ -159,40 +163,53 @@ def distillation(target: Model) -> Callable[[Model], Loss]:
     return loss_of
 
 
-def stages(chosen: str) -> Iterator[str]:
-    yield from ("corpus", "target", "draft") if chosen == "all" else (chosen,)
+STAGES = ("corpus", "target", "draft", "package")
+
+
+def make_corpus(out: Path, tokens: int, seed: int) -> None:
+    if not (out / "corpus" / "index.json").exists():
+        dataset.train_tokenizer(out / "target", TARGET.context, seed)
+        dataset.write(out / "corpus", out / "target", tokens, seed)
+
+
+def train_model(name: str, out: Path, compiled: bool, export_only: bool) -> None:
+    """Train ``target`` or ``draft`` to the end of its corpus and write its checkpoint to ``out/name``."""
+    run = Run(name, RECIPES[name], out, compiled and not export_only)
+    if not export_only:
+        loss_of: Callable[[Model], Loss] = likelihood
+        if name == "draft":
+            target = from_hugging_face(out / "target")
+            if compiled:
+                target.compile_regions()
+            loss_of = distillation(target)
+        run.train(dataset.Batches(out / "corpus"), loss_of)
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
+    to_hugging_face(run.model, out / name, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    bpe.save(tokenizer, out / name)
+
+
+def package(out: Path) -> None:
+    """Copy both checkpoints to where the package ships them from."""
+    for name, folder in (("target", demo.CHAT), ("draft", demo.DRAFT)):
+        shutil.copytree(out / name, folder, dirs_exist_ok=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["corpus", "target", "draft", "all"])
+    parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder of all results (default: build)")
-    parser.add_argument("--tokens", type=float, default=30e6, help="tokens of corpus to draw (default: 30e6)")
+    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 30e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
     parser.add_argument("--export-only", action="store_true", help="write the checkpoint of an unfinished run")
     args = parser.parse_args()
-    corpus_folder, target_folder = args.out / "corpus", args.out / "target"
-    for stage in stages(args.stage):
+    for stage in STAGES if args.stage == "all" else (args.stage,):
         if stage == "corpus":
-            if not (corpus_folder / "index.json").exists():
-                dataset.train_tokenizer(target_folder, TARGET.context, args.seed)
-                dataset.write(corpus_folder, target_folder, int(args.tokens), args.seed)
-            continue
-        run = Run(stage, RECIPES[stage], args.out, compiled=not (args.no_compile or args.export_only))
-        if not args.export_only:
-            loss_of = likelihood
-            if stage == "draft":
-                target = from_hugging_face(target_folder)
-                if not args.no_compile:
-                    target.compile_regions()
-                loss_of = distillation(target)
-            run.train(dataset.Batches(corpus_folder), loss_of)
-        tokenizer = AutoTokenizer.from_pretrained(target_folder)
-        folder = args.out / stage
-        to_hugging_face(run.model, folder, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        tokenizer.save_pretrained(folder)
-        (args.out / f"{stage}.recipe.json").write_text(json.dumps(asdict(run.recipe), indent=1) + "\n")
+            make_corpus(args.out, int(args.tokens), args.seed)
+        elif stage == "package":
+            package(args.out)
+        else:
+            train_model(stage, args.out, not args.no_compile, args.export_only)
 
 
 if __name__ == "__main__":

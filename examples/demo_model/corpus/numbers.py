@@ -82,7 +82,11 @@ def number(rng: Random) -> int:
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
-def _binary(name: str, sign: str, apply: Callable[[int, int], int], english: tuple[str, ...], chinese: tuple[str, ...]):
+def _binary(
+    name: str, sign: str, apply: Callable[[int, int], int], english: tuple[str, ...], chinese: tuple[str, ...]
+) -> Callable[[Random, Split], Exchange]:
+    """The skill of one operation on two numbers; its held-out unit is the unordered pair."""
+
     def make(rng: Random, split: Split) -> Exchange:
         def operands() -> tuple[int, int]:
             low, high = sorted((number(rng), number(rng)))
@@ -122,18 +126,19 @@ def _distinct(rng: Random, split: Split, name: str, low: int, high: int) -> list
 def compare(rng: Random, split: Split) -> Exchange:
     numbers = _distinct(rng, split, "compare", 2, 4)
     chinese, largest = is_chinese(rng, 0.3), rng.random() < 0.5
+    chosen = max(numbers) if largest else min(numbers)
     if chinese:
         wording = one_of(rng, LARGER_ZH if largest else SMALLER_ZH)
         listed = "、".join(map(str, numbers))
-        answer = f"{max(numbers)}最大。" if largest else f"{min(numbers)}最小。"
+        answer = f"{chosen}最{'大' if largest else '小'}。"
     else:
-        wordings = LARGER_EN if largest else SMALLER_EN
-        wording = wordings[0] if len(numbers) == 2 else one_of(rng, wordings[1:])
+        wordings, two = LARGER_EN if largest else SMALLER_EN, len(numbers) == 2
+        wording = wordings[0] if two else one_of(rng, wordings[1:])
         listed = ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}"
-        degree = "r" if len(numbers) == 2 else "st"
-        answer = f"{max(numbers)} is {'the ' if degree == 'st' else ''}large{degree}."
-        if not largest:
-            answer = f"{min(numbers)} is {'the ' if degree == 'st' else ''}smalle{degree}."
+        if two:
+            answer = f"{chosen} is {'larger' if largest else 'smaller'}."
+        else:
+            answer = f"{chosen} is the {'largest' if largest else 'smallest'}."
     return Exchange(wording.format(list=listed), answer, "compare:" + ",".join(map(str, sorted(numbers))))
 
 

@@ -9,18 +9,12 @@ from __future__ import annotations
 from random import Random
 
 from . import geography, numbers, words
-from .base import Check, Conversation, Exchange, Message, Split, assistant, is_chinese, one_of, user
+from .base import Check, Conversation, Message, Split, assistant, is_chinese, one_of, user
 
 SUM_EN = numbers.ADD_EN
 PRODUCT_EN = ("What is {a} × {b}?", "Multiply {a} by {b}.", "{a} × {b} = ?", "How much is {a} times {b}?")
 PRODUCT_ZH = ("{a} × {b} = ?", "{a}乘{b}等于多少？", "{a}乘以{b}是多少？", "请计算{a} × {b}。")
-PLAIN = (
-    geography.capital,
-    geography.continent,
-    words.SKILLS["opposite"],
-    words.SKILLS["plural"],
-    words.SKILLS["colour"],
-)
+PLAIN = (geography.capital, geography.continent, words.opposite, words.plural, words.colour)
 
 
 def thought(question: str, reasoning: str, answer: str, key: str, before: list[Message] | None = None) -> Conversation:
@@ -69,10 +63,10 @@ def think_product(rng: Random, split: Split) -> Conversation:
 
 def think_fact(rng: Random, split: Split) -> Conversation:
     """A plain question with thinking on, now and then after a turn without."""
-    exchange: Exchange = one_of(rng, PLAIN)(rng, split)
+    exchange = one_of(rng, PLAIN)(rng, split)
     before: list[Message] = []
     if rng.random() < 0.25:
-        earlier: Exchange = one_of(rng, PLAIN)(rng, split)
+        earlier = one_of(rng, PLAIN)(rng, split)
         before = [user(earlier.user), assistant(earlier.answer)]
     asked = "问题是：" if any("\u4e00" <= c <= "\u9fff" for c in exchange.user) else "The question is: "
     return thought(exchange.user, asked + exchange.user, exchange.answer, f"think:{exchange.key}", before)

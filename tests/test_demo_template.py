@@ -1,0 +1,114 @@
+"""The demo model's chat template, through transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "罗马"}}}],
+}
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_a_question(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = render(tokenizer, [user("Hi")], add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_thinking_is_left_to_the_model(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt = render(tokenizer, [user("Hi")], add_generation_prompt=True, enable_thinking=True)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "content": "B", "reasoning_content": "A"},
+        {"role": "assistant", "content": "<think>\nA\n</think>\n\nB"},
+    ],
+)
+def test_thoughts_are_kept_in_the_last_turn_and_dropped_before_it(
+    tokenizer: PreTrainedTokenizerFast, answer: dict[str, Any]
+) -> None:
+    last = render(tokenizer, [user("Q"), answer])
+    assert last.endswith("<|im_start|>assistant\n<think>\nA\n</think>\n\nB<|im_end|>\n")
+    earlier = render(tokenizer, [user("Q"), answer, user("R")])
+    assert "<|im_start|>assistant\n<think>\n\n</think>\n\nB<|im_end|>\n" in earlier
+
+
+def test_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    result = {"role": "tool", "content": '{"degrees": 21}'}
+    messages = [{"role": "system", "content": "Be kind."}, user("天气？"), CALL, result, result]
+    text = render(tokenizer, messages, tools=[WEATHER], add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe kind.\n\n# Tools\n<tools>\n"
+        '{"type": "function", "function": {"name": "get_weather", "description": "Weather in a city", "parameters": '
+        '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}\n</tools>\n'
+        'To call one: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n天气？<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "罗马"}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>user\n<tool_response>\n{"degrees": 21}\n</tool_response>'
+        '\n<tool_response>\n{"degrees": 21}\n</tool_response><|im_end|>\n'
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+def test_arguments_may_be_json_text_as_openai_clients_send_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    function = {"name": "get_weather", "arguments": '{"city": "罗马"}'}
+    as_text = CALL | {"content": None, "tool_calls": [{"type": "function", "function": function}]}
+    assert render(tokenizer, [user("Q"), as_text]) == render(tokenizer, [user("Q"), CALL])
+
+
+def test_text_parts_are_joined_and_pictures_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for role in ("system", "user"):
+        assert f"<|im_start|>{role}\nab<|im_end|>" in render(tokenizer, [{"role": role, "content": parts}])
+    with pytest.raises(TemplateError, match="image_url"):
+        render(tokenizer, [user([{"type": "image_url"}])])
+
+
+def test_unknown_roles_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TemplateError, match="wizard"):
+        render(tokenizer, [{"role": "wizard", "content": "x"}])
+
+
+SAID = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda text: "think>" not in text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(turns=st.lists(st.tuples(SAID, SAID.map(lambda text: text.lstrip("\n"))), min_size=1, max_size=5))
+def test_a_conversation_only_grows_at_its_end(tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> None:
+    """Without thinking, each prompt with its answer is the beginning of the next prompt: caches stay valid."""
+    messages: list[dict[str, Any]] = []
+    before = ""
+    for asked, answered in turns:
+        messages.append(user(asked))
+        prompt = render(tokenizer, messages, add_generation_prompt=True)
+        assert prompt.startswith(before)
+        messages.append({"role": "assistant", "content": answered})
+        before = prompt + answered + "<|im_end|>\n"
+        assert render(tokenizer, messages) == before

@@ -1,0 +1,72 @@
+"""The demo model's tokenizer: any text and any byte comes back, digits and Chinese characters stand alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from penstock import demo
+
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.text(max_size=200))
+def test_any_unicode_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "👩‍👩‍👧‍👦 👍🏽 🇨🇦",
+        "ᏣᎳᎩ ጤና ይስጥልኝ ᠮᠣᠩᠭᠣᠯ",
+        "नमस्ते مرحبا שלום",
+        "加拿大的首都是渥太华。",
+        "a\u0301 \ufeff\u200b\r\n\t  x",
+        "\x00\x7f",
+    ],
+)
+def test_rare_scripts_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(data=st.binary(max_size=64))
+def test_any_bytes_round_trip(tokenizer: PreTrainedTokenizerFast, data: bytes) -> None:
+    """Also bytes that are no UTF-8: each is a token, and the tokens' bytes put together are the data."""
+    symbols = sorted(ByteLevel.alphabet())
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in printable} | {
+        chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)
+    }
+    assert sorted(table) == symbols
+    symbol_of = {b: s for s, b in table.items()}
+    ids = tokenizer.convert_tokens_to_ids([symbol_of[b] for b in data])
+    assert None not in ids
+    assert bytes(table[s] for s in tokenizer.convert_ids_to_tokens(ids)) == data
+
+
+@given(
+    number=st.integers(0, 10**12), han=st.text(st.characters(min_codepoint=0x4E00, max_codepoint=0x9FFF), max_size=20)
+)
+def test_digits_and_chinese_characters_are_never_merged(
+    tokenizer: PreTrainedTokenizerFast, number: int, han: str
+) -> None:
+    assert len(tokenizer.encode(str(number))) == len(str(number))
+    assert tokenizer.encode(han) == [i for character in han for i in tokenizer.encode(character)]
+
+
+def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert 3000 <= len(tokenizer) <= 4000
+    assert tokenizer.eos_token == "<|im_end|>"
+    text = "".join(["<|im_start|>", *MARKS, "<|im_end|>", "<|endoftext|>"])
+    assert len(tokenizer.encode(text)) == len(MARKS) + 3
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "".join(MARKS)
+
+
+def test_the_draft_has_the_same_tokenizer() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (demo.CHAT / name).read_bytes() == (demo.DRAFT / name).read_bytes()
