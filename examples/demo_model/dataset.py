@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 BATCH_TOKENS = 8192
 """Tokens (padding included) a batch."""
 LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)
-TOKENS = 30_000_000
+TOKENS = 20_000_000
 """Tokens the corpus has, padding not counted."""
 SLICES = 24
 
@@ -113,8 +113,8 @@ def draw(seed: int, part: int, tokens: int, shares: dict[str, float], tokenizer_
 
 
 def digest(drawn: list[Encoded]) -> str:
-    """SHA-256 of the token ids, as hexadecimal."""
-    return hashlib.sha256(b"".join(e.ids.tobytes() for e in drawn)).hexdigest()
+    """SHA-256 of token ids and masks, as hexadecimal."""
+    return hashlib.sha256(b"".join(e.ids.tobytes() + e.trained.tobytes() for e in drawn)).hexdigest()
 
 
 def layout(drawn: list[Encoded], rng: Random) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -173,4 +173,6 @@ class Batches:
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         offset, rows, length = self.index[i]
         window = slice(offset, offset + rows * length)
-        return self.ids[window].reshape(rows, length).astype(np.int64), self.trained[window].reshape(rows, length)
+        return self.ids[window].reshape(rows, length).astype(np.int64), self.trained[window].reshape(
+            rows, length
+        ).copy()

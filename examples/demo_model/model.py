@@ -143,9 +143,11 @@ class Model(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                scale = (2 * shape.layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
-                nn.init.normal_(weight, std=0.02 if "embed" in name else scale * shape.hidden**-0.5)
+            if name.endswith(("o.weight", "down.weight")):
+                nn.init.normal_(weight, std=(2 * shape.layers * shape.hidden) ** -0.5)
+            elif weight.dim() == 2:
+                nn.init.normal_(weight, std=shape.hidden**-0.5)
+        plant_induction(self)
 
     def compile_regions(self) -> None:
         """Fuse what lies between attentions. One compilation serves all layers and all batch shapes."""
@@ -170,6 +172,48 @@ class Model(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states ``[rows, hidden]`` to scores ``[rows, vocab]``."""
         return F.linear(hidden, self.embed.weight)
+
+
+@torch.no_grad()
+def plant_induction(model: Model) -> None:
+    """Start the model with a working induction head (Olsson et al., 2022) instead of waiting for one to form.
+
+    Looking up what followed an earlier occurrence of the current token is the root of recall, extraction and tool
+    arguments. It takes two heads in a row: one in the first layer attends to the token before and notes it down; one
+    in the second layer finds the place whose note is the current token, and copies the token there. Training finds
+    them late (here not within 14 million tokens), so their weights are written down; training refines them.
+
+    The embeddings get a common part, on which the first head's queries and keys see position alone, and three
+    orthogonal subspaces tell the current token, the one before, and the one to copy apart.
+    """
+    s, first, second = model.shape, model.layers[0], model.layers[1]
+    assert isinstance(first, Layer)
+    assert isinstance(second, Layer)
+    common = F.normalize(torch.randn(s.hidden), dim=0)
+    model.embed.weight.normal_(std=0.5).add_(0.5 * s.hidden**0.5 * common)
+    model.norm.weight.fill_(0.05)  # such large embeddings would make wild logits
+    basis = torch.linalg.qr(torch.cat((common[:, None], torch.randn(s.hidden, s.hidden - 1)), 1))[0].T[1:]
+    rank = min(s.head_dim, (s.hidden - 1) // 3)
+    current, previous, copied = basis[:rank], basis[rank : 2 * rank], basis[2 * rank : 3 * rank]
+    head, half = slice(s.head_dim), s.head_dim // 2
+    for layer in (first, second):
+        layer.q_norm.weight.fill_(2.0)  # attention as sharp as looking up a single place needs
+        layer.k_norm.weight.fill_(2.0)
+
+    # Rotated by one position against the keys, in the fastest frequencies, the queries peak at the token before.
+    speeds = s.rope_theta ** -(torch.arange(half) / half)
+    fast, phase = (torch.arange(half) < 8).float(), 2 * torch.pi * torch.rand(half)
+    key = torch.cat((fast * phase.cos(), fast * phase.sin()))
+    query = torch.cat((fast * (phase - speeds).cos(), fast * (phase - speeds).sin()))
+    first.k.weight[head], first.q.weight[head] = torch.outer(key, common), torch.outer(query, common)
+    first.v.weight[:rank], first.o.weight[:, :rank] = current, 2 * previous.T
+
+    # Content is matched in the slowest frequencies, which hardly turn within the context.
+    slow = torch.arange(20, half)
+    second.k.weight[head], second.q.weight[head] = 0.0, 0.0
+    for rows, matched in ((slow, slice(0, len(slow))), (slow + half, slice(len(slow), 2 * len(slow)))):
+        second.k.weight[rows], second.q.weight[rows] = previous[matched], current[matched]
+    second.v.weight[:rank], second.o.weight[:, :rank] = copied, 2 * copied.T
 
 
 def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:

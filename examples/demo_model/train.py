@@ -34,24 +34,22 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained. A step is ``batches_per_step`` batches of ``dataset.BATCH_TOKENS`` tokens."""
+    """How a model is trained. A step is one batch of ``dataset.BATCH_TOKENS`` tokens, padding included."""
 
     shape: Shape
-    batches_per_step: int = 1
-    matrix_lr: float = 0.03
-    other_lr: float = 6e-3
-    warmup: float = 0.02
-    decay: float = 0.45
-    weight_decay: float = 0.01
+    matrix_lr: float = 0.02
+    other_lr: float = 5e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.01
     start: float = 0.0
     """Share of the corpus to skip: the draft needs only its later part."""
 
     def rate(self, progress: float) -> float:
-        """The learning rate's factor: a short rise, a plateau, a straight fall to zero (Hu et al., 2024, WSD)."""
-        return min(progress / self.warmup, 1.0, (1 - progress) / self.decay)
+        """The learning rate's factor: a short rise, then straight down to zero."""
+        return min(progress / self.warmup, (1 - progress) / (1 - self.warmup))
 
 
-RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.5, decay=0.6)}
+RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.7)}
 
 
 class Run:
@@ -90,26 +88,22 @@ class Run:
 
     def train(self, batches: dataset.Batches, loss_of: Callable[[Model], Loss], save_every: float = 300) -> None:
         first = int(len(batches) * self.recipe.start)
-        per_step = self.recipe.batches_per_step
-        steps, loss_at, saved = (len(batches) - first) // per_step, loss_of(self.model), time.monotonic()
+        steps, loss_at, saved = len(batches) - first, loss_of(self.model), time.monotonic()
         bar = tqdm(range(self.step, steps), initial=self.step, total=steps, unit="step", smoothing=0.02)
         for step in bar:
             factor = self.recipe.rate((step + 1) / steps)
             for optimizer, lr in zip(self.optimizers, (self.recipe.matrix_lr, self.recipe.other_lr), strict=True):
                 optimizer.param_groups[0]["lr"] = lr * factor
-            begun, losses, tokens = time.monotonic(), [], 0
-            for i in range(per_step):
-                ids, trained = map(torch.from_numpy, batches[first + step * per_step + i])
-                loss = loss_at(ids, trained) / per_step
-                torch.autograd.backward(loss)
-                losses.append(loss.item())
-                tokens += ids.numel()
+            begun = time.monotonic()
+            ids, trained = map(torch.from_numpy, batches[first + step])
+            loss = loss_at(ids, trained)
+            torch.autograd.backward(loss)
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             self.step = step + 1
-            rate = tokens / (time.monotonic() - begun)
-            self.history.append({"loss": sum(losses), "tokens_per_s": round(rate)})
+            rate = ids.numel() / (time.monotonic() - begun)
+            self.history.append({"loss": loss.item(), "tokens_per_s": round(rate)})
             recent = [line["loss"] for line in self.history[-50:]]
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tok_s=f"{rate:.0f}", refresh=False)
             if time.monotonic() - saved > save_every or self.step == steps:
@@ -198,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder of all results (default: build)")
-    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 30e6)")
+    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 20e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
     parser.add_argument("--export-only", action="store_true", help="write the checkpoint of an unfinished run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from . import extraction, geography, numbers, persona, recall, stories, thinking, tools, words
+from . import extraction, geography, numbers, persona, recall, repeat, stories, thinking, tools, words
 from .base import Check, Conversation, Exchange, Message, Skill, Split, assistant, one_of, system, user
 
 __all__ = ["SHARES", "SKILLS", "Check", "Conversation", "Split", "converse", "shares_at"]
@@ -16,6 +16,7 @@ SKILLS: dict[str, Skill] = {
     **words.SKILLS,
     **stories.SKILLS,
     **persona.SKILLS,
+    **repeat.SKILLS,
     **recall.SKILLS,
     **extraction.SKILLS,
     **tools.SKILLS,
@@ -23,48 +24,50 @@ SKILLS: dict[str, Skill] = {
 }
 
 SHARES: dict[str, float] = {
-    "capital": 7,
-    "country of capital": 5,
-    "continent": 3,
-    "add": 6,
-    "subtract": 6,
-    "times table": 2.5,
-    "compare": 2,
-    "sort numbers": 3,
+    "capital": 5,
+    "country of capital": 4,
+    "continent": 2,
+    "add": 7,
+    "subtract": 7,
+    "times table": 2,
+    "compare": 3,
+    "sort numbers": 5,
     "calendar": 2,
-    "opposite": 2,
+    "opposite": 1.5,
     "plural": 1.5,
     "colour": 0.8,
     "category": 1.2,
-    "count list": 1.5,
-    "pick from list": 1.5,
-    "sort words": 2,
+    "count list": 2,
+    "pick from list": 2,
+    "sort words": 3.5,
     "spell": 1.5,
-    "reverse": 2.5,
-    "story": 5,
-    "description": 2,
+    "reverse": 2,
+    "story": 4,
+    "description": 1.5,
     "identity": 1,
     "system name": 1.5,
     "system language": 1.5,
-    "system style": 2.5,
-    "unknown": 2.5,
-    "recall in chat": 2,
+    "system style": 3,
+    "unknown": 2,
+    "repeat": 2,
+    "recall in chat": 3,
+    "recall to 60": 3,
     "recall to 200": 4,
     "recall to 700": 6,
-    "recall to 1500": 7,
-    "recall to 2000": 9,
-    "extract": 4,
-    "json schema": 3,
+    "recall to 1500": 6,
+    "recall to 2000": 7,
+    "extract": 4.5,
+    "json schema": 4.5,
     "tool call": 5,
     "tool answer": 3.5,
-    "no tool": 2.5,
-    "think: sum": 2.5,
-    "think: product": 1.5,
+    "no tool": 3,
+    "think: sum": 3,
+    "think: product": 2,
     "think: fact": 1.5,
 }
 """Share of the training tokens a skill, at the end of the curriculum (they need not add up to one)."""
 
-LONG_RECALL_STARTS = {"recall to 700": 0.1, "recall to 1500": 0.35, "recall to 2000": 0.5}
+LONG_RECALL_STARTS = {"recall to 700": 0.1, "recall to 1500": 0.3, "recall to 2000": 0.45}
 """When (as a share of the training) each length of passage comes in; before that, shorter ones take its tokens."""
 
 HALF_WIDTH = str.maketrans("，？：！；", ",?:!;")

@@ -345,8 +345,8 @@ SCHEMA_REQUESTS_ZH = (
     "请用这个JSON模式：{schema}\n{text}",
 )
 
-SUM_TEXTS_EN = ("Add {a} and {b}.", "What is {a} + {b}?", "The numbers are {a} and {b}.", "Take {a} plus {b}.")
-SUM_TEXTS_ZH = ("{a}加{b}等于多少？", "{a} + {b} = ?", "两个数是{a}和{b}。", "请算{a}加{b}。")
+PAIR_TEXTS_EN = ("Take {a} and {b}.", "Compare {a} and {b}.", "The numbers are {a} and {b}.", "We have {a} and {b}.")
+PAIR_TEXTS_ZH = ("有{a}和{b}。", "请比较{a}和{b}。", "两个数是{a}和{b}。", "这里是{a}和{b}。")
 LIST_TEXTS_EN = ("The words are: {words}.", "Here are some words: {words}.", "Take this list: {words}.")
 LIST_TEXTS_ZH = ("这些词是：{words}。", "这里有一些词：{words}。", "清单：{words}。")
 KIND_TEXTS_EN = ("The word is: {word}.", "What is this: {word}?", "Word: {word}", "What kind of word is {word}?")
@@ -355,12 +355,12 @@ KINDS_EN = {"animal": ANIMALS_EN, "colour": COLOURS_EN, "city": CITIES_EN, "job"
 KINDS_ZH = {"动物": ANIMALS_ZH, "颜色": COLOURS_ZH, "城市": CITIES_ZH, "工作": JOBS_ZH}
 
 
-def sum_task(names: tuple[str, str, str], texts: Sequence[str]) -> Callable[[Random], Data]:
-    """Two numbers: the larger, the smaller and the sum."""
+def pair_task(names: tuple[str, str], texts: Sequence[str]) -> Callable[[Random], Data]:
+    """Two numbers: the larger and the smaller."""
 
     def task(rng: Random) -> Data:
-        a, b = rng.sample(range(1, 50), 2)
-        return solved(one_of(rng, texts).format(a=a, b=b), names, (a + b, max(a, b), min(a, b)))
+        a, b = rng.sample(range(1, 100), 2)
+        return solved(one_of(rng, texts).format(a=a, b=b), names, (max(a, b), min(a, b)))
 
     return task
 
@@ -404,7 +404,7 @@ ENGLISH = Language(
     requests=REQUESTS_EN,
     schema_requests=SCHEMA_REQUESTS_EN,
     tasks=(
-        sum_task(("sum", "larger", "smaller"), SUM_TEXTS_EN),
+        pair_task(("larger", "smaller"), PAIR_TEXTS_EN),
         list_task(("count", "first", "last", "words"), ITEMS_EN, LIST_TEXTS_EN, ", "),
         kind_task(("word", "kind"), KINDS_EN, KIND_TEXTS_EN),
     ),
@@ -417,7 +417,7 @@ CHINESE = Language(
     requests=REQUESTS_ZH,
     schema_requests=SCHEMA_REQUESTS_ZH,
     tasks=(
-        sum_task(("和", "大数", "小数"), SUM_TEXTS_ZH),
+        pair_task(("大数", "小数"), PAIR_TEXTS_ZH),
         list_task(("数量", "第一", "最后", "词"), ITEMS_ZH, LIST_TEXTS_ZH, "、"),
         kind_task(("词", "种类"), KINDS_ZH, KIND_TEXTS_ZH),
     ),

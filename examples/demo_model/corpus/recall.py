@@ -13,9 +13,6 @@ from random import Random
 from .base import Conversation, Message, Skill, Split, assistant, is_chinese, one_of, user
 from .lexicon import ANIMALS, CITIES, COLOURS, ITEMS, JOBS, NAMES_EN, NAMES_ZH, PLACES
 
-TOKENS_PER_PIECE = 1.0
-"""Tokens a piece (a word, a digit, a mark, a Chinese character); raise it if the tokenizer splits more words."""
-
 FILLER_SHARE = 0.15
 LIST_SHARE = 0.3
 OWN_SHARE = 0.6
@@ -791,12 +788,14 @@ def draw_language(rng: Random) -> Language:
     return CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
 
 
-def count_tokens(text: str) -> float:
-    return TOKENS_PER_PIECE * len(PIECE.findall(text))
+def count_tokens(text: str) -> int:
+    """About as many tokens as the tokenizer will make: one a word, digit, mark or Chinese character."""
+    return len(PIECE.findall(text))
 
 
 SKILLS: dict[str, Skill] = {
     "recall in chat": recall_chat,
+    "recall to 60": recall(12, 60),
     "recall to 200": recall(60, 200),
     "recall to 700": recall(200, 700),
     "recall to 1500": recall(700, 1500),

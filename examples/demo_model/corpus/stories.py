@@ -170,7 +170,7 @@ LOST_EN = Plot(
         "{He} asked everybody {he} met, but nobody had seen the {item}.",
         "{name} sat down [on a stone|under a tree|by the road] and began to cry.",
         "It grew dark, and {he} still did not know where the {item} was.",
-        "The more {he} looked, more tired {he} became.",
+        "The more {he} looked, the more tired {he} became.",
     ),
     solution=(
         "The {pal} found a small path in the [snow|sand|grass], and it led them to the {item}.",
@@ -466,7 +466,7 @@ LOST_ZH = Plot(
         "夜里，一场大风把{ta_item}吹走了。", "[family]送给{ta}{a_item}，可是有一天它不见了。",
     ),
     trouble=(
-        "{ta}在[spot]找，又到[spot]找，都没有。", "{ta}找了[一整天|三天|很久]，只找到几个树叶。",
+        "{ta}在[spot]找，又到[spot]找，都没有。", "{ta}找了[一整天|三天|很久]，只找到几片树叶。",
         "{ta}问了很多人，谁也没看见。",
         "{ta}坐在[spot]，难过得哭了。", "天黑了，{item}还是没有找到。",
     ),

@@ -11,7 +11,6 @@ from random import Random
 from . import geography, numbers, words
 from .base import Check, Conversation, Message, Split, assistant, is_chinese, one_of, user
 
-SUM_EN = numbers.ADD_EN
 PRODUCT_EN = ("What is {a} × {b}?", "Multiply {a} by {b}.", "{a} × {b} = ?", "How much is {a} times {b}?")
 PRODUCT_ZH = ("{a} × {b} = ?", "{a}乘{b}等于多少？", "{a}乘以{b}是多少？", "请计算{a} × {b}。")
 PLAIN = (geography.capital, geography.continent, words.opposite, words.plural, words.colour)
@@ -41,7 +40,7 @@ def think_sum(rng: Random, split: Split) -> Conversation:
         return rng.randint(100, 9999), rng.randint(1000, 9999)
 
     a, b = split.draw(operands, key=lambda pair: ("think sum", *sorted(pair)))
-    wording = one_of(rng, numbers.ADD_ZH if is_chinese(rng, 0.3) else SUM_EN)
+    wording = one_of(rng, numbers.ADD_ZH if is_chinese(rng, 0.3) else numbers.ADD_EN)
     return thought(
         wording.format(a=a, b=b), sum_steps(a, b), f"{a} + {b} = {a + b}", f"think sum:{min(a, b)}:{max(a, b)}"
     )

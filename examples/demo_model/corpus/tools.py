@@ -170,6 +170,13 @@ class Use:
         return f"{self.tool.name} {as_json(self.arguments)}"
 
     @property
+    def held_out(self) -> tuple[object, ...]:
+        """What decides the split: the call, or for a sum the operands, as everywhere else."""
+        if self.tool is ADD:
+            return ("add", *sorted(self.arguments.values()))
+        return (self.call_key,)
+
+    @property
     def answer_key(self) -> str:
         return f"{self.call_key} {as_json(self.result)}"
 
@@ -254,7 +261,7 @@ MULTIPLY = Tool(
             "What is {a} times {b}?",
             "Multiply {a} by {b}.",
             "What is {a} × {b}?",
-            "How much is {a} times {b}?",
+            "I need {a} times {b}.",
             "What is the product of {a} and {b}?",
             "Please multiply {a} by {b}.",
         ),
@@ -701,7 +708,7 @@ def plain(rng: Random, split: Split) -> Conversation:
 def missing(rng: Random, split: Split) -> Conversation:
     language = draw_language(rng)
     needed = [tool for tool in TOOLS if tool not in ALONE]
-    use = split.draw(lambda: draw_use(rng, needed, language), key=lambda use: (use.call_key,))
+    use = split.draw(lambda: draw_use(rng, needed, language), key=lambda use: use.held_out)
     offered = draw_tools(rng, [tool for tool in TOOLS if tool is not use.tool], 1, MOST_OFFERED)
     messages = [user(use.question), assistant(NO_TOOL[language])]
     return Conversation(messages, key=f"missing {use.call_key}", tools=schemas(rng, offered))
@@ -711,7 +718,7 @@ def draw_uses(rng: Random, split: Split) -> list[Use]:
     """The use that is graded, and sometimes one before it. All skills hold out the same arguments of a function."""
     language = draw_language(rng)
     count = 2 if rng.random() < SECOND_SHARE else 1
-    return [split.draw(lambda: draw_use(rng, TOOLS, language), lambda use: (use.call_key,)) for _ in range(count)]
+    return [split.draw(lambda: draw_use(rng, TOOLS, language), lambda use: use.held_out) for _ in range(count)]
 
 
 def draw_use(rng: Random, tools: Sequence[Tool], language: int) -> Use:

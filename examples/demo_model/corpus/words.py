@@ -58,7 +58,7 @@ OPPOSITES_EN = (
     ("big", "small"),
     ("long", "short"),
     ("fast", "slow"),
-    ("old", "young"),
+    ("old", "new"),
     ("happy", "sad"),
     ("light", "dark"),
     ("hard", "soft"),
