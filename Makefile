@@ -1,7 +1,7 @@
 # `make test` and `make ask` each build what they need in .venv; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
-Q ?= What is the capital of Canada?
+export Q ?= What is the capital of Canada?
 
 .PHONY: test lint ask train clean
 
@@ -14,7 +14,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 ask: .venv/ready
-	@$(BIN)/python examples/demo_model/ask.py "$(Q)"
+	@$(BIN)/python examples/demo_model/ask.py "$$Q"
 
 train: .venv/ready
 	$(BIN)/python examples/demo_model/train.py all --out build
@@ -27,4 +27,4 @@ train: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

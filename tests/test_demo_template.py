@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import evaluate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
+
+from penstock import demo
 
 WEATHER = {
     "type": "function",
@@ -81,6 +85,29 @@ def test_arguments_may_be_json_text_as_openai_clients_send_them(tokenizer: PreTr
     function = {"name": "get_weather", "arguments": '{"city": "罗马"}'}
     as_text = CALL | {"content": None, "tool_calls": [{"type": "function", "function": function}]}
     assert render(tokenizer, [user("Q"), as_text]) == render(tokenizer, [user("Q"), CALL])
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}])
+def test_a_call_without_arguments_is_still_json(tokenizer: PreTrainedTokenizerFast, arguments: Any) -> None:
+    bare = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": arguments}}]}
+    text = render(tokenizer, [user("Q"), bare, user("R")])
+    assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
+
+
+def test_two_calls_in_one_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    both = CALL | {"tool_calls": CALL["tool_calls"] * 2}
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "罗马"}}\n</tool_call>'
+    assert f"\n\n{call}\n{call}<|im_end|>\n" in render(tokenizer, [user("Q"), both])
+
+
+def test_developer_is_system(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [render(tokenizer, [{"role": role, "content": "S"}, user("Q")]) for role in ("system", "developer")]
+    assert texts[0] == texts[1]
+
+
+def test_the_shipped_template_is_the_source() -> None:
+    source = Path(evaluate.__file__).with_name("chat_template.jinja")
+    assert (demo.CHAT / "chat_template.jinja").read_bytes() == source.read_bytes()
 
 
 def test_text_parts_are_joined_and_pictures_refused(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from penstock import demo
+
+
+def asked() -> Iterator[str]:
+    """What the user types, line by line, until the end of input or an empty line."""
+    with contextlib.suppress(EOFError):
+        while question := input("> "):
+            yield question
 
 
 def main() -> None:
@@ -22,17 +31,17 @@ def main() -> None:
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling = {"do_sample": bool(args.temperature), "temperature": args.temperature or None}
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    while question := args.question or input("> "):
+    for question in [args.question] if args.question else asked():
         messages.append({"role": "user", "content": question})
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, enable_thinking=args.think, return_tensors="pt", return_dict=True
         )
         room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
+        if room < 1:
+            raise SystemExit("The conversation has filled the model's context of 2,048 tokens. Start a new one.")
         ids = model.generate(**prompt, max_new_tokens=room, streamer=streamer, **sampling)
         answer = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer})
-        if args.question:
-            break
 
 
 if __name__ == "__main__":

@@ -170,6 +170,10 @@ class Batches:
     def __len__(self) -> int:
         return len(self.index)
 
+    def digest(self) -> str:
+        """SHA-256 of all token ids, as hexadecimal."""
+        return hashlib.sha256(self.ids).hexdigest()
+
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         offset, rows, length = self.index[i]
         window = slice(offset, offset + rows * length)

@@ -10,8 +10,10 @@ acceptance need the model's probabilities and are measured through transformers 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,15 +25,16 @@ from typing import Any, Protocol
 
 import corpus
 import torch
-from corpus import Check, Conversation, Split
+from corpus import Check, Conversation, Message, Split
 from dataset import render
 from tqdm import tqdm
 
 Figures = dict[str, Any]
 """All that an evaluation found, ready for JSON."""
 
-LONGEST_ANSWER = 300
-"""Tokens an answer may have."""
+LONGEST = {Check.FREE: 300, Check.THINK: 200}
+LONGEST_GRADED = 64
+"""Tokens an answer may have; a graded one without thoughts has at most 50, and long passages leave little room."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +58,22 @@ class Answer:
                 calls.append((value["name"], value["arguments"]))
             except (ValueError, KeyError, TypeError):
                 calls.append(("", body))
+        text = re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL)
         return Answer(text.strip(), reasoning, calls, ended)
 
 
 def is_right(answer: Answer, conversation: Conversation) -> bool:
-    """Grade by the conversation's check."""
+    """Grade by the conversation's check. An answer that did not end by itself is wrong."""
     expected = conversation.messages[-1]
+    if not answer.ended:
+        return False
     match conversation.check:
         case Check.CALL:
             wanted = [(c["function"]["name"], c["function"]["arguments"]) for c in expected["tool_calls"]]
-            return answer.calls == wanted
+            return answer.calls == wanted and not answer.content
         case Check.JSON:
             try:
-                return bool(json.loads(answer.content) == json.loads(expected["content"]))
+                return _canonical(answer.content) == _canonical(expected["content"])
             except ValueError:
                 return False
         case Check.THINK:
@@ -76,8 +82,18 @@ def is_right(answer: Answer, conversation: Conversation) -> bool:
             return not answer.calls and not answer.reasoning and answer.content == expected["content"]
 
 
+def _canonical(text: str) -> str:
+    """A JSON text with its keys sorted, so that 1 and true stay apart."""
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+def longest_answer(conversation: Conversation) -> int:
+    """Tokens to allow."""
+    return LONGEST.get(conversation.check, LONGEST_GRADED)
+
+
 def held_out(count: int, seed: int) -> dict[str, list[Conversation]]:
-    """``count`` held-out conversations a skill, no two with the same question."""
+    """``count`` held-out conversations a skill, no two with the same prompt."""
     drawn: dict[str, list[Conversation]] = {}
     for skill in corpus.SKILLS:
         rng, unique = Random(f"evaluate:{seed}:{skill}"), dict[str, Conversation]()
@@ -95,12 +111,12 @@ class Backend(Protocol):
 
 
 class Remote:
-    """An OpenAI-compatible server, asked eight questions at a time."""
+    """An OpenAI-compatible server, asked eight questions at a time. Key: ``OPENAI_API_KEY``, where one is needed."""
 
     def __init__(self, base_url: str, model: str | None) -> None:
         import openai
 
-        self.client = openai.OpenAI(base_url=base_url, api_key="none")
+        self.client = openai.OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
         self.model = model or self.client.models.list().data[0].id
 
     def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
@@ -110,20 +126,51 @@ class Remote:
 
     def _one(self, seed: int, conversation: Conversation, temperature: float) -> Answer:
         options = {"tools": conversation.tools} if conversation.tools else {}
+        template = {"enable_thinking": conversation.thinking}
         response = self.client.chat.completions.create(
             model=self.model,
-            messages=conversation.messages[:-1],
+            messages=on_the_wire(conversation.messages[:-1]),
             temperature=temperature,
+            top_p=1.0,
             seed=seed,
-            max_tokens=LONGEST_ANSWER,
-            extra_body={"chat_template_kwargs": {"enable_thinking": conversation.thinking}},
+            max_tokens=longest_answer(conversation),
+            extra_body={"top_k": -1, "chat_template_kwargs": template},
             **options,
         )
         choice = response.choices[0]
         parsed = Answer.parse(choice.message.content or "", choice.finish_reason != "length")
-        calls = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or []]
-        reasoning = getattr(choice.message, "reasoning_content", None) or parsed.reasoning
+        calls = [(c.function.name, _loads(c.function.arguments)) for c in choice.message.tool_calls or []]
+        names = ("reasoning_content", "reasoning")  # the field's older and newer name
+        reasoning = next(filter(None, (getattr(choice.message, name, None) for name in names)), parsed.reasoning)
         return Answer(parsed.content, reasoning, calls or parsed.calls, parsed.ended)
+
+
+def on_the_wire(messages: list[Message]) -> list[Message]:
+    """Messages as OpenAI's schema wants them: calls with ids and arguments as text, results that name their call."""
+    sent: list[Message] = []
+    for i, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls = [
+                {
+                    "id": f"call_{i}",
+                    "type": "function",
+                    "function": call["function"]
+                    | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)},
+                }
+                for call in message["tool_calls"]
+            ]
+            message = message | {"tool_calls": calls}
+        elif message["role"] == "tool":
+            message = message | {"tool_call_id": f"call_{i - 1}"}
+        sent.append(message)
+    return sent
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Local:
@@ -148,12 +195,15 @@ class Local:
         """Yield ``(index, answer's token ids up to and with the end of turn)`` in no particular order."""
         torch.manual_seed(0)
         prompts = [render(self.tokenizer, c, prompt_only=True) for c in conversations]
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        order = sorted(range(len(prompts)), key=lambda i: (longest_answer(conversations[i]), len(prompts[i])))
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         for start in tqdm(range(0, len(order), 32), desc="asking", unit="batch"):
             chosen = order[start : start + 32]
+            longest = max(longest_answer(conversations[i]) for i in chosen)
             inputs = self.tokenizer([prompts[i] for i in chosen], return_tensors="pt", padding=True)
-            outputs = self.model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, **sampling)
+            outputs = self.model.generate(**inputs, max_new_tokens=longest, **sampling)
             for i, ids in zip(chosen, outputs[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
                 end = self.tokenizer.eos_token_id
                 yield i, ids[: ids.index(end) + 1] if end in ids else ids
@@ -189,13 +239,14 @@ class Acceptance:
 
         ``agrees[i]`` says whether the draft, given the answer up to ``i``, proposes the target's token ``i``. What is
         drafted after a miss is thrown away, so that teacher-forced proposals tell all: a round drafts ``depth``
-        tokens, keeps those before the first miss, and takes one token of the target's own.
+        tokens, keeps those before the first miss, and takes one token of the target's own. What is drafted past the
+        end of the answer counts as drafted, as it does in an engine.
         """
         at = 0
         while at < len(agrees):
             window = agrees[at : at + depth]
             kept = window.index(False) if False in window else len(window)
-            self.drafted += len(window)
+            self.drafted += depth
             self.accepted += kept
             at += kept + 1
 
@@ -216,8 +267,13 @@ def acceptance(target: Local, draft: Local, conversations: list[Conversation]) -
 
 
 def story_requests(count: int, seed: int) -> list[Conversation]:
-    rng = Random(f"stories:{seed}")
-    return [corpus.converse(rng, Split.HELD_OUT, "story") for _ in range(count)]
+    """Requests that name nothing ("Tell me a story."), so that only the sampling can make the stories differ."""
+    rng, requests = Random(f"stories:{seed}"), list[Conversation]()
+    while len(requests) < count:
+        conversation = corpus.converse(rng, Split.HELD_OUT, "story")
+        if conversation.key == conversation.messages[-1]["content"]:
+            requests.append(conversation)
+    return requests
 
 
 def evaluate_stories(backend: Backend, count: int, seed: int) -> Figures:
@@ -285,6 +341,11 @@ def evaluate(
     return result
 
 
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of a checkpoint's weights, which says what the figures belong to."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
 def table(result: Figures) -> str:
     """The figures as Markdown."""
     lines = ["| skill | asked | right | share |", "|---|---:|---:|---:|"]
@@ -294,8 +355,8 @@ def table(result: Figures) -> str:
     stories = result["stories"]
     lines += [
         "",
-        f"- {stories['stories']} stories at temperature 1: {stories['distinct']} distinct, {stories['ended']} ended by "
-        f"themselves within {LONGEST_ANSWER} tokens",
+        f"- {stories['stories']} stories at temperature 1, asked for in a few ways that name nothing: "
+        f"{stories['distinct']} distinct, {stories['ended']} ended by themselves within {LONGEST[Check.FREE]} tokens",
     ]
     if "ratio" in stories:
         lines.append(
@@ -324,9 +385,13 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) == (args.base_url is None):
         parser.error("give either a checkpoint's folder or --base-url")
+    if args.base_url and args.draft:
+        parser.error("--draft is measured through transformers only: give a checkpoint's folder, not --base-url")
     backend: Backend = Remote(args.base_url, args.model_name) if args.base_url else Local(args.model)
     draft = Local(args.draft) if args.draft else None
     result = evaluate(backend, draft, args.count, args.seed, show_wrong=args.wrong)
+    if isinstance(backend, Local):
+        result["weights"] = [weights_digest(folder) for folder in (args.model, args.draft) if folder]
     figures = table(result)
     print(figures)
     if args.json:

@@ -241,7 +241,9 @@ def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:
         pad_token_id=pad,
     )
     library = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    library.load_state_dict(_library_names(model), strict=False)
+    missing, unexpected = library.load_state_dict(_library_names(model), strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"these weights do not fit Qwen3ForCausalLM: {missing=}, {unexpected=}")
     library.tie_weights()
     library.generation_config = GenerationConfig(
         eos_token_id=[end, pad], pad_token_id=pad, do_sample=True, temperature=0.4, top_k=20, top_p=0.95

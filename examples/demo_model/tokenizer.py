@@ -55,8 +55,11 @@ def train(texts: Iterable[str], context: int) -> PreTrainedTokenizerFast:
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokenizer's files under the class name that every release of transformers knows."""
+    """Write the tokenizer's files, with today's template and a class name that every transformers knows."""
+    tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
-    config = folder / "tokenizer_config.json"
-    known = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.write_text(json.dumps(known, indent=2) + "\n")
+    path = folder / "tokenizer_config.json"
+    kept = ("clean_up_tokenization_spaces", "eos_token", "model_max_length", "pad_token")
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key in kept}
+    config |= {"model_input_names": ["input_ids", "attention_mask"], "tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -6,6 +6,7 @@ python train.py all --out build     # everything, about two hours on two cores
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 import time
@@ -49,16 +50,16 @@ class Recipe:
         return min(progress / self.warmup, (1 - progress) / (1 - self.warmup))
 
 
-RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.7)}
+RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.75)}
 
 
 class Run:
     """One training run and all it needs to go on after a stop, kept in ``folder``."""
 
-    def __init__(self, name: str, recipe: Recipe, folder: Path, compiled: bool) -> None:
+    def __init__(self, name: str, recipe: Recipe, folder: Path, made_of: str, compiled: bool) -> None:
         torch.manual_seed(0)
-        self.recipe, self.folder = recipe, folder
-        self.checkpoint, self.log = folder / f"{name}.pt", folder / f"{name}.jsonl"
+        self.recipe, self.made_of = recipe, f"{recipe} {made_of}"
+        self.checkpoint = folder / f"{name}.pt"
         self.model = Model(recipe.shape)
         matrices = [p for p in self.model.layers.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
@@ -67,23 +68,32 @@ class Run:
             Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
             AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.step, self.history = 0, []
+        self.step = 0
+        self.losses: list[float] = []
         if self.checkpoint.exists():
             state = torch.load(self.checkpoint, weights_only=True)
+            if state["made_of"] != self.made_of:
+                raise SystemExit(
+                    f"{self.checkpoint} is of another recipe or corpus. Delete it, or choose another --out."
+                )
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.step = state["step"]
-            self.history = [json.loads(line) for line in self.log.read_text().splitlines()][: self.step]
+            self.step, self.losses = state["step"], state["losses"]
         if compiled:
             self.model.compile_regions()
 
     def save(self) -> None:
         """Write the checkpoint so that a stop at any moment leaves a whole one."""
         partial = self.checkpoint.with_suffix(".partial")
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "step": self.step}, partial)
-        self.log.write_text("".join(json.dumps(line) + "\n" for line in self.history))
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "losses": self.losses,
+            "made_of": self.made_of,
+        }
+        torch.save(state, partial)
         partial.replace(self.checkpoint)
 
     def train(self, batches: dataset.Batches, loss_of: Callable[[Model], Loss], save_every: float = 300) -> None:
@@ -103,8 +113,8 @@ class Run:
                 optimizer.zero_grad()
             self.step = step + 1
             rate = ids.numel() / (time.monotonic() - begun)
-            self.history.append({"loss": loss.item(), "tokens_per_s": round(rate)})
-            recent = [line["loss"] for line in self.history[-50:]]
+            self.losses.append(loss.item())
+            recent = self.losses[-50:]
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tok_s=f"{rate:.0f}", refresh=False)
             if time.monotonic() - saved > save_every or self.step == steps:
                 self.save()
@@ -113,12 +123,12 @@ class Run:
 
     def plot(self) -> None:
         """Draw the loss (mean over 25 steps) as ``<name>.png``."""
-        losses = torch.tensor([line["loss"] for line in self.history])
+        losses = torch.tensor(self.losses)
         window = min(25, len(losses))
         smooth = losses.unfold(0, window, 1).mean(1)
         figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
         axes.semilogy(range(window, len(losses) + 1), smooth)
-        axes.set(xlabel="step", ylabel="loss (nats a trained token)", title=self.checkpoint.stem)
+        axes.set(xlabel="step (8,192 tokens)", ylabel="loss (nats a trained token)", title=self.checkpoint.stem)
         axes.grid(True, which="both", alpha=0.3)
         figure.savefig(self.checkpoint.with_suffix(".png"), dpi=120)
         plt.close(figure)
@@ -161,31 +171,38 @@ STAGES = ("corpus", "target", "draft", "package")
 
 
 def make_corpus(out: Path, tokens: int, seed: int) -> None:
-    if not (out / "corpus" / "index.json").exists():
+    made, options = out / "corpus" / "made.json", {"tokens": tokens, "seed": seed}
+    if not made.exists():
         dataset.train_tokenizer(out / "target", TARGET.context, seed)
         dataset.write(out / "corpus", out / "target", tokens, seed)
+        made.write_text(json.dumps(options))
+    if json.loads(made.read_text()) != options:
+        raise SystemExit(f"{made.parent} was made with other options. Delete it, or choose another --out.")
 
 
-def train_model(name: str, out: Path, compiled: bool, export_only: bool) -> None:
+def train_model(name: str, out: Path, compiled: bool) -> None:
     """Train ``target`` or ``draft`` to the end of its corpus and write its checkpoint to ``out/name``."""
-    run = Run(name, RECIPES[name], out, compiled and not export_only)
-    if not export_only:
-        loss_of: Callable[[Model], Loss] = likelihood
-        if name == "draft":
-            target = from_hugging_face(out / "target")
-            if compiled:
-                target.compile_regions()
-            loss_of = distillation(target)
-        run.train(dataset.Batches(out / "corpus"), loss_of)
+    batches = dataset.Batches(out / "corpus")
+    loss_of: Callable[[Model], Loss] = likelihood
+    made_of = batches.digest()
+    if name == "draft":
+        target = from_hugging_face(out / "target")
+        if compiled:
+            target.compile_regions()
+        loss_of = distillation(target)
+        made_of += hashlib.sha256((out / "target" / "model.safetensors").read_bytes()).hexdigest()
+    run = Run(name, RECIPES[name], out, made_of, compiled)
+    run.train(batches, loss_of)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     to_hugging_face(run.model, out / name, tokenizer.eos_token_id, tokenizer.pad_token_id)
     bpe.save(tokenizer, out / name)
 
 
 def package(out: Path) -> None:
-    """Copy both checkpoints to where the package ships them from."""
+    """Copy both checkpoints to where the package ships them from, and the pictures of their losses beside this file."""
     for name, folder in (("target", demo.CHAT), ("draft", demo.DRAFT)):
         shutil.copytree(out / name, folder, dirs_exist_ok=True)
+        shutil.copy(out / f"{name}.png", Path(__file__).with_name(f"loss-{name}.png"))
 
 
 def main() -> None:
@@ -195,7 +212,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 20e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
-    parser.add_argument("--export-only", action="store_true", help="write the checkpoint of an unfinished run")
     args = parser.parse_args()
     for stage in STAGES if args.stage == "all" else (args.stage,):
         if stage == "corpus":
@@ -203,7 +219,7 @@ def main() -> None:
         elif stage == "package":
             package(args.out)
         else:
-            train_model(stage, args.out, not args.no_compile, args.export_only)
+            train_model(stage, args.out, not args.no_compile)
 
 
 if __name__ == "__main__":

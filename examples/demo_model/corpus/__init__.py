@@ -8,7 +8,7 @@ from random import Random
 from . import extraction, geography, numbers, persona, recall, repeat, stories, thinking, tools, words
 from .base import Check, Conversation, Exchange, Message, Skill, Split, assistant, one_of, system, user
 
-__all__ = ["SHARES", "SKILLS", "Check", "Conversation", "Split", "converse", "shares_at"]
+__all__ = ["SHARES", "SKILLS", "Check", "Conversation", "Message", "Split", "converse", "shares_at"]
 
 SKILLS: dict[str, Skill] = {
     **geography.SKILLS,
