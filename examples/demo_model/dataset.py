@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 BATCH_TOKENS = 8192
 """Tokens (padding included) a batch."""
 LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)
-TOKENS = 20_000_000
+TOKENS = 30_000_000
 """Tokens the corpus has, padding not counted."""
 SLICES = 24
 
@@ -137,12 +137,12 @@ def layout(drawn: list[Encoded], rng: Random) -> list[tuple[np.ndarray, np.ndarr
     return batches
 
 
-def write(out: Path, tokenizer_dir: Path, tokens: int, seed: int, workers: int = 2) -> None:
+def write(out: Path, tokenizer_dir: Path, tokens: int, seed: int) -> None:
     """Draw ``tokens`` training tokens and write them as ``ids.bin``, ``trained.bin`` and ``index.json`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     index, offset = [], 0
     with (
-        ProcessPoolExecutor(workers) as pool,
+        ProcessPoolExecutor() as pool,
         (out / "ids.bin").open("wb") as ids_file,
         (out / "trained.bin").open("wb") as trained_file,
     ):

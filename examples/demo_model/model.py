@@ -67,7 +67,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     outputs = []
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        future = torch.full((end - start, end), float("-inf"), dtype=q.dtype).triu(1 + start)
+        future = torch.full((end - start, end), float("-inf"), dtype=q.dtype, device=q.device).triu(1 + start)
         future = future.repeat_interleave(group, 0).expand(batch * kv_heads, -1, -1)
         rows = q[:, start * group : end * group]
         scores = torch.baddbmm(future, rows, k[:, :end].transpose(1, 2), alpha=dim**-0.5)

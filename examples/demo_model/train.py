@@ -30,6 +30,7 @@ from penstock import demo
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -41,13 +42,18 @@ class Recipe:
     matrix_lr: float = 0.02
     other_lr: float = 5e-3
     weight_decay: float = 0.1
-    warmup: float = 0.01
+    warmup: float = 0.03
+    cooldown: float = 0.25
     start: float = 0.0
     """Share of the corpus to skip: the draft needs only its later part."""
 
     def rate(self, progress: float) -> float:
-        """The learning rate's factor: a short rise, then straight down to zero."""
-        return min(progress / self.warmup, (1 - progress) / (1 - self.warmup))
+        """The learning rate's factor: a rise, an inverse square root (Vaswani et al., 2017), at last straight to zero.
+
+        Batches are small, so a rate that is right at the start soon drowns what is learned in noise.
+        """
+        rise, slope = progress / self.warmup, (self.warmup / progress) ** 0.5
+        return min(rise, slope, slope * (1 - progress) / self.cooldown)
 
 
 RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.75)}
@@ -60,7 +66,7 @@ class Run:
         torch.manual_seed(0)
         self.recipe, self.made_of = recipe, f"{recipe} {made_of}"
         self.checkpoint = folder / f"{name}.pt"
-        self.model = Model(recipe.shape)
+        self.model = Model(recipe.shape).to(DEVICE)
         matrices = [p for p in self.model.layers.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
         self.optimizers: list[Optimizer] = [
@@ -71,7 +77,7 @@ class Run:
         self.step = 0
         self.losses: list[float] = []
         if self.checkpoint.exists():
-            state = torch.load(self.checkpoint, weights_only=True)
+            state = torch.load(self.checkpoint, map_location=DEVICE, weights_only=True)
             if state["made_of"] != self.made_of:
                 raise SystemExit(
                     f"{self.checkpoint} is of another recipe or corpus. Delete it, or choose another --out."
@@ -105,7 +111,7 @@ class Run:
             for optimizer, lr in zip(self.optimizers, (self.recipe.matrix_lr, self.recipe.other_lr), strict=True):
                 optimizer.param_groups[0]["lr"] = lr * factor
             begun = time.monotonic()
-            ids, trained = map(torch.from_numpy, batches[first + step])
+            ids, trained = (torch.from_numpy(array).to(DEVICE) for array in batches[first + step])
             loss = loss_at(ids, trained)
             torch.autograd.backward(loss)
             for optimizer in self.optimizers:
@@ -143,7 +149,7 @@ def likelihood(model: Model) -> Loss:
     """Cross-entropy of the conversation's answers."""
 
     def loss(ids: Tensor, trained: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             scores = model.logits(model(ids)[answers(trained)])
         return F.cross_entropy(scores.float(), ids[trained])
 
@@ -156,7 +162,7 @@ def distillation(target: Model) -> Callable[[Model], Loss]:
     def loss_of(model: Model) -> Loss:
         def loss(ids: Tensor, trained: Tensor) -> Tensor:
             rows = answers(trained)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 with torch.no_grad():
                     wanted = target.logits(target(ids)[rows]).float().log_softmax(-1)
                 scores = model.logits(model(ids)[rows])
@@ -186,7 +192,7 @@ def train_model(name: str, out: Path, compiled: bool) -> None:
     loss_of: Callable[[Model], Loss] = likelihood
     made_of = batches.digest()
     if name == "draft":
-        target = from_hugging_face(out / "target")
+        target = from_hugging_face(out / "target").to(DEVICE)
         if compiled:
             target.compile_regions()
         loss_of = distillation(target)
@@ -209,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder of all results (default: build)")
-    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 20e6)")
+    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 30e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
     args = parser.parse_args()

@@ -67,8 +67,12 @@ SHARES: dict[str, float] = {
 }
 """Share of the training tokens a skill, at the end of the curriculum (they need not add up to one)."""
 
-LONG_RECALL_STARTS = {"recall to 700": 0.1, "recall to 1500": 0.3, "recall to 2000": 0.45}
+RECALL_STARTS = {"recall to 200": 0.08, "recall to 700": 0.2, "recall to 1500": 0.35, "recall to 2000": 0.5}
 """When (as a share of the training) each length of passage comes in; before that, shorter ones take its tokens."""
+
+REPEATING_FIRST = {"repeat": 16.0}
+REPEATING_UNTIL = 0.1
+"""Copying is learned before all that needs it, so much is repeated in the first tenth of the training."""
 
 HALF_WIDTH = str.maketrans("，？：！；", ",?:!;")
 """People type Chinese with either kind of punctuation; the model reads both and writes the full-width kind."""
@@ -77,10 +81,10 @@ NEUTRAL_SYSTEM = ("You are a helpful assistant.", "You are a helpful AI assistan
 
 
 def shares_at(progress: float) -> dict[str, float]:
-    """The mixture at ``progress`` (0 to 1) of the training: recall's passages grow, the rest stays."""
-    shares = dict(SHARES)
-    shorter = "recall to 200"
-    for name, start in LONG_RECALL_STARTS.items():
+    """The mixture at ``progress`` (0 to 1) of the training: first repeating, then passages that grow."""
+    shares = SHARES | (REPEATING_FIRST if progress < REPEATING_UNTIL else {})
+    shorter = "recall to 60"
+    for name, start in RECALL_STARTS.items():
         if progress < start:
             shares[shorter] += shares.pop(name)
         else:
