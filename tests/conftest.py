@@ -15,10 +15,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def chat() -> Local:
+def weights() -> None:
+    """Skips where the weights are not there: they are committed in their final form only."""
+    if not (demo.CHAT / "model.safetensors").exists():
+        pytest.skip("the demo model has no weights yet: run `make train`")
+
+
+@pytest.fixture(scope="session")
+def chat(weights: None) -> Local:
     return Local(demo.CHAT)
 
 
 @pytest.fixture(scope="session")
-def draft() -> Local:
+def draft(weights: None) -> Local:
     return Local(demo.DRAFT)

@@ -172,7 +172,7 @@ class Batches:
 
     def digest(self) -> str:
         """SHA-256 of all token ids, as hexadecimal."""
-        return hashlib.sha256(self.ids).hexdigest()
+        return hashlib.sha256(self.ids.data).hexdigest()
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         offset, rows, length = self.index[i]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Recipe:
 
         Batches are small, so a rate that is right at the start soon drowns what is learned in noise.
         """
-        rise, slope = progress / self.warmup, (self.warmup / progress) ** 0.5
+        rise, slope = progress / self.warmup, math.sqrt(self.warmup / progress)
         return min(rise, slope, slope * (1 - progress) / self.cooldown)
 
 
@@ -205,10 +206,12 @@ def train_model(name: str, out: Path, compiled: bool) -> None:
 
 
 def package(out: Path) -> None:
-    """Copy both checkpoints to where the package ships them from, and the pictures of their losses beside this file."""
+    """Copy checkpoints and card to where the package ships them from, the losses' pictures beside this file."""
+    here = Path(__file__).parent
+    shutil.copy(here / "model_card.md", demo.CHAT / "README.md")
     for name, folder in (("target", demo.CHAT), ("draft", demo.DRAFT)):
         shutil.copytree(out / name, folder, dirs_exist_ok=True)
-        shutil.copy(out / f"{name}.png", Path(__file__).with_name(f"loss-{name}.png"))
+        shutil.copy(out / f"{name}.png", here / f"loss-{name}.png")
 
 
 def main() -> None:
