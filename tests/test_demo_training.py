@@ -1,0 +1,77 @@
+"""Training the demo model: our arithmetic is the library's, and a stopped run goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dataset
+import pytest
+import torch
+import train
+from model import DRAFT, TARGET, Model, Shape, from_hugging_face, to_hugging_face
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock import demo
+
+SMALL = train.Recipe(Shape(vocab=3584, hidden=64, intermediate=96, layers=2, heads=2, kv_heads=1, head_dim=32))
+
+
+@pytest.mark.parametrize("shape", [TARGET, DRAFT])
+def test_our_arithmetic_is_that_of_transformers(shape: Shape, tmp_path: Path) -> None:
+    """The training's own model against ``Qwen3ForCausalLM`` on the same weights, in float32, over several chunks."""
+    torch.manual_seed(0)
+    to_hugging_face(Model(shape), tmp_path, end=3577, pad=3575)
+    ids = torch.randint(shape.vocab, (2, 700))
+    ours, library = from_hugging_face(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        scores = ours.logits(ours(ids)).view(2, 700, -1)
+        torch.testing.assert_close(scores, library(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", [TARGET, DRAFT])
+def test_the_planted_head_copies_before_any_training(shape: Shape) -> None:
+    """On random tokens said twice, the one that followed the first time ranks high the second time (chance: 1,792)."""
+    torch.manual_seed(0)
+    model = Model(shape)
+    said = torch.randint(shape.vocab, (1, 100))
+    scores = model.logits(model(torch.cat((said, said), 1)))[100:199]
+    ranks = (scores > scores.gather(1, said[0, 1:, None])).sum(1)
+    assert ranks.float().median() < 200
+
+
+class Stopped(Exception):
+    """The power went out."""
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    dataset.write(tmp_path / "corpus", demo.CHAT, tokens=60_000, seed=1)
+    batches = dataset.Batches(tmp_path / "corpus")
+    batches.index = batches.index[:6]
+
+    def run(name: str) -> train.Run:
+        return train.Run(name, SMALL, tmp_path, "this corpus", compiled=False)
+
+    def stopping(model: Model) -> train.Loss:
+        calls = iter(range(4))
+        loss = train.likelihood(model)
+
+        def stop(ids: Tensor, trained: Tensor) -> Tensor:
+            if next(calls, None) is None:
+                raise Stopped
+            return loss(ids, trained)
+
+        return stop
+
+    whole, halved = run("whole"), run("halved")
+    whole.train(batches, train.likelihood)
+    with pytest.raises(Stopped):
+        halved.train(batches, stopping, save_every=0)
+    resumed = run("halved")
+    assert resumed.step == 4
+    resumed.train(batches, train.likelihood)
+    assert resumed.losses == whole.losses
+    assert (tmp_path / "halved.png").stat().st_size > 0
+    with pytest.raises(SystemExit, match="another recipe or corpus"):
+        train.Run("halved", SMALL, tmp_path, "another corpus", compiled=False)
