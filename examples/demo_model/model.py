@@ -209,7 +209,7 @@ def plant_induction(model: Model) -> None:
     first.v.weight[:rank], first.o.weight[:, :rank] = current, 2 * previous.T
 
     # Content is matched in the slowest frequencies, which hardly turn within the context.
-    slow = torch.arange(20, half)
+    slow = torch.arange(half - min(12, rank // 2), half)
     second.k.weight[head], second.q.weight[head] = 0.0, 0.0
     for rows, matched in ((slow, slice(0, len(slow))), (slow + half, slice(len(slow), 2 * len(slow)))):
         second.k.weight[rows], second.q.weight[rows] = previous[matched], current[matched]
