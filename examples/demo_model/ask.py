@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
@@ -26,6 +27,8 @@ def main() -> None:
     parser.add_argument("--think", action="store_true", help="let the model think first")
     parser.add_argument("--temperature", type=float, default=0.4, help="0 is greedy (default: 0.4)")
     args = parser.parse_args()
+    if not (Path(args.model) / "model.safetensors").exists():
+        parser.error(f"{args.model} has no weights: run `make train`, or name a checkpoint with --model")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
