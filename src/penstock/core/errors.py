@@ -1,0 +1,61 @@
+"""The one error that crosses every floor: what went wrong, where, and what would have been right.
+
+Dialects render it in their own shape; the code decides their status numbers.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Code(StrEnum):
+    """Kinds of failure, by who can do something about it."""
+
+    INVALID = "invalid"  # the request is wrong; sending it again will not help
+    UNSUPPORTED = "unsupported"  # the request is right, but this build or model cannot do it
+    NOT_FOUND = "not_found"  # a model, adapter or request of that name is not here
+    OVERLOADED = "overloaded"  # the queue is full; later it may work
+    TIMEOUT = "timeout"  # the deadline passed
+    CANCELLED = "cancelled"  # the client asked for the end, or went away
+    UNAVAILABLE = "unavailable"  # the engine is starting, stopping or was restarted
+    INTERNAL = "internal"  # a fault of ours
+
+
+RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))
+"""Codes after which the same request may succeed."""
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a client is told.
+
+    ``field`` names the offending field as the engine knows it (``sampling.top_p``), ``limit`` the bound that was
+    passed, where there is one.
+    """
+
+    code: Code
+    message: str
+    field: str = ""
+    limit: float | None = None
+
+    @property
+    def retryable(self) -> bool:
+        return self.code in RETRYABLE
+
+
+class PenstockError(Exception):
+    """Raised wherever a request, a checkpoint or a configuration cannot be served; carries its ``Failure``."""
+
+    def __init__(self, code: Code, message: str, field: str = "", limit: float | None = None) -> None:
+        super().__init__(message)
+        self.failure = Failure(code, message, field, limit)
+
+    @classmethod
+    def of(cls, failure: Failure) -> PenstockError:
+        return cls(failure.code, failure.message, failure.field, failure.limit)
+
+
+def invalid(field: str, message: str, limit: float | None = None) -> PenstockError:
+    """The error for a value that the sender has to change."""
+    return PenstockError(Code.INVALID, f"{field}: {message}", field, limit)

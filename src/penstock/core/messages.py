@@ -1,0 +1,64 @@
+"""What crosses the waist between text and tokens: requests down, deltas up. Plain data that msgspec can send."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from .errors import Failure
+from .sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # a stop token, or (above the engine) a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"  # the delta's failure says which
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt in token ids and what to do with it."""
+
+    request_id: str
+    prompt: list[int]
+    """Token ids, at least one."""
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence unless ``ignore_eos`` is set."""
+    priority: int = 0
+    """Lower runs first under the policy ``priority``."""
+    deadline: float | None = None
+    """On the machine's monotonic clock, seconds; past it the request fails with ``timeout``."""
+    adapter: str = ""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with others of the same salt."""
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log probability (nats) and its rank, 1 for the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step added to one sequence of a request."""
+
+    request_id: str
+    sequence: int = 0
+    """Which of the request's ``n`` sequences."""
+    token_ids: list[int] = []
+    logprobs: list[list[Logprob]] | None = None
+    """For each new token, itself first, then the likeliest alternatives."""
+    prompt_logprobs: list[list[Logprob]] | None = None
+    """Once, with the first token: for each prompt token but the first."""
+    finished: FinishReason | None = None
+    stop_token: int | None = None
+    """The token that ended the sequence; it is the last of ``token_ids``."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache."""
+    failure: Failure | None = None

@@ -1,0 +1,109 @@
+"""What a request may ask of sampling, under the names that vLLM's users know."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from .errors import invalid
+
+MOST_LOGPROBS = 20
+"""Alternatives a position may list; the widest any dialect offers."""
+MOST_SEQUENCES = 128
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when to stop.
+
+    Raises ``PenstockError`` (``invalid``) where a value is out of range. Text (``stop``, ``bad_words``) is handled
+    above the engine: stop strings abort a request, bad words reach the engine as ``bad_word_ids``.
+    """
+
+    n: int = 1
+    """Sequences to return, 1 to 128."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Tokens to choose among; 0 (or -1) is all."""
+    top_p: float = 1.0
+    """Smallest set of tokens with this probability, (0, 1]."""
+    min_p: float = 0.0
+    """Least probability relative to the likeliest token, [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides the scores of tokens seen in prompt or output where positive, multiplies where negative; > 0."""
+    presence_penalty: float = 0.0
+    """Taken from the score of every token in the output, [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's score for each time it is in the output, [-2, 2]."""
+    seed: int | None = None
+    """Makes the draw repeatable; None takes a random one."""
+
+    max_tokens: int | None = 16
+    """Tokens to generate at most; None is as many as the context holds."""
+    min_tokens: int = 0
+    """Tokens before which neither a stop token nor a stop string ends the sequence."""
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+
+    logit_bias: dict[int, float] = {}
+    """Added to the scores of these token ids, [-100, 100]."""
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not come out."""
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    logprobs: int | None = None
+    """Likeliest alternatives to give with each generated token, besides its own; 0 gives its own only."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        between("n", self.n, 1, MOST_SEQUENCES)
+        between("temperature", self.temperature, 0, 100)
+        between("top_k", self.top_k, -1, None)
+        between("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise invalid("top_p", "must be above 0", 0)
+        between("min_p", self.min_p, 0, 1)
+        between("repetition_penalty", self.repetition_penalty, 0, None)
+        if self.repetition_penalty == 0:
+            raise invalid("repetition_penalty", "must be above 0", 0)
+        between("presence_penalty", self.presence_penalty, -2, 2)
+        between("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.max_tokens is not None:
+            between("max_tokens", self.max_tokens, 1, None)
+        between("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for field in ("logprobs", "prompt_logprobs"):
+            if (wanted := getattr(self, field)) is not None:
+                between(field, wanted, 0, MOST_LOGPROBS)
+        for bias in self.logit_bias.values():
+            between("logit_bias", bias, -100, 100)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise invalid("allowed_token_ids", "must name at least one token")
+        if not all(self.bad_word_ids):
+            raise invalid("bad_word_ids", "must not hold an empty sequence")
+        if not all(self.stop):
+            raise invalid("stop", "must not hold an empty string")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def replace(self, **changes: object) -> Self:
+        """The same parameters but for ``changes``, checked anew."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def between(field: str, value: float, low: float, high: float | None) -> None:
+    """Raise unless ``low <= value <= high`` (``high`` None: no upper bound). Not-a-number is never between."""
+    if not low <= value:
+        raise invalid(field, f"must be at least {low}, is {value}", low)
+    if high is not None and not value <= high:
+        raise invalid(field, f"must be at most {high}, is {value}", high)

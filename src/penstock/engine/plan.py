@@ -1,0 +1,57 @@
+"""What one step does, and what came of it: the messages between scheduler and runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.core import Logprob
+
+from .sequence import Sequence
+
+
+class Item(NamedTuple):
+    """Tokens ``start`` to ``start + length`` of one sequence."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: tuple[Sequence, ...]
+    """Sequences that draw a token after the last one computed: none in the middle of a prompt, one as a rule, all
+    of a request's sequences where they part."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. Blocks are moved before anything is computed, in the order of these fields."""
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """(device block, host block)."""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """(host block, device block)."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to), both device blocks: what is shared is copied before it is written."""
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.length for item in self.items)
+
+    def __bool__(self) -> bool:
+        return bool(self.items or self.swap_out)
+
+
+class Draw(NamedTuple):
+    """What one sequence drew in a step."""
+
+    token_ids: list[int]
+    logprobs: list[list[Logprob]] | None = None
+
+
+class Outcome(NamedTuple):
+    """What a step brought."""
+
+    draws: list[Draw]
+    """One for each sequence of each item's ``samples``, in their order."""
+    prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
+    """By item: of the prompt tokens after each computed one, where they are wanted."""

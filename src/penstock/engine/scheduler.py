@@ -1,0 +1,421 @@
+"""The scheduler: who runs in the next step, how many tokens each, in which KV blocks.
+
+There are no phases. A step has a budget of tokens, every sequence asks for the tokens it has not computed yet, and
+prefill, chunks of it, decoding, cache hits and computing again after preemption are the same thing with other
+numbers. Steps may overlap: ``schedule`` can plan the next one before the last is collected, whose token is then
+still unknown, and blocks are given back only after the last step that uses them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
+from penstock.core.errors import invalid
+from penstock.core.options import SchedulerOptions
+
+from . import prefix
+from .blocks import BlockPool
+from .plan import Draw, Item, Outcome, Plan
+from .sequence import Sequence, State
+from .waiting import Waiting
+
+
+class Scheduler:
+    """Sequences from arrival to their end.
+
+    Args:
+        device: blocks of the KV cache.
+        host: blocks of the host tier, where swapped sequences wait; None where there is no such tier.
+        weights: names the weights in the prefix cache.
+
+    Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
+    """
+
+    def __init__(
+        self, options: SchedulerOptions, device: BlockPool, host: BlockPool | None = None, weights: str = ""
+    ) -> None:
+        if device.blocks_for(options.max_model_len) > device.total:
+            raise invalid(
+                "max_model_len",
+                f"{options.max_model_len} tokens do not fit into {device.total} KV blocks of {device.block_size}. "
+                "Give the cache more memory, or lower max_model_len.",
+                device.total * device.block_size,
+            )
+        self.options = options
+        self.device = device
+        self.host = host
+        self.weights = weights
+        self.waiting = Waiting(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
+        self.running: list[Sequence] = []
+        """In the order of ``Waiting.place``; the last one is preempted first."""
+        self.preemptions = 0
+        self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
+        self._families: dict[str, list[Sequence]] = {}
+        self._rows = list(range(options.max_num_seqs - 1, -1, -1))
+        self._rows_due = 0
+        self._reserved = 0
+        self._arrivals = 0
+
+    # --- Requests come and go ---------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
+        """
+        options, sampling = self.options, request.sampling
+        if request.request_id in self._families:
+            raise invalid("request_id", f"{request.request_id!r} is in use")
+        if not request.prompt:
+            raise invalid("prompt", "must hold at least one token")
+        room = options.max_model_len - len(request.prompt)
+        if room < 1:
+            most = options.max_model_len - 1
+            raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
+        if sampling.n > options.max_num_seqs:
+            raise invalid("n", f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
+        if self._never_evicting and self._blocks_to_the_end(request) > self.device.total:
+            raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
+        if len(self.waiting) >= options.max_waiting + len(self._rows):
+            raise PenstockError(
+                Code.OVERLOADED, f"{len(self.waiting)} sequences are waiting", "max_waiting", options.max_waiting
+            )
+        seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        first = Sequence(request, 0, seed, self._arrivals)
+        self._arrivals += 1
+        self._families[request.request_id] = [first]
+        self.waiting.push(first)
+
+    def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
+        """End all sequences of a request: as failed where ``failure`` is given, else as cancelled.
+
+        Returns the last delta of each that had not ended. An unknown id is one that has ended: nothing happens.
+        """
+        family = self._families.get(request_id, [])
+        alive = [sequence for sequence in family if sequence.state is not State.FINISHED]
+        born = {sequence.index for sequence in family}
+        unborn = set(range(family[0].request.sampling.n)) - born if family else set()
+        for sequence in alive:
+            self._end(sequence)
+        self._families.pop(request_id, None)
+        reason = FinishReason.ERROR if failure else FinishReason.CANCELLED
+        return [
+            TokenDelta(request_id=request_id, sequence=index, finished=reason, failure=failure)
+            for index in sorted({sequence.index for sequence in alive} | unborn)
+        ]
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._families)
+
+    # --- A step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan:
+        """Plan one step. An empty plan: nothing can run before a step under way is collected, or nothing is there."""
+        plan, budget, preempted = Plan(), self.options.max_num_batched_tokens, self.preemptions
+        for sequence in self.running.copy():
+            if not budget:
+                break
+            if sequence.state is not State.RUNNING:
+                continue  # preempted by one before it
+            count = min(self._wanted(sequence), budget)
+            if count and self._make_room(sequence, count, plan):
+                self._put(sequence, count, plan)
+                budget -= count
+        if self.waiting and self.preemptions == preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def update(self, plan: Plan, outcome: Outcome) -> list[TokenDelta]:
+        """Take in what the oldest step under way brought."""
+        deltas: list[TokenDelta] = []
+        draws = iter(outcome.draws)
+        for i, item in enumerate(plan.items):
+            first, end = item.sequence, item.start + item.length
+            self._computed(first, item.start, end)
+            if first.prompt_logprobs is not None:
+                first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
+            for sequence in item.samples:
+                draw = next(draws)
+                if sequence is not first:
+                    self._computed(sequence, end, end)
+                sequence.pending -= 1
+                if sequence.state is not State.FINISHED:
+                    deltas.append(self._append(sequence, draw))
+        return deltas
+
+    # --- Sequences that run -----------------------------------------------------------------------------------------
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Tokens the sequence would compute now, had it the step to itself."""
+        total = len(sequence.tokens) + sequence.pending
+        if sequence.pending and total >= sequence.longest:
+            return 0  # its last token is being drawn
+        threshold = self.options.long_prefill_token_threshold
+        return min(total - sequence.planned, threshold or total)
+
+    def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
+        while self._missing(sequence, count) > self.device.free:
+            victim = self.running[-1]
+            if victim.steps_under_way:
+                return False
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        self._grow(sequence, count, plan)
+        return True
+
+    def _missing(self, sequence: Sequence, count: int) -> int:
+        """Blocks to allocate before ``count`` more tokens can be computed."""
+        missing = self.device.blocks_for(sequence.planned + count) - len(sequence.blocks)
+        return max(missing, 0) + self._writes_shared(sequence)
+
+    def _writes_shared(self, sequence: Sequence) -> bool:
+        """Whether the next token goes into a block that others hold, too."""
+        block, filled = divmod(sequence.planned, self.device.block_size)
+        return bool(filled) and self.device.holders(sequence.blocks[block]) > 1
+
+    def _grow(self, sequence: Sequence, count: int, plan: Plan) -> None:
+        """Allocate what ``count`` more tokens take; a shared block that they go into is replaced by a copy."""
+        missing = self._missing(sequence, count)
+        if not missing:
+            return
+        if sequence.reserved:
+            self._reserve(sequence, sequence.reserved - min(missing, sequence.reserved))
+        shared = self._writes_shared(sequence)
+        blocks = self.device.allocate(missing)
+        if shared:
+            written = sequence.planned // self.device.block_size
+            plan.copies.append((sequence.blocks[written], blocks[0]))
+            self.device.release([sequence.blocks[written]])
+            sequence.blocks[written] = blocks.pop(0)
+        sequence.blocks += blocks
+
+    def _put(self, sequence: Sequence, count: int, plan: Plan) -> None:
+        """Plan ``count`` tokens of a sequence that has blocks for them."""
+        start = sequence.planned
+        sequence.planned += count
+        sequence.steps_under_way += 1
+        samples: tuple[Sequence, ...] = ()
+        if sequence.planned == len(sequence.tokens) + sequence.pending:
+            samples = (sequence, *self._fork(sequence))
+            for drawing in samples:
+                drawing.pending += 1
+        plan.items.append(Item(sequence, start, count, samples))
+
+    def _fork(self, first: Sequence) -> list[Sequence]:
+        """The other sequences of a request whose prompt is computed now for the first time."""
+        n = first.request.sampling.n
+        if n == 1 or len(family := self._families[first.request.request_id]) == n:
+            return []
+        shared = first.blocks[: self.device.blocks_for(first.planned)]
+        for index in range(1, n):
+            twin = first.fork(index, shared.copy())
+            self.device.hold(shared)
+            if self._never_evicting:
+                own = self.device.blocks_for(first.longest) - first.planned // self.device.block_size
+                self._reserve(first, first.reserved - own)
+                self._reserve(twin, own)
+            twin.steps_under_way = 1
+            self._run(twin)
+            family.append(twin)
+        self._rows_due -= n - 1
+        return family[1:]
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        sequence.row = self._rows.pop()
+        bisect.insort(self.running, sequence, key=self.waiting.place)
+
+    def _unborn(self, sequence: Sequence) -> int:
+        """Sequences of its request that are still to be forked from it."""
+        if sequence.index or sequence.generated:
+            return 0
+        return sequence.request.sampling.n - len(self._families[sequence.request.request_id])
+
+    # --- Sequences that stop running --------------------------------------------------------------------------------
+
+    def _computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """Tokens ``start`` to ``end`` are computed: full blocks can be found by others."""
+        sequence.steps_under_way -= 1
+        if sequence.state is State.FINISHED:
+            self._give_back(sequence)
+            return
+        sequence.computed = end
+        size = self.device.block_size
+        if self.options.enable_prefix_caching and start // size < end // size:
+            self._name_blocks(sequence)
+            for full in range(start // size, end // size):
+                self.device.cache(sequence.blocks[full], sequence.chain[full])
+
+    def _append(self, sequence: Sequence, draw: Draw) -> TokenDelta:
+        """Append what was drawn and end the sequence where it is time."""
+        finished, stop_token = None, None
+        for token in draw.token_ids:
+            sequence.tokens.append(token)
+            if token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
+                finished, stop_token = FinishReason.STOP, token
+            elif len(sequence.tokens) >= sequence.longest:
+                finished = FinishReason.LENGTH
+        delta = TokenDelta(
+            request_id=sequence.request.request_id,
+            sequence=sequence.index,
+            token_ids=draw.token_ids,
+            logprobs=draw.logprobs,
+            prompt_logprobs=sequence.prompt_logprobs,
+            finished=finished,
+            stop_token=stop_token,
+            cached_tokens=sequence.cached,
+        )
+        sequence.prompt_logprobs = None
+        if finished:
+            self._end(sequence)
+            family = self._families[sequence.request.request_id]
+            if all(sibling.state is State.FINISHED for sibling in family):
+                del self._families[sequence.request.request_id]
+        return delta
+
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+        """Take the blocks of the last running sequence; it goes on from a copy in host memory, or from nothing."""
+        self.preemptions += 1
+        self._rows_due -= self._unborn(victim)
+        self._leave_running(victim)
+        if self.options.preemption_mode == "swap" and self.host and len(victim.blocks) <= self.host.free:
+            victim.host_blocks = self.host.allocate(len(victim.blocks))
+            plan.swap_out += zip(victim.blocks, victim.host_blocks, strict=True)
+            victim.state = State.SWAPPED
+        else:
+            victim.computed = victim.planned = 0
+            victim.state = State.WAITING
+            if victim.prompt_logprobs is not None:
+                victim.prompt_logprobs = []
+        self._give_back(victim)
+        self.waiting.push(victim)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is; its blocks come back once no step under way uses them."""
+        if sequence.state is State.RUNNING:
+            self._rows_due -= self._unborn(sequence)
+            self._leave_running(sequence)
+        else:
+            self.waiting.leave()
+            if self.host:
+                self.host.release(sequence.host_blocks)
+        sequence.host_blocks = []
+        sequence.state = State.FINISHED
+        self._give_back(sequence)
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        del self.running[bisect.bisect_left(self.running, self.waiting.place(sequence), key=self.waiting.place)]
+        self._reserve(sequence, 0)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Return row and blocks, unless a step under way uses them."""
+        if sequence.steps_under_way == 0 and sequence.row >= 0:
+            self._rows.append(sequence.row)
+            sequence.row = -1
+            self.device.release(sequence.blocks)
+            sequence.blocks = []
+
+    # --- Sequences that wait ----------------------------------------------------------------------------------------
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start those who wait, the best first, until one does not fit."""
+        options = self.options
+        partial = [sequence for sequence in self.running if sequence.halfway]
+        long = sum(map(self.waiting.is_long, partial))
+        while budget:
+            sequence = self.waiting.first(with_long=long < options.max_long_partial_prefills)
+            if sequence is None or len(self._rows) - self._rows_due < 1 + self._unborn(sequence):
+                return
+            place = self._place_for(sequence)
+            remaining = len(sequence.tokens) - place.start
+            count = min(remaining, budget, options.long_prefill_token_threshold or budget)
+            if count < remaining:
+                if not options.enable_chunked_prefill or len(partial) >= options.max_num_partial_prefills:
+                    return
+                partial.append(sequence)
+                long += self.waiting.is_long(sequence)
+            if not self._start(sequence, place, count, plan):
+                return
+            self._put(sequence, count, plan)
+            budget -= count
+
+    def _place_for(self, sequence: Sequence) -> Place:
+        """Where a waiting sequence can go on."""
+        if sequence.state is State.SWAPPED:
+            return Place(sequence.computed, [])
+        if not self.options.enable_prefix_caching or sequence.prompt_logprobs is not None:
+            return Place(0, [])
+        self._name_blocks(sequence)
+        size = self.device.block_size
+        hits = self.device.cached(sequence.chain[: (len(sequence.tokens) - 1) // size])  # one token is left to compute
+        return Place(len(hits) * size, hits)
+
+    def _start(self, sequence: Sequence, place: Place, count: int, plan: Plan) -> bool:
+        """Run a waiting sequence with ``count`` tokens from ``place`` on. False: its blocks are not there."""
+        device, options = self.device, self.options
+        needed = max(device.blocks_for(place.start + count), len(sequence.host_blocks))
+        if not sequence.generated:
+            needed = max(needed, min(needed + options.static_decode_blocks, device.blocks_for(sequence.longest)))
+        taken = needed - len(place.hits) + device.free_among(place.hits)
+        later = max(self._blocks_to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
+        if taken + later > device.free - self._reserved:
+            return False
+        if self.running and device.used + taken > options.kv_cache_ratio * device.total:
+            return False
+        device.hold(place.hits)
+        sequence.blocks = place.hits + device.allocate(needed - len(place.hits))
+        if sequence.state is State.SWAPPED:
+            assert self.host is not None
+            plan.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=False)
+            self.host.release(sequence.host_blocks)
+            sequence.host_blocks = []
+        if not sequence.generated:
+            sequence.cached = place.start
+        sequence.computed = sequence.planned = place.start
+        self._reserve(sequence, later)
+        self.waiting.leave()
+        self._rows_due += self._unborn(sequence)
+        self._run(sequence)
+        return True
+
+    # --- Blocks -----------------------------------------------------------------------------------------------------
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Name the full blocks of its tokens for the prefix cache."""
+        request = sequence.request
+        start = b"" if sequence.chain else prefix.root(self.weights, request.adapter, request.cache_salt)
+        prefix.extend(sequence.chain, start, sequence.tokens, self.device.block_size)
+
+    def _reserve(self, sequence: Sequence, blocks: int) -> None:
+        """Set aside so many blocks for a sequence, in place of what was."""
+        self._reserved += blocks - sequence.reserved
+        sequence.reserved = blocks
+
+    def _blocks_to_the_end(self, request: EngineRequest) -> int:
+        """Blocks that all sequences of a request hold at their longest; what is full of the prompt is shared.
+
+        One more where there are several, since the first to write into the shared rest copies it.
+        """
+        n, max_tokens = request.sampling.n, request.sampling.max_tokens
+        assert max_tokens is not None
+        full = len(request.prompt) // self.device.block_size
+        own = self.device.blocks_for(len(request.prompt) + max_tokens) - full
+        return full + n * own + (n > 1)
+
+
+class Place(NamedTuple):
+    """Where a waiting sequence goes on: after ``start`` tokens, of which ``hits`` are cached blocks."""
+
+    start: int
+    hits: list[int]

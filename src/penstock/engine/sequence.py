@@ -1,0 +1,95 @@
+"""One sequence of a request: its tokens, how far they are computed, and where their keys and values lie."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from penstock.core import EngineRequest, Logprob
+
+
+class State(Enum):
+    WAITING = auto()  # in the queue: new, or preempted with its blocks given back
+    SWAPPED = auto()  # in the queue, its blocks in host memory
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Tokens and blocks of one of the request's ``n`` sequences.
+
+    Always ``computed <= planned <= len(tokens) + pending``: keys and values of ``computed`` tokens are in the blocks,
+    ``planned`` counts those of steps under way too, and ``pending`` tokens are being drawn by such steps.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached",
+        "chain",
+        "computed",
+        "host_blocks",
+        "index",
+        "longest",
+        "order",
+        "pending",
+        "planned",
+        "prompt_length",
+        "prompt_logprobs",
+        "request",
+        "reserved",
+        "row",
+        "seed",
+        "state",
+        "steps_under_way",
+        "stops",
+        "tokens",
+    )
+
+    def __init__(self, request: EngineRequest, index: int, seed: int, order: int) -> None:
+        sampling = request.sampling
+        assert sampling.max_tokens is not None, "the scheduler has put a number"
+        self.request = request
+        self.index = index
+        self.seed = seed
+        """Of the random draws; with the position and the index it fixes every draw."""
+        self.order = order
+        """Of arrival, over all requests."""
+        self.stops = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids))
+        self.prompt_length = len(request.prompt)
+        self.longest = self.prompt_length + sampling.max_tokens
+        """Tokens it may have."""
+        self.state = State.WAITING
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.planned = 0
+        self.pending = 0
+        self.steps_under_way = 0
+        self.blocks: list[int] = []
+        self.host_blocks: list[int] = []
+        self.reserved = 0
+        """Blocks set aside for it beyond those it has."""
+        self.row = -1
+        """Its row in the batch's arrays while it runs."""
+        self.chain: list[bytes] = []
+        """Names of its full blocks in the prefix cache (``prefix.extend``)."""
+        self.cached = 0
+        """Prompt tokens whose keys and values were found there at first."""
+        self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
+        """Those of the prompt so far; None where they are not wanted or given already."""
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def halfway(self) -> bool:
+        """Whether some of its known tokens are computed or planned, and more than the newest one are not."""
+        return 0 < self.planned < len(self.tokens) - 1
+
+    def fork(self, index: int, blocks: list[int]) -> Sequence:
+        """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""
+        twin = Sequence(self.request, index, self.seed, self.order)
+        twin.tokens, twin.chain = list(self.tokens), list(self.chain)
+        twin.computed, twin.planned, twin.cached = self.computed, self.planned, self.cached
+        twin.blocks = blocks
+        twin.prompt_logprobs = None
+        return twin

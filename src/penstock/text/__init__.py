@@ -1,0 +1,8 @@
+"""Text and tokens: encoding, decoding as tokens come, stop strings, chat templates. No torch."""
+
+from .detokenizer import Detokenizer
+from .stops import StopStrings
+from .template import ChatTemplate
+from .tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]

@@ -1,0 +1,29 @@
+"""Token ids to text, a few at a time, never half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Iterable, Sequence
+
+
+class Detokenizer:
+    """Decodes one sequence as it grows.
+
+    Args:
+        vocabulary: the bytes of each token id (``vocabulary.token_bytes``).
+        skipped: token ids that leave no text, as a rule the special ones.
+    """
+
+    def __init__(self, vocabulary: Sequence[bytes], skipped: Collection[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_ids: Iterable[int], last: bool = False) -> str:
+        """The text that these tokens complete; with ``last`` also what is left of a broken character (U+FFFD).
+
+        An id beyond the vocabulary, which padded models can draw, adds nothing.
+        """
+        size = len(self._vocabulary)
+        new = b"".join(self._vocabulary[i] for i in token_ids if i < size and i not in self._skipped)
+        return self._decoder.decode(new, last)

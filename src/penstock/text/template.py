@@ -1,0 +1,120 @@
+"""Chat templates: Jinja in a sandbox, with the conveniences that Hugging Face's templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+
+class Generation(Extension):
+    """``{% generation %}`` marks what the assistant says, for training; when serving, its content is all it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Any) -> str:
+        return str(caller())
+
+
+class TemplateRefusal(Exception):
+    """What a template says when it calls ``raise_exception``."""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; Jinja's own filter would escape what HTML minds."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+_environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+)
+_environment.filters["tojson"] = _tojson
+_environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: the template's text.
+        special: special tokens by the names that templates use (``bos_token`` …).
+
+    Raises ``PenstockError`` (``invalid``) for a template that does not compile.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
+        try:
+            self._template = _environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise invalid("chat_template", f"line {error.lineno}: {error.message}") from error
+        self._special = dict(special or {})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model reads it.
+
+        Args:
+            add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: end within the last message, for the model to go on with it.
+            variables: passed to the template (``enable_thinking`` …).
+
+        Raises ``PenstockError`` (``invalid``) with the template's own words where it refuses the conversation.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
+        try:
+            text = self._template.render(
+                self._special | variables,
+                messages=messages,
+                tools=tools,
+                documents=variables.get("documents"),
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateRefusal as refusal:
+            raise PenstockError(Code.INVALID, str(refusal), "messages") from refusal
+        except Exception as error:  # a template can raise anything over what it was not made for
+            raise invalid("messages", f"the chat template cannot render them: {error}") from error
+        return _cut_after(text, messages[-1]) if continue_final_message else text
+
+
+def _cut_after(text: str, message: Mapping[str, Any]) -> str:
+    """``text`` up to the end of the last message's content, without the turn's end."""
+    content = str(message["content"]).strip()
+    if not content or (at := text.rfind(content)) < 0:
+        raise invalid("continue_final_message", "the chat template does not keep the last message's text")
+    return text[: at + len(content)]

@@ -1,0 +1,110 @@
+"""A checkpoint's tokenizer: text to token ids and back, and its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from penstock.core.errors import invalid
+
+from .detokenizer import Detokenizer
+from .template import ChatTemplate
+from .vocabulary import token_bytes
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """What ``tokenizer.json`` and the files beside it say.
+
+    Args:
+        folder: the checkpoint.
+        chat_template: a template to use instead of the checkpoint's.
+
+    Raises ``PenstockError`` (``invalid``) where a file is missing or cannot be read.
+    """
+
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise invalid("tokenizer", f"{folder} has no tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more precise
+            raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
+        """Special tokens by their role, ``bos_token`` and so on."""
+        self._template_source = chat_template or _chat_template(folder, config)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of whole sequences; ``detokenizer`` decodes growing ones, to the same text."""
+        return self.detokenizer(skip_special_tokens).add(token_ids, last=True)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self.vocabulary, self.special_ids if skip_special_tokens else ())
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def token(self, token_id: int) -> str:
+        """The token as its file spells it; nothing for an unknown id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    @cached_property
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of each token id."""
+        return token_bytes(self._tokenizer)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Raises ``PenstockError`` (``invalid``) where the checkpoint has none."""
+        if self._template_source is None:
+            raise invalid("chat_template", "this model has none: name one, or use plain completions")
+        return ChatTemplate(self._template_source, self.special)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """A conversation as text, see ``ChatTemplate.render``."""
+        return self.template.render(messages, **options)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """From ``chat_template.jinja``, its older place in the configuration, or none."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid("tokenizer", f"{path} does not hold an object")
+    return found

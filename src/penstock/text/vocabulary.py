@@ -1,0 +1,67 @@
+"""The vocabulary as bytes: what each token adds to the text, whatever alphabet its tokenizer file writes it in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from penstock.core import Code, PenstockError
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of each token id; of ids without a token, none.
+
+    A text is the concatenation of its tokens' bytes, decoded as UTF-8, for byte-level BPE (GPT-2's printable
+    alphabet) and for SentencePiece's BPE and unigram models (a mark for the space, ``<0x0A>`` for single bytes).
+    There a text decoded from its start loses the space that encoding put before it; tokens alone keep it.
+
+    Raises ``PenstockError`` (``unsupported``) for tokenizers of another make.
+    """
+    kinds = set(_types(json.loads(tokenizer.to_str())["decoder"]))
+    spell: Callable[[str], bytes]
+    if "ByteLevel" in kinds:
+        alphabet = byte_alphabet()
+
+        def spell(token: str) -> bytes:
+            return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
+
+    elif kinds & {"Metaspace", "ByteFallback"}:
+
+        def spell(token: str) -> bytes:
+            byte = BYTE_TOKEN.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
+
+    else:
+        raise PenstockError(
+            Code.UNSUPPORTED,
+            f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; "
+            "known are byte-level BPE and SentencePiece's models",
+        )
+    added = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    spelled = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        spelled[token_id] = added.get(token_id) or spell(token)
+    return spelled
+
+
+def _types(part: Any) -> Iterator[str]:
+    """The types of a decoder and of all it is made of."""
+    if isinstance(part, dict):
+        yield part["type"]
+        for inner in part.get("decoders", ()):
+            yield from _types(inner)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable characters stand for themselves, the other bytes for those from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

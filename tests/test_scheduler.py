@@ -1,0 +1,271 @@
+"""The scheduler against a machine that keeps book of every KV slot: right tokens, nothing lost, no limit broken."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core import EngineRequest, FinishReason, PenstockError, SamplingParams, TokenDelta
+from penstock.core.options import SchedulerOptions
+from penstock.engine.blocks import BlockPool
+from penstock.engine.plan import Draw, Outcome, Plan
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence
+
+EOS = 0
+VOCABULARY = 40
+
+
+def next_token(tokens: list[int], seed: int, index: int) -> int:
+    """The token that "the model" draws: a function of all before it, of the seed and of which sequence it is."""
+    digest = hashlib.blake2b(array("q", [seed, index, *tokens]).tobytes(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:
+    """What each sequence of a request must come to, whoever else is there."""
+    results, sampling = [], request.sampling
+    for index in range(sampling.n):
+        tokens, finished = list(request.prompt), FinishReason.LENGTH
+        while len(tokens) < min(longest, len(request.prompt) + (sampling.max_tokens or longest)):
+            tokens.append(next_token(tokens, sampling.seed or 0, index))
+            if tokens[-1] == EOS and not sampling.ignore_eos:
+                finished = FinishReason.STOP
+                break
+        results.append((tokens[len(request.prompt) :], finished))
+    return results
+
+
+class Machine:
+    """Runs plans on slots that remember whose token they hold, and checks that what is read was written."""
+
+    def __init__(self) -> None:
+        self.device: dict[int, tuple[int, ...]] = {}
+        self.host: dict[int, tuple[int, ...]] = {}
+        self.drawn: dict[Sequence, list[int]] = {}
+        self.in_use: dict[int, list[int]] = {}
+
+    def run(self, plan: Plan) -> Outcome:
+        for source, target in plan.swap_out:
+            self.host[target] = self.device.get(source, ())
+        for source, target in plan.swap_in:
+            self.device[target] = self.host[source]
+        for source, target in plan.copies:
+            self.device[target] = self.device[source]
+        draws = []
+        self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
+        for sequence, start, count, samples in plan.items:
+            known = sequence.tokens + self.drawn.get(sequence, [])
+            for position in range(start, start + count):
+                block, slot = sequence.blocks[position // SIZE], position % SIZE
+                self.device[block] = (*self.device.get(block, ())[:slot], known[position])
+            read = [t for block in sequence.blocks for t in self.device.get(block, ())[:SIZE]]
+            assert read[: start + count] == known[: start + count], "a slot holds another token than the sequence"
+            for sampled in samples:
+                assert len(known) == start + count
+                token = next_token(known, sampled.seed, sampled.index)
+                self.drawn.setdefault(sampled, []).append(token)
+                draws.append(Draw([token]))
+        return Outcome(draws)
+
+    def collected(self, plan: Plan, pool: BlockPool) -> None:
+        assert all(map(pool.holders, self.in_use.pop(id(plan)))), "a block was given back under a running step"
+        for item in plan.items:
+            for sampled in item.samples:
+                self.drawn[sampled].pop(0)
+
+
+def serve(scheduler: Scheduler, machine: Machine, depth: int = 1) -> Iterator[list[TokenDelta]]:
+    """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas."""
+    under_way = deque[tuple[Plan, Outcome]]()
+    while scheduler.unfinished or under_way:
+        plan = scheduler.schedule() if len(under_way) < depth else Plan()
+        if plan:
+            check_limits(scheduler, plan)
+            under_way.append((plan, machine.run(plan)))
+        else:
+            assert under_way, "nothing runs, nothing is under way, and requests are left"
+            plan, outcome = under_way.popleft()
+            machine.collected(plan, scheduler.device)
+            yield scheduler.update(plan, outcome)
+
+
+def check_limits(scheduler: Scheduler, plan: Plan) -> None:
+    options = scheduler.options
+    assert all(item.length for item in plan.items)
+    assert plan.tokens <= options.max_num_batched_tokens
+    assert len(scheduler.running) <= options.max_num_seqs
+    rows = Counter(sequence.row for sequence in scheduler.running)
+    assert all(0 <= row < options.max_num_seqs and count == 1 for row, count in rows.items())
+    halfway = [item for item in plan.items if not item.samples and item.sequence.generated == 0]
+    assert options.enable_chunked_prefill or not halfway
+    threshold = options.long_prefill_token_threshold
+    assert not threshold or all(item.length <= threshold for item in plan.items)
+
+
+LONGEST, SIZE = 48, 4
+
+
+def draw_request(rng: Random, number: int) -> EngineRequest:
+    repeating = rng.random() < 0.5
+    return EngineRequest(
+        request_id=str(number),
+        prompt=[1 + (i if repeating else 0) % 7 for i in range(rng.randint(1, 30))],
+        sampling=SamplingParams(
+            n=rng.choice((1, 1, 1, 2, 3)),
+            seed=rng.randint(0, 3),
+            max_tokens=rng.choice((None, rng.randint(1, 24))),
+            ignore_eos=rng.random() < 0.5,
+        ),
+        eos_token_ids=(EOS,),
+        priority=rng.randint(0, 2),
+        cache_salt=rng.choice(("", "mine")),
+    )
+
+
+def draw_scheduler(rng: Random) -> Scheduler:
+    chunked, partial = rng.random() < 0.7, rng.randint(1, 3)
+    options = SchedulerOptions(
+        max_num_seqs=rng.randint(3, 8),
+        max_num_batched_tokens=rng.randint(1, 40) if chunked else rng.randint(LONGEST, 2 * LONGEST),
+        max_model_len=LONGEST,
+        scheduling_policy=rng.choice(("fcfs", "priority")),
+        batch_scheduler_policy=rng.choice(("max_utilization", "max_utilization", "guaranteed_no_evict")),
+        preemption_mode=rng.choice(("recompute", "swap")),
+        enable_prefix_caching=rng.random() < 0.5,
+        enable_chunked_prefill=chunked,
+        max_num_partial_prefills=partial,
+        max_long_partial_prefills=rng.randint(1, partial),
+        long_prefill_token_threshold=rng.choice((0, 5, 12)) if chunked else 0,
+        kv_cache_ratio=rng.choice((0.5, 1.0)),
+        static_decode_blocks=rng.randint(0, 3),
+    )
+    blocks = rng.randint(LONGEST // SIZE, 4 * LONGEST // SIZE)
+    return Scheduler(options, BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE))
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
+    """Under any options, arrivals, cancellations and overlap, and in the end every block is back."""
+    rng = Random(seed)
+    scheduler, machine, depth = draw_scheduler(rng), Machine(), rng.randint(1, 3)
+    coming = [draw_request(rng, number) for number in range(rng.randint(1, 12))]
+    asked: dict[str, EngineRequest] = {}
+
+    def arrive() -> None:
+        for _ in range(rng.randint(0, len(coming))):
+            request = coming.pop()
+            try:
+                scheduler.add(request)
+                asked[request.request_id] = request
+            except PenstockError as error:
+                assert error.failure.field == "n"
+
+    got: dict[tuple[str, int], list[TokenDelta]] = {}
+    cancelled = set()
+    arrive()
+    while scheduler.unfinished or coming:
+        for deltas in serve(scheduler, machine, depth):
+            if asked and rng.random() < 0.1:
+                cancelled.add(request_id := rng.choice(sorted(asked)))
+                deltas = deltas + scheduler.abort(request_id)
+            for delta in deltas:
+                got.setdefault((delta.request_id, delta.sequence), []).append(delta)
+            if rng.random() < 0.3:
+                arrive()
+        if coming:
+            arrive()
+
+    assert scheduler.device.free == scheduler.device.total
+    assert scheduler.host is None or scheduler.host.free == scheduler.host.total
+    if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
+        assert scheduler.preemptions == 0
+    for request in asked.values():
+        for index, (tokens, finished) in enumerate(alone(request, LONGEST)):
+            deltas = got[request.request_id, index]
+            out = [token for delta in deltas for token in delta.token_ids]
+            ends = [delta.finished for delta in deltas if delta.finished]
+            assert len(ends) == 1 and deltas[-1].finished, "each sequence ends once, and last"
+            if ends == [FinishReason.CANCELLED]:
+                assert request.request_id in cancelled
+                assert out == tokens[: len(out)]
+            else:
+                assert (out, ends) == (tokens, [finished])
+
+
+def request(number: int, prompt: int | list[int], **sampling: object) -> EngineRequest:
+    tokens = [1] * prompt if isinstance(prompt, int) else prompt
+    params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, "seed": 0} | sampling)
+    return EngineRequest(request_id=str(number), prompt=tokens, sampling=params)
+
+
+def scheduler(blocks: int = 64, **options: object) -> Scheduler:
+    return Scheduler(SchedulerOptions(**{"max_model_len": LONGEST} | options), BlockPool(blocks, SIZE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, 16), ({"cache_salt": "mine"}, 0), ({"adapter": "one"}, 0), ({"prompt": [*range(20)]}, 16)],
+)
+def test_a_prefix_is_computed_once(changes: dict[str, Any], found: int) -> None:
+    """But for those who may not share it; and one token is always left to compute."""
+    engine, machine = scheduler(), Machine()
+    engine.add(request(0, [*range(20)]))
+    list(serve(engine, machine))
+    engine.add(msgspec.structs.replace(request(1, [*range(18), 99, 98]), **changes))
+    first = next(serve(engine, machine))
+    assert [delta.cached_tokens for delta in first] == [found]
+
+
+def test_a_short_prompt_overtakes_long_ones() -> None:
+    engine = scheduler(
+        max_num_batched_tokens=16,
+        max_num_partial_prefills=2,
+        max_long_partial_prefills=1,
+        long_prefill_token_threshold=8,
+    )
+    for number, prompt in enumerate((40, 40, 4)):
+        engine.add(request(number, prompt))
+    assert [item.sequence.request.request_id for item in engine.schedule().items] == ["0", "2"]
+
+
+def test_the_queue_is_bounded() -> None:
+    engine = scheduler(max_num_seqs=2, max_waiting=3)
+    for number in range(5):
+        engine.add(request(number, 4))
+    with pytest.raises(PenstockError) as refused:
+        engine.add(request(5, 4))
+    assert refused.value.failure.retryable
+    assert refused.value.failure.limit == 3
+    assert sum(len(deltas) for deltas in serve(engine, Machine())) == 20
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (request(0, []), "prompt"),
+        (request(0, LONGEST), "prompt"),
+        (request(0, 4, n=9), "n"),
+    ],
+)
+def test_what_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
+    engine = scheduler(max_num_seqs=8)
+    with pytest.raises(PenstockError) as refused:
+        engine.add(bad)
+    assert refused.value.failure.field == field
+    assert not refused.value.failure.retryable
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
+    with pytest.raises(PenstockError, match="max_model_len"):
+        scheduler(blocks=LONGEST // SIZE - 1)

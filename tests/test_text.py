@@ -1,0 +1,172 @@
+"""The text floor against the libraries whose behaviour it promises: transformers and tokenizers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from penstock import demo
+from penstock.core import PenstockError
+from penstock.text import ChatTemplate, StopStrings, Tokenizer
+from penstock.text.vocabulary import token_bytes
+
+SPOKEN = "the river runs to the sea 河流入海 über façade 🙂🙃 naïve\n\n  two  spaces"
+
+
+@pytest.fixture(scope="module")
+def ours() -> Tokenizer:
+    return Tokenizer(demo.CHAT)
+
+
+@given(ids=st.lists(st.integers(0, 3583), max_size=40), cuts=st.lists(st.integers(0, 40)), skip=st.booleans())
+@example(ids=[], cuts=[], skip=True)
+def test_decoding_in_pieces_is_decoding_at_once(
+    ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, ids: list[int], cuts: list[int], skip: bool
+) -> None:
+    """Any ids, so any bytes, cut anywhere: whole characters only, and in the end the library's text."""
+    grown, at = ours.detokenizer(skip), 0
+    pieces = []
+    for cut in sorted(cuts):
+        pieces.append(grown.add(ids[at:cut]))
+        at = max(at, cut)
+    pieces.append(grown.add(ids[at:], last=True))
+    assert "".join(pieces) == ours.decode(ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(text=st.text(max_size=60))
+def test_text_comes_back(ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert ours.encode(text) == tokenizer.encode(text)
+    assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+
+
+def sentencepiece_like() -> tokenizers.Tokenizer:
+    """BPE as converted from SentencePiece: a mark for spaces, and tokens of single bytes to fall back on."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([SPOKEN[:30]], trainer)
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def test_sentencepiece_vocabularies_have_bytes_too() -> None:
+    tokenizer = sentencepiece_like()
+    spelled = token_bytes(tokenizer)
+    ids = tokenizer.encode(SPOKEN, add_special_tokens=False).ids
+    assert b"".join(spelled[i] for i in ids).decode() == SPOKEN == tokenizer.decode(ids)
+    assert any(tokenizer.id_to_token(i).startswith("<0x") for i in ids)
+
+
+def test_other_makes_are_refused_by_name() -> None:
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(PenstockError, match="WordPiece"):
+        token_bytes(tokenizer)
+
+
+STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(text=st.text("abcd", max_size=20), stops=STOPS, include=st.booleans(), cuts=st.lists(st.integers(0, 20)))
+@example(text="abcd", stops=["abcd", "bc"], include=False, cuts=[1, 2, 3])
+def test_stop_strings_do_not_depend_on_the_cutting(text: str, stops: list[str], include: bool, cuts: list[int]) -> None:
+    def run(pieces: list[str]) -> tuple[str, str | None]:
+        said, search = "", StopStrings(stops, include)
+        for i, piece in enumerate(pieces):
+            found = search.add(piece, last=i == len(pieces) - 1)
+            said += found.text
+            if found.stop is not None:
+                return said, found.stop
+            assert not any(stop in said for stop in stops)
+        return said, None
+
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    whole = run([text])
+    assert run([text[a:b] for a, b in itertools.pairwise(edges)]) == whole
+    assert (whole[1] is None) == (not any(stop in text for stop in stops))
+
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Your name is Ada. <b>&</b> 'quoted'"},
+    {"role": "user", "content": "天气怎么样？"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "北京"}}}],
+    },
+    {"role": "tool", "content": '{"sky": "晴天"}'},
+    {"role": "assistant", "content": "北京是晴天。"},
+    {"role": "user", "content": "Thank you."},
+]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"add_generation_prompt": False}])
+def test_templates_render_as_transformers_does(
+    ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, tools: Any, options: dict[str, Any]
+) -> None:
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, tools=tools, tokenize=False, **{"add_generation_prompt": True} | options
+    )
+    assert ours.render(MESSAGES, tools=tools, **options) == expected
+
+
+def test_a_message_can_be_continued(ours: Tokenizer, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "You are"}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert ours.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.missing.deeper }}", "cannot render"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot render"),
+        ("{% for x in range(10 ** 9) %}{% endfor %}", "cannot render"),
+        ("{{ messages.append(1) }}", "cannot render"),
+    ],
+)
+def test_what_a_template_cannot_do_is_the_senders_error(source: str, words: str) -> None:
+    with pytest.raises(PenstockError, match=words) as refused:
+        ChatTemplate(source).render(MESSAGES)
+    assert refused.value.failure.field == "messages"
+
+
+def test_a_broken_template_names_its_line() -> None:
+    with pytest.raises(PenstockError, match="line 2"):
+        ChatTemplate("{% if x %}\n{% endfor %}")
+
+
+def test_generation_blocks_and_json_pass_through() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+    assert ChatTemplate(source).render(MESSAGES) == json.dumps(MESSAGES[0], ensure_ascii=False)
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PenstockError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(PenstockError, match="cannot be read"):
+        Tokenizer(tmp_path)
+
+
+def test_text_and_engine_rules_need_no_torch() -> None:
+    code = "import penstock.text, penstock.core, penstock.engine.scheduler, sys; print('torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout == "False\n"
