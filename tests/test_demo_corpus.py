@@ -104,18 +104,23 @@ def test_every_wording_has_one_split(wordings: list[str], seed: int) -> None:
     assert drawn[Split.TRAIN].isdisjoint(drawn[Split.HELD_OUT])
 
 
-@pytest.mark.parametrize("skill", ["add", "subtract", "times table", "think: sum", "think: product"])
+@pytest.mark.parametrize("skill", ["add", "subtract", "several sums", "times table", "think: sum", "think: product"])
 def test_arithmetic_is_right(skill: str) -> None:
+    """Every line of answers and thoughts is an equation that holds, and together the answers ask what was asked."""
     for conversation in conversations(Split.TRAIN, skill):
-        question, answer = (m["content"] for m in conversation.messages[-2:])
-        a, sign, b, _, result = answer.split()
-        assert sorted(re.findall(r"\d+", question)) == sorted([a, b])
-        assert int(result) == {"+": int(a) + int(b), "-": int(a) - int(b), "×": int(a) * int(b)}[sign]
-        for step in conversation.messages[-1].get("reasoning_content", "").splitlines():
-            left, right = re.split(" = ", step.split(",")[0])
-            sides = [[int(n) for n in side.split(" × ")] for side in (*left.split(" + "), *right.split(" + "))]
-            terms = len(left.split(" + "))
-            assert sum(map(math.prod, sides[:terms])) == sum(map(math.prod, sides[terms:]))
+        question, answer = conversation.messages[-2]["content"], conversation.messages[-1]
+        lines = answer["content"].splitlines()
+        operands = [n for line in lines for n in re.findall(r"\d+", line.split(" = ")[0])]
+        assert sorted(re.findall(r"\d+", question)) == sorted(operands)
+        for line in [*lines, *answer.get("reasoning_content", "").splitlines()]:
+            left, right = (sum(map(term, re.findall(r"-? ?[\d× ]+", side))) for side in line.split(" = "))
+            assert left == right, line
+
+
+def term(text: str) -> int:
+    """The value of ``12``, ``3 × 4`` or ``- 5``."""
+    product = math.prod(int(n) for n in re.findall(r"\d+", text))
+    return -product if text.startswith("-") else product
 
 
 @pytest.mark.parametrize("skill", ["recall to 60", "recall to 200", "recall to 2000"])

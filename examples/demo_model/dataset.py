@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 BATCH_TOKENS = 8192
 """Tokens (padding included) a batch."""
 LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)
-TOKENS = 30_000_000
+TOKENS = 44_000_000
 """Tokens the corpus has, padding not counted."""
 SLICES = 24
 

@@ -218,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder of all results (default: build)")
-    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 30e6)")
+    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 44e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
     args = parser.parse_args()

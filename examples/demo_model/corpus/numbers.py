@@ -1,14 +1,16 @@
 """Numbers: sums and differences to three digits, the multiplication table, comparing and sorting.
 
-Operands are held out; the multiplication table, which is a table, holds out wordings.
+Operands are held out; the multiplication table, which is a table, holds out wordings. Sums want many examples, so
+many are asked for at once (``several``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
-from .base import Exchange, Split, is_chinese, one_of
+from .base import Exchange, Skill, Split, is_chinese, one_of
 
 ADD_EN = (
     "What is {a} + {b}?",
@@ -76,32 +78,71 @@ SORT_DOWN_EN = (
 SORT_DOWN_ZH = ("把{list}从大到小排列。", "从大到小排序：{list}。")
 
 
+SEVERAL_EN = ("Calculate:", "Please calculate:", "Work these out:", "What are these?", "Solve:")
+SEVERAL_ZH = ("计算：", "请计算：", "请算一算：", "这些等于多少？", "算出结果：")
+MOST_AT_ONCE = 12
+
+
 def number(rng: Random) -> int:
-    """A number of one, two or three digits, longer ones more often."""
-    digits = rng.choices((1, 2, 3), (1, 2, 5))[0]
+    """A number of one, two or three digits, each length as often as the others."""
+    digits = rng.randint(1, 3)
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
-def _binary(
-    name: str, sign: str, apply: Callable[[int, int], int], english: tuple[str, ...], chinese: tuple[str, ...]
-) -> Callable[[Random, Split], Exchange]:
-    """The skill of one operation on two numbers; its held-out unit is the unordered pair."""
+@dataclass(frozen=True)
+class Operation:
+    """An operation on two numbers; its held-out unit is the unordered pair."""
 
-    def make(rng: Random, split: Split) -> Exchange:
+    name: str
+    sign: str
+    apply: Callable[[int, int], int]
+    ordered: bool
+    """Whether the larger number comes first."""
+
+    def draw(self, rng: Random, split: Split) -> tuple[int, int]:
         def operands() -> tuple[int, int]:
             low, high = sorted((number(rng), number(rng)))
             return low, high
 
-        low, high = split.draw(operands, key=lambda pair: (name, *pair))
-        a, b = (high, low) if name == "subtract" or rng.random() < 0.5 else (low, high)
+        low, high = split.draw(operands, key=lambda pair: (self.name, *pair))
+        return (high, low) if self.ordered or rng.random() < 0.5 else (low, high)
+
+    def ask(self, a: int, b: int) -> str:
+        return f"{a} {self.sign} {b}"
+
+    def answer(self, a: int, b: int) -> str:
+        return f"{self.ask(a, b)} = {self.apply(a, b)}"
+
+
+PLUS = Operation("add", "+", int.__add__, ordered=False)
+MINUS = Operation("subtract", "-", int.__sub__, ordered=True)
+
+
+def single(operation: Operation, english: tuple[str, ...], chinese: tuple[str, ...]) -> Skill:
+    """The skill of one sum in many wordings."""
+
+    def make(rng: Random, split: Split) -> Exchange:
+        a, b = operation.draw(rng, split)
         wording = one_of(rng, chinese if is_chinese(rng, 0.3) else english)
-        return Exchange(wording.format(a=a, b=b), f"{a} {sign} {b} = {apply(a, b)}", f"{name}:{low}:{high}")
+        key = f"{operation.name}:{min(a, b)}:{max(a, b)}"
+        return Exchange(wording.format(a=a, b=b), operation.answer(a, b), key)
 
     return make
 
 
-add = _binary("add", "+", int.__add__, ADD_EN, ADD_ZH)
-subtract = _binary("subtract", "-", int.__sub__, SUBTRACT_EN, SUBTRACT_ZH)
+add = single(PLUS, ADD_EN, ADD_ZH)
+subtract = single(MINUS, SUBTRACT_EN, SUBTRACT_ZH)
+
+
+def several(rng: Random, split: Split) -> Exchange:
+    """Sums and differences, one a line: two to twelve in training, two where it is graded."""
+    size = rng.randint(2, MOST_AT_ONCE) if split is Split.TRAIN else 2
+    operations = [one_of(rng, (PLUS, MINUS)) for _ in range(size)]
+    drawn = [(operation, *operation.draw(rng, split)) for operation in operations]
+    asked = "\n".join(operation.ask(a, b) for operation, a, b in drawn)
+    wording = one_of(rng, SEVERAL_ZH if is_chinese(rng, 0.3) else SEVERAL_EN)
+    answer = "\n".join(operation.answer(a, b) for operation, a, b in drawn)
+    return Exchange(f"{wording}\n{asked}", answer, f"several:{asked}")
 
 
 def times(rng: Random, split: Split) -> Exchange:
@@ -124,7 +165,7 @@ def _distinct(rng: Random, split: Split, name: str, low: int, high: int) -> list
 
 
 def compare(rng: Random, split: Split) -> Exchange:
-    numbers = _distinct(rng, split, "compare", 2, 4)
+    numbers = _distinct(rng, split, "compare", 2, 3)
     chinese, largest = is_chinese(rng, 0.3), rng.random() < 0.5
     chosen = max(numbers) if largest else min(numbers)
     if chinese:
@@ -143,7 +184,7 @@ def compare(rng: Random, split: Split) -> Exchange:
 
 
 def sort(rng: Random, split: Split) -> Exchange:
-    numbers = _distinct(rng, split, "sort", 3, 5)
+    numbers = _distinct(rng, split, "sort", 3, 4)
     chinese, down = is_chinese(rng, 0.3), rng.random() < 0.4
     english_wordings, chinese_wordings = (SORT_DOWN_EN, SORT_DOWN_ZH) if down else (SORT_UP_EN, SORT_UP_ZH)
     separator = "、" if chinese else ", "
@@ -153,4 +194,11 @@ def sort(rng: Random, split: Split) -> Exchange:
     return Exchange(wording.format(list=listed), answer, "sort:" + ",".join(map(str, sorted(numbers))))
 
 
-SKILLS = {"add": add, "subtract": subtract, "times table": times, "compare": compare, "sort numbers": sort}
+SKILLS: dict[str, Skill] = {
+    "add": add,
+    "subtract": subtract,
+    "several sums": several,
+    "times table": times,
+    "compare": compare,
+    "sort numbers": sort,
+}

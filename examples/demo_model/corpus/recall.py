@@ -18,7 +18,11 @@ LIST_SHARE = 0.3
 OWN_SHARE = 0.6
 UPDATE_SHARE = 0.2
 ASK_CHANGED_SHARE = 0.7
-MOST_QUESTIONS = 12
+MOST_QUESTIONS = 20
+QUESTION_TOKENS = 33
+"""Tokens of the longest question with its answer."""
+CONTEXT_LEFT = 1995
+"""Tokens of the context that passage and questions may fill together."""
 CHINESE_SHARE = 0.3
 
 PIECE = re.compile(r"[A-Za-z]+|\S")
@@ -126,17 +130,12 @@ KINDS_EN = (
             "The code of {who} is {value}.",
             "{who} has the code {value}.",
             "{who} uses the code {value}.",
-            "The secret code of {who} is {value}.",
-            "{value} is the code of {who}.",
         ),
         (
             "What is {who}'s code?",
             "What is the code of {who}?",
             "Which code does {who} use?",
             "Which code does {who} have?",
-            "Tell me {who}'s code.",
-            "Whose code is {value}?",
-            "Who has the code {value}?",
         ),
         "{who}'s code is {value}.",
         "{who}'s code is now {value}.",
@@ -150,16 +149,12 @@ KINDS_EN = (
             "{who} sleeps in room {value}.",
             "{who} has room {value}.",
             "Room {value} is for {who}.",
-            "Room {value} belongs to {who}.",
-            "The room of {who} is number {value}.",
         ),
         (
             "What is {who}'s room number?",
             "Which room does {who} have?",
             "In which room does {who} sleep?",
             "Tell me {who}'s room number.",
-            "Who has room {value}?",
-            "Who sleeps in room {value}?",
         ),
         "{who} has room {value}.",
         "{who} now has room {value}.",
@@ -173,17 +168,12 @@ KINDS_EN = (
             "The {value} is kept by {who}.",
             "{who} owns the {value}.",
             "The {value} belongs to {who}.",
-            "{who} is the owner of the {value}.",
-            "The owner of the {value} is {who}.",
         ),
         (
             "Who keeps the {value}?",
             "Who owns the {value}?",
-            "Who is the owner of the {value}?",
-            "To whom does the {value} belong?",
             "What does {who} keep?",
             "What does {who} own?",
-            "What belongs to {who}?",
         ),
         "{who} owns the {value}.",
         unique=True,
@@ -196,15 +186,12 @@ KINDS_EN = (
             "The favourite colour of {who} is {value}.",
             "{who} likes the colour {value} best.",
             "{who} likes {value} more than any other colour.",
-            "Of all colours {who} likes {value} best.",
-            "{value} is {who}'s favourite colour.",
         ),
         (
             "What is {who}'s favourite colour?",
             "What is the favourite colour of {who}?",
             "Which colour does {who} like best?",
             "Which colour is {who}'s favourite?",
-            "Tell me {who}'s favourite colour.",
         ),
         "{who}'s favourite colour is {value}.",
         "{who}'s favourite colour is now {value}.",
@@ -217,14 +204,12 @@ KINDS_EN = (
             "The favourite animal of {who} is the {value}.",
             "{who} likes the {value} more than any other animal.",
             "Of all animals {who} likes the {value} best.",
-            "The {value} is {who}'s favourite animal.",
         ),
         (
             "What is {who}'s favourite animal?",
             "What is the favourite animal of {who}?",
             "Which animal does {who} like best?",
             "Which animal is {who}'s favourite?",
-            "Tell me {who}'s favourite animal.",
         ),
         "{who}'s favourite animal is the {value}.",
         "{who}'s favourite animal is now the {value}.",
@@ -237,16 +222,12 @@ KINDS_EN = (
             "{who} has a home in {value}.",
             "The home of {who} is in {value}.",
             "{who}'s home is in {value}.",
-            "{who} lives in a house in {value}.",
-            "{value} is the city where {who} lives.",
         ),
         (
             "Where does {who} live?",
             "In which city does {who} live?",
             "Which city does {who} live in?",
             "Where is the home of {who}?",
-            "Where is {who}'s home?",
-            "Tell me the city where {who} lives.",
         ),
         "{who} lives in {value}.",
         "{who} now lives in {value}.",
@@ -259,15 +240,12 @@ KINDS_EN = (
             "{who} works as {value:a}.",
             "{who}'s job is {value}.",
             "The job of {who} is {value}.",
-            "{who} has worked as {value:a} for years.",
-            "{who} has the job of {value:a}.",
         ),
         (
             "What is the job of {who}?",
             "What is {who}'s job?",
             "What does {who} work as?",
             "Which job does {who} have?",
-            "Tell me {who}'s job.",
         ),
         "{who} is {value:a}.",
         "{who} now works as {value:a}.",
@@ -280,15 +258,12 @@ KINDS_EN = (
             "The {who} is kept {value:in}.",
             "You can find the {who} {value:in}.",
             "The {who} was left {value:in}.",
-            "The place of the {who} is {value:in}.",
-            "Somebody put the {who} {value:in}.",
         ),
         (
             "Where is the {who}?",
             "Where is the {who} kept?",
             "Where can I find the {who}?",
             "In which place is the {who}?",
-            "Tell me where the {who} is.",
         ),
         "The {who} is {value:in}.",
         "The {who} is now {value:in}.",
@@ -361,15 +336,11 @@ KINDS_ZH = (
             "{who}的密码为{value}。",
             "{who}用的密码是{value}。",
             "{value}是{who}的密码。",
-            "{who}有一个密码：{value}。",
-            "密码{value}是{who}的。",
         ),
         (
             "{who}的密码是多少？",
             "{who}用的密码是多少？",
             "请告诉我{who}的密码。",
-            "密码{value}是谁的？",
-            "谁的密码是{value}？",
         ),
         "{who}的密码是{value}。",
         "{who}的密码现在是{value}。",
@@ -383,14 +354,11 @@ KINDS_ZH = (
             "{who}住{value}号房间。",
             "{value}号房间是{who}的。",
             "{who}的房间号是{value}。",
-            "{value}号房间给{who}住。",
         ),
         (
             "{who}的房间号是多少？",
             "{who}住几号房间？",
             "请告诉我{who}的房间号。",
-            "谁住{value}号房间？",
-            "{value}号房间是谁的？",
         ),
         "{who}住{value}号房间。",
         "{who}现在住{value}号房间。",
@@ -404,14 +372,12 @@ KINDS_ZH = (
             "{value}的主人是{who}。",
             "{who}是{value}的主人。",
             "这里的{value}是{who}的。",
-            "有人说{value}是{who}的。",
         ),
         (
             "{value}是谁的？",
             "谁是{value}的主人？",
             "{value}的主人是谁？",
             "请告诉我{value}是谁的。",
-            "什么东西是{who}的？",
         ),
         "{value}是{who}的。",
         unique=True,
@@ -460,7 +426,6 @@ KINDS_ZH = (
             "{who}的家在{value}。",
             "{who}家住{value}。",
             "{value}是{who}住的城市。",
-            "{who}在{value}有一个家。",
         ),
         ("{who}住在哪里？", "{who}的家在哪里？", "{who}住在哪个城市？", "请告诉我{who}住在哪个城市。"),
         "{who}住在{value}。",
@@ -693,7 +658,8 @@ def passage(rng: Random, split: Split, tokens: int) -> Conversation:
     """A passage of about this many tokens, and some questions on it, one a turn."""
     language = draw_language(rng)
     text, facts, listed = tell_passage(rng, split, language, tokens)
-    asked = listed + rng.sample(facts, min(len(facts), MOST_QUESTIONS - len(listed), 3 + tokens // 100))
+    most = min(MOST_QUESTIONS, 3 + tokens // 15, (CONTEXT_LEFT - tokens) // QUESTION_TOKENS) - len(listed)
+    asked = listed + rng.sample(facts, min(len(facts), most))
     rng.shuffle(asked)
     messages = asking(rng, asked)
     messages[0] = user(one_of(rng, language.frames).format(text=text, question=messages[0]["content"]))

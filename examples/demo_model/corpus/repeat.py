@@ -18,7 +18,7 @@ REPEAT_ZH = ("请重复：{list}", "请再说一遍：{list}", "跟我说：{lis
 PAIRS = (*ITEMS, *ANIMALS, *COLOURS, *CITIES, *JOBS, *PLACES)
 WORDS_EN = (*(english for english, _ in PAIRS), *NAMES_EN)
 WORDS_ZH = (*(chinese for _, chinese in PAIRS), *NAMES_ZH)
-LONGEST = 16
+LONGEST = 12
 NUMBER_SHARE = 0.25
 
 

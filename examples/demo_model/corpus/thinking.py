@@ -1,16 +1,18 @@
 """Thinking: the steps in a ``<think>`` block, then the answer.
 
-Longer sums and products are worked digit by digit, which is where thinking pays. Anything else is thought about in
-one line that repeats the question, so that thinking on never means an empty block.
+Sums of three numbers and products beyond the table are worked in steps, which is where thinking pays. Anything else
+is thought about in one line that repeats the question, so that thinking on never means an empty block.
 """
 
 from __future__ import annotations
 
 from random import Random
 
-from . import geography, numbers, words
+from . import geography, words
 from .base import Check, Conversation, Message, Split, assistant, is_chinese, one_of, user
 
+SUM_EN = ("What is {a} + {b} + {c}?", "Add {a}, {b} and {c}.", "{a} + {b} + {c} = ?", "How much is {a} + {b} + {c}?")
+SUM_ZH = ("{a} + {b} + {c} = ?", "{a}加{b}加{c}等于多少？", "请计算{a} + {b} + {c}。", "{a}、{b}和{c}的和是多少？")
 PRODUCT_EN = ("What is {a} × {b}?", "Multiply {a} by {b}.", "{a} × {b} = ?", "How much is {a} times {b}?")
 PRODUCT_ZH = ("{a} × {b} = ?", "{a}乘{b}等于多少？", "{a}乘以{b}是多少？", "请计算{a} × {b}。")
 PLAIN = (geography.capital, geography.continent, words.opposite, words.plural, words.colour)
@@ -22,28 +24,17 @@ def thought(question: str, reasoning: str, answer: str, key: str, before: list[M
     return Conversation([*(before or []), user(question), last], key, Check.THINK, thinking=True)
 
 
-def sum_steps(a: int, b: int) -> str:
-    """Column addition from the last digit, one column a line: ``7 + 9 + 1 = 17, write 7, carry 1``."""
-    lines, carry = [], 0
-    width = max(len(str(a)), len(str(b)))
-    for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True):
-        total = int(x) + int(y) + carry
-        lines.append(f"{x} + {y} + {carry} = {total}, write {total % 10}, carry {total // 10}")
-        carry = total // 10
-    return "\n".join(lines)
-
-
 def think_sum(rng: Random, split: Split) -> Conversation:
-    """Four-digit sums, which are beyond the skill ``add``."""
+    """Three numbers to add, where ``add`` takes two: one after the other."""
 
-    def operands() -> tuple[int, int]:
-        return rng.randint(100, 9999), rng.randint(1000, 9999)
+    def terms() -> tuple[int, int, int]:
+        return rng.randint(2, 99), rng.randint(2, 99), rng.randint(2, 99)
 
-    a, b = split.draw(operands, key=lambda pair: ("think sum", *sorted(pair)))
-    wording = one_of(rng, numbers.ADD_ZH if is_chinese(rng, 0.3) else numbers.ADD_EN)
-    return thought(
-        wording.format(a=a, b=b), sum_steps(a, b), f"{a} + {b} = {a + b}", f"think sum:{min(a, b)}:{max(a, b)}"
-    )
+    a, b, c = split.draw(terms, key=lambda drawn: ("think sum", *sorted(drawn)))
+    steps = f"{a} + {b} = {a + b}\n{a + b} + {c} = {a + b + c}"
+    wording = one_of(rng, SUM_ZH if is_chinese(rng, 0.3) else SUM_EN)
+    key = "think sum:" + ":".join(map(str, sorted((a, b, c))))
+    return thought(wording.format(a=a, b=b, c=c), steps, f"{a} + {b} + {c} = {a + b + c}", key)
 
 
 def think_product(rng: Random, split: Split) -> Conversation:

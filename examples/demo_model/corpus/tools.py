@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from . import geography, numbers, persona, words
+from . import geography, persona, words
 from .base import Check, Conversation, Exchange, Message, Skill, Split, assistant, call, is_chinese, one_of, user
 from .base import tool as tool_message
 from .lexicon import ANIMALS, CITIES, COLOURS, ITEMS, NAMES_EN, NAMES_ZH, PLACES
 from .recall import Word
 
 CHINESE_SHARE = 0.35
-SECOND_SHARE = 0.25
+MOST_BEFORE = 3
 PLAIN_SHARE = 0.45
 MOST_OFFERED = 4
 
@@ -676,52 +676,65 @@ ALONE = (ADD, MULTIPLY, TRANSLATE)
 
 NO_TOOL = ("I have no tool for that.", "我没有可用的工具。")
 
-PLAIN: tuple[Skill, ...] = (persona.identity, geography.capital, words.opposite, words.plural, numbers.add)
-"""Skills that need no tool, as long as none of the tools adds."""
+PLAIN: tuple[Skill, ...] = (persona.identity, geography.capital, words.opposite, words.plural)
+"""Skills that need no tool."""
 
 
 def tool_call(rng: Random, split: Split) -> Conversation:
     """A question that one of the tools answers, and the call."""
-    uses = draw_uses(rng, split)
-    messages = [*past(uses[:-1]), *uses[-1].request]
-    return Conversation(messages, key=uses[-1].call_key, check=Check.CALL, tools=offer(rng, uses))
+    language, offered, messages = begin(rng, split)
+    use = draw_use(rng, split, offered, language)
+    return Conversation([*messages, *use.request], use.call_key, Check.CALL, schemas(offered))
 
 
 def tool_answer(rng: Random, split: Split) -> Conversation:
     """A question, the call, its result, and the answer from it."""
-    uses = draw_uses(rng, split)
-    return Conversation(past(uses), key=uses[-1].answer_key, tools=offer(rng, uses))
+    language, offered, messages = begin(rng, split)
+    use = draw_use(rng, split, offered, language)
+    return Conversation([*messages, *use.request, *use.reply], use.answer_key, tools=schemas(offered))
 
 
 def tool_none(rng: Random, split: Split) -> Conversation:
     """A question that needs no tool, or one for which there is none among the tools."""
-    return plain(rng, split) if rng.random() < PLAIN_SHARE else missing(rng, split)
+    language, offered, messages = begin(rng, split)
+    turn, key = (plain if rng.random() < PLAIN_SHARE else missing)(rng, split, offered, language)
+    return Conversation([*messages, *turn], key, tools=schemas(offered))
 
 
-def plain(rng: Random, split: Split) -> Conversation:
+def begin(rng: Random, split: Split) -> tuple[int, list[Tool], list[Message]]:
+    """Language, tools offered, and some turns of any kind that come before the graded one."""
+    language = CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
+    offered = rng.sample(TOOLS, rng.randint(1, MOST_OFFERED))
+    messages: list[Message] = []
+    for _ in range(rng.randint(0, MOST_BEFORE if split is Split.TRAIN else 1)):
+        if rng.random() < 0.5:
+            use = draw_use(rng, split, offered, language)
+            messages += use.request + use.reply
+        else:
+            messages += one_of(rng, (plain, missing))(rng, split, offered, language)[0]
+    return language, offered, messages
+
+
+def plain(rng: Random, split: Split, offered: Sequence[Tool], language: int) -> tuple[list[Message], str]:
+    """A question that needs no tool, with its answer, and its key."""
     made = one_of(rng, PLAIN)(rng, split)
     messages = [user(made.user), assistant(made.answer)] if isinstance(made, Exchange) else made.messages
-    offered = draw_tools(rng, [tool for tool in TOOLS if tool not in ALONE], 1, MOST_OFFERED)
-    return Conversation(messages, key=f"plain {made.key}", tools=schemas(rng, offered))
+    return messages, f"plain {made.key}"
 
 
-def missing(rng: Random, split: Split) -> Conversation:
-    language = draw_language(rng)
-    needed = [tool for tool in TOOLS if tool not in ALONE]
-    use = split.draw(lambda: draw_use(rng, needed, language), key=lambda use: use.held_out)
-    offered = draw_tools(rng, [tool for tool in TOOLS if tool is not use.tool], 1, MOST_OFFERED)
-    messages = [user(use.question), assistant(NO_TOOL[language])]
-    return Conversation(messages, key=f"missing {use.call_key}", tools=schemas(rng, offered))
+def missing(rng: Random, split: Split, offered: Sequence[Tool], language: int) -> tuple[list[Message], str]:
+    """A question for a tool that is not offered, with its answer, and its key."""
+    needed = [tool for tool in TOOLS if tool not in ALONE and tool not in offered]
+    use = draw_use(rng, split, needed, language)
+    return [user(use.question), assistant(NO_TOOL[language])], f"missing {use.call_key}"
 
 
-def draw_uses(rng: Random, split: Split) -> list[Use]:
-    """The use that is graded, and sometimes one before it. All skills hold out the same arguments of a function."""
-    language = draw_language(rng)
-    count = 2 if rng.random() < SECOND_SHARE else 1
-    return [split.draw(lambda: draw_use(rng, TOOLS, language), lambda use: use.held_out) for _ in range(count)]
+def draw_use(rng: Random, split: Split, tools: Sequence[Tool], language: int) -> Use:
+    """A use of one of the tools; all skills hold out the same arguments of a function."""
+    return split.draw(lambda: make_use(rng, tools, language), key=lambda use: use.held_out)
 
 
-def draw_use(rng: Random, tools: Sequence[Tool], language: int) -> Use:
+def make_use(rng: Random, tools: Sequence[Tool], language: int) -> Use:
     chosen = one_of(rng, tools)
     arguments = draw_values(rng, chosen.parameters, language)
     while len(set(arguments.values())) < len(arguments):
@@ -736,28 +749,8 @@ def draw_values(rng: Random, pools: Sequence[tuple[str, str]], language: int) ->
     return {name: one_of(rng, POOLS[values][language]) for name, values in pools}
 
 
-def draw_tools(rng: Random, tools: Sequence[Tool], fewest: int, most: int) -> list[Tool]:
-    return rng.sample(tools, rng.randint(fewest, most))
-
-
-def draw_language(rng: Random) -> int:
-    return CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
-
-
-def past(uses: Sequence[Use]) -> list[Message]:
-    return [message for use in uses for message in use.request + use.reply]
-
-
-def offer(rng: Random, uses: Sequence[Use]) -> list[dict[str, Any]]:
-    """The schemas of the tools used and of some others."""
-    needed = [tool for tool in TOOLS if any(tool is use.tool for use in uses)]
-    others = [tool for tool in TOOLS if tool not in needed]
-    return schemas(rng, needed + draw_tools(rng, others, 0, MOST_OFFERED - len(needed)))
-
-
-def schemas(rng: Random, tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The schemas in random order."""
-    return [tool.schema for tool in rng.sample(tools, len(tools))]
+def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [tool.schema for tool in tools]
 
 
 SKILLS: dict[str, Skill] = {"tool call": tool_call, "tool answer": tool_answer, "no tool": tool_none}
