@@ -1,3 +1,27 @@
-"""Penstock, an LLM serving system. So far it holds the demo model's tokenizer (``penstock.demo``)."""
+"""Penstock, an LLM serving system.
+
+>>> from penstock import LLM, SamplingParams
+
+Names are loaded when they are first used: ``import penstock`` itself loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.core import PenstockError, SamplingParams
+    from penstock.frontend.llm import LLM
 
 __version__ = "0.0.1"
+
+_HOMES = {"LLM": "penstock.frontend.llm", "PenstockError": "penstock.core", "SamplingParams": "penstock.core"}
+
+__all__ = ["LLM", "PenstockError", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -64,3 +64,39 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"must be at most max_num_partial_prefills ({self.max_num_partial_prefills})",
                 self.max_num_partial_prefills,
             )
+
+
+class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
+    """A model, where and in what it runs, and what its cache may take."""
+
+    model: Annotated[str, option("Folder of a Hugging Face checkpoint; empty for the model in the box.")] = ""
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], option("How weights are read; dummy makes random ones.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], option("What is computed in; auto is the checkpoint's own.")
+    ] = "auto"
+    device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
+    seed: Annotated[int, option("Of random weights.")] = 0
+    max_model_len: Annotated[
+        int, option("Prompt and output of one sequence together; 0 is the model's own.", "tokens", ge=0)
+    ] = 0
+    block_size: Annotated[int, option("Tokens in a KV block.", "tokens", ge=1)] = 64
+    num_gpu_blocks_override: Annotated[int, option("KV blocks, whatever the memory; 0 counts.", "blocks", ge=0)] = 0
+    gpu_memory_utilization: Annotated[
+        float, option("Share of a GPU's memory for weights, activations and cache together.", gt=0, le=1)
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
+    ] = 0
+    swap_space: Annotated[
+        float, option("Host memory for blocks of preempted sequences (preemption_mode swap).", "GiB", ge=0)
+    ] = 4.0
+
+    def scheduler(self, max_model_len: int) -> SchedulerOptions:
+        """The scheduler's part, with the length that the model has."""
+        names = msgspec.structs.fields(SchedulerOptions)
+        return SchedulerOptions(**{f.name: getattr(self, f.name) for f in names} | {"max_model_len": max_model_len})
+
+    def __post_init__(self) -> None:
+        """The scheduler's options are checked once the length is known."""

@@ -9,6 +9,7 @@ still unknown, and blocks are given back only after the last step that uses them
 from __future__ import annotations
 
 import bisect
+import heapq
 import random
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class Scheduler:
         self.preemptions = 0
         self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
         self._families: dict[str, list[Sequence]] = {}
+        self._deadlines: list[tuple[float, int, str]] = []
         self._rows = list(range(options.max_num_seqs - 1, -1, -1))
         self._rows_due = 0
         self._reserved = 0
@@ -63,14 +65,12 @@ class Scheduler:
 
     # --- Requests come and go ---------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request.
+    def fitted(self, request: EngineRequest) -> EngineRequest:
+        """The request with ``max_tokens`` that the context has room for.
 
-        Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
+        Raises ``PenstockError`` (``invalid``) where it can never run.
         """
         options, sampling = self.options, request.sampling
-        if request.request_id in self._families:
-            raise invalid("request_id", f"{request.request_id!r} is in use")
         if not request.prompt:
             raise invalid("prompt", "must hold at least one token")
         room = options.max_model_len - len(request.prompt)
@@ -83,33 +83,81 @@ class Scheduler:
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         if self._never_evicting and self._blocks_to_the_end(request) > self.device.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
-        if len(self.waiting) >= options.max_waiting + len(self._rows):
+        return request
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may wait. What a free row is there for does not count as waiting."""
+        return len(self.waiting) < self.options.max_waiting + len(self._rows)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
+        """
+        request = self.fitted(request)
+        if request.request_id in self._families:
+            raise invalid("request_id", f"{request.request_id!r} is in use")
+        if not self.has_room:
             raise PenstockError(
-                Code.OVERLOADED, f"{len(self.waiting)} sequences are waiting", "max_waiting", options.max_waiting
+                Code.OVERLOADED, f"{len(self.waiting)} sequences are waiting", "max_waiting", self.options.max_waiting
             )
-        seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
         self._arrivals += 1
         self._families[request.request_id] = [first]
         self.waiting.push(first)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, first.order, request.request_id))
+
+    def expire(self, now: float) -> list[TokenDelta]:
+        """End requests whose deadline has passed; ``now`` is on the same clock."""
+        deltas: list[TokenDelta] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, order, request_id = heapq.heappop(self._deadlines)
+            family = self._families.get(request_id)
+            if family and family[0].order == order:
+                deltas += self.abort(request_id, Failure(Code.TIMEOUT, "the deadline has passed"))
+        return deltas
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
         """End all sequences of a request: as failed where ``failure`` is given, else as cancelled.
 
         Returns the last delta of each that had not ended. An unknown id is one that has ended: nothing happens.
         """
-        family = self._families.get(request_id, [])
+        family = self._families.get(request_id)
+        if not family:
+            return []
+        unborn = range(len(family), family[0].request.sampling.n)
         alive = [sequence for sequence in family if sequence.state is not State.FINISHED]
-        born = {sequence.index for sequence in family}
-        unborn = set(range(family[0].request.sampling.n)) - born if family else set()
         for sequence in alive:
             self._end(sequence)
-        self._families.pop(request_id, None)
+        del self._families[request_id]
         reason = FinishReason.ERROR if failure else FinishReason.CANCELLED
         return [
             TokenDelta(request_id=request_id, sequence=index, finished=reason, failure=failure)
-            for index in sorted({sequence.index for sequence in alive} | unborn)
+            for index in (*(sequence.index for sequence in alive), *unborn)
         ]
+
+    def stop(self, request_id: str, index: int) -> None:
+        """End one sequence without a word, as whoever found a stop string in its text has ended it already."""
+        for sequence in self._families.get(request_id, ()):
+            if sequence.index == index and sequence.state is not State.FINISHED:
+                self._end(sequence)
+                self._forget_if_ended(request_id)
+                return
+
+    def fail(self, plan: Plan, failure: Failure) -> list[TokenDelta]:
+        """End all requests of a step that went wrong; returns their last deltas."""
+        for item in plan.items:
+            for sequence in {item.sequence, *item.samples}:
+                sequence.steps_under_way -= 1
+        requests = {item.sequence.request.request_id for item in plan.items}
+        deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
+        for item in plan.items:
+            for sequence in (item.sequence, *item.samples):
+                self._give_back(sequence)
+        return deltas
 
     @property
     def unfinished(self) -> int:
@@ -279,10 +327,12 @@ class Scheduler:
         sequence.prompt_logprobs = None
         if finished:
             self._end(sequence)
-            family = self._families[sequence.request.request_id]
-            if all(sibling.state is State.FINISHED for sibling in family):
-                del self._families[sequence.request.request_id]
+            self._forget_if_ended(sequence.request.request_id)
         return delta
+
+    def _forget_if_ended(self, request_id: str) -> None:
+        if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):
+            del self._families[request_id]
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         """Take the blocks of the last running sequence; it goes on from a copy in host memory, or from nothing."""

@@ -1,0 +1,137 @@
+"""The engine: requests of token ids in, deltas of token ids out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from penstock import demo, ops
+from penstock.core import Code, EngineRequest, Failure, TokenDelta
+from penstock.core.errors import invalid
+from penstock.core.options import EngineOptions
+from penstock.models import load_model
+
+from .blocks import BlockPool
+from .memory import count_blocks, count_host_blocks
+from .runner import Runner
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model that serves many requests at once.
+
+    Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        folder = Path(options.model) if options.model else demo.CHAT
+        device = _device(options.device)
+        backend = ops.backend()
+        self.model = load_model(
+            folder,
+            backend,
+            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+            device=device,
+            longest=options.max_model_len or None,
+            load_format=options.load_format,
+            seed=options.seed,
+        )
+        self.max_model_len = options.max_model_len or self.model.config.context
+        spec = self.model.kv_spec(options.block_size)
+        blocks, host_blocks = count_blocks(options, spec, device), count_host_blocks(options, spec)
+        self.scheduler = Scheduler(
+            options.scheduler(self.max_model_len),
+            BlockPool(blocks, options.block_size),
+            BlockPool(host_blocks, options.block_size) if host_blocks else None,
+        )
+        self._runner = Runner(
+            self.model,
+            backend,
+            device,
+            blocks=blocks,
+            host_blocks=host_blocks,
+            block_size=options.block_size,
+            rows=options.max_num_seqs,
+            longest=self.max_model_len,
+        )
+        logger.info(
+            "%s on %s in %s: %d KV blocks of %d tokens, ops %s",
+            self.model.config.architecture,
+            device,
+            self.model.dtype,
+            blocks,
+            options.block_size,
+            backend.NAME,
+        )
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
+        _check_token_ids(request, self.model.config.vocabulary)
+        self.scheduler.fitted(request)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
+        _check_token_ids(request, self.model.config.vocabulary)
+        self.scheduler.add(request)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes one more request."""
+        return self.scheduler.has_room
+
+    def abort(self, request_id: str) -> list[TokenDelta]:
+        """Cancel a request; returns the last delta of each of its sequences that had not ended."""
+        return self.scheduler.abort(request_id)
+
+    def stop(self, request_id: str, sequence: int) -> None:
+        """End a sequence whose text has come to a stop string."""
+        self.scheduler.stop(request_id, sequence)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests that have not ended."""
+        return self.scheduler.unfinished > 0
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step. What goes wrong in it ends the requests it was for, and no others."""
+        deltas = self.scheduler.expire(time.monotonic())
+        plan = self.scheduler.schedule()
+        if not plan:
+            return deltas
+        try:
+            outcome = self._runner.collect(self._runner.submit(plan))
+        except Exception:
+            logger.exception("a step of %d tokens failed", plan.tokens)
+            return deltas + self.scheduler.fail(plan, Failure(Code.INTERNAL, "the step failed; the log says why"))
+        return deltas + self.scheduler.update(plan, outcome)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise invalid("device", f"{name!r} is none: use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
+    return device
+
+
+def _check_token_ids(request: EngineRequest, vocabulary: int) -> None:
+    sampling = request.sampling
+    given = {
+        "prompt": request.prompt,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
+    }
+    for field, token_ids in given.items():
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+            raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)

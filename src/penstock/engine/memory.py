@@ -1,0 +1,58 @@
+"""How much memory there is to use, with the limits of containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from penstock.core.errors import invalid
+from penstock.core.options import EngineOptions
+from penstock.ops import KVSpec
+
+CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+"""Limit and usage, in the second and the first version of control groups."""
+FREE_SHARE = 0.5
+"""Of the host's free memory that a cache on the host takes by default."""
+
+
+def free_host_bytes() -> int:
+    """What the machine or the container has free, whichever is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    for limit, usage in CGROUPS:
+        try:
+            most, used = ((Path("/sys/fs/cgroup") / name).read_text().strip() for name in (limit, usage))
+        except OSError:
+            continue
+        if most != "max":
+            free = min(free, int(most) - int(used))
+    return max(free, 0)
+
+
+def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device) -> int:
+    """KV blocks that fit, or as many as were asked for.
+
+    Raises ``PenstockError`` (``invalid``) where not even one fits.
+    """
+    if options.num_gpu_blocks_override:
+        return options.num_gpu_blocks_override
+    if options.kv_cache_memory_bytes:
+        room = options.kv_cache_memory_bytes
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(free - (1 - options.gpu_memory_utilization) * total)
+    else:
+        room = int(free_host_bytes() * FREE_SHARE)
+    if room < spec.bytes_per_block:
+        raise invalid(
+            "kv_cache_memory_bytes", f"one KV block takes {spec.bytes_per_block} bytes, and {max(room, 0)} are there"
+        )
+    return room // spec.bytes_per_block
+
+
+def count_host_blocks(options: EngineOptions, spec: KVSpec) -> int:
+    """Blocks of the host tier."""
+    if options.preemption_mode != "swap":
+        return 0
+    return int(options.swap_space * 2**30) // spec.bytes_per_block

@@ -1,0 +1,53 @@
+"""Random numbers that depend on nothing but what they are for: Philox4x32-10 (Salmon et al., 2011).
+
+A draw's key is the request's seed, its counter the position, the sequence and the stream, so that the same request
+draws the same numbers whoever shares the batch and however often a token is computed again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+MULTIPLIERS = np.array((0xD2511F53, 0xCD9E8D57), np.uint64)
+WEYL = np.array((0x9E3779B9, 0xBB67AE85), np.uint32)
+ROUNDS = 10
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+
+def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Random bits.
+
+    Args:
+        key: ``[draws, 2]``.
+        counter: ``[draws, 4]``.
+
+    Returns:
+        ``[draws, 4]``.
+    """
+    key, words = key.copy(), counter.astype(np.uint64)
+    for _ in range(ROUNDS):
+        products = words[:, (0, 2)] * MULTIPLIERS
+        high, low = products >> HALF, products & LOW
+        words = np.stack(
+            (high[:, 1] ^ words[:, 1] ^ key[:, 0], low[:, 1], high[:, 0] ^ words[:, 3] ^ key[:, 1], low[:, 0]), 1
+        )
+        key += WEYL
+    return words.astype(np.uint32)
+
+
+def uniform(
+    seeds: NDArray[np.uint64], positions: NDArray[np.uint32], sequences: NDArray[np.uint32], stream: int = 0
+) -> NDArray[np.float64]:
+    """A number in [0, 1) for each draw, of 53 random bits.
+
+    Args:
+        seeds, positions, sequences: ``[draws]`` each; the position is that of the token that is drawn.
+        stream: tells apart draws for different ends at the same place.
+    """
+    key = np.stack((seeds & LOW, seeds >> HALF), 1).astype(np.uint32)
+    counter = np.zeros((len(seeds), 4), np.uint32)
+    counter[:, 0], counter[:, 1], counter[:, 2] = positions, sequences, stream
+    bits = philox(key, counter)
+    return ((bits[:, 0] >> 5) * 2.0**26 + (bits[:, 1] >> 6)) * 2.0**-53

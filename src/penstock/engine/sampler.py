@@ -1,0 +1,168 @@
+"""From scores to tokens: adjust, choose, and tell how likely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core import Logprob, SamplingParams
+
+from .philox import uniform
+from .plan import Draw
+from .sequence import Sequence
+
+NEVER = float("-inf")
+
+
+def sample(scores: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
+    """Draw the next token of each sequence.
+
+    Every row is handled as if it were alone: what it draws depends on its scores, its tokens, its parameters and its
+    seed.
+
+    Args:
+        scores: ``[sequences, vocabulary]`` float32.
+    """
+    adjusted = adjust(scores, sequences)
+    chosen = adjusted.argmax(-1)
+    random = [i for i, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
+    if random:
+        chosen[random] = choose(adjusted[random], [sequences[i] for i in random])
+    token_ids = chosen.tolist()
+    listed = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
+    wanted = [sequences[i].request.sampling.logprobs or 0 for i in listed]
+    told = dict(zip(listed, logprobs(scores[listed], chosen[listed], wanted), strict=True)) if listed else {}
+    return [Draw([token], [told[i]] if i in told else None) for i, token in enumerate(token_ids)]
+
+
+# --- Adjusting --------------------------------------------------------------------------------------------------------
+
+
+def adjust(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    """Scores with everything applied that a request asks for besides temperature and truncation."""
+    changed = scores
+    for i, sequence in enumerate(sequences):
+        for needed, apply in ADJUSTMENTS:
+            if needed(sequence.request.sampling):
+                if changed is scores:
+                    changed = scores.clone()
+                apply(changed[i], sequence)
+    return changed
+
+
+def _only_allowed(row: Tensor, sequence: Sequence) -> None:
+    allowed = list(sequence.request.sampling.allowed_token_ids or ())
+    kept = row[allowed]
+    row.fill_(NEVER)
+    row[allowed] = kept
+
+
+def _no_bad_words(row: Tensor, sequence: Sequence) -> None:
+    """Of each bad sequence whose beginning has just come out, the last token must not."""
+    for *beginning, last in sequence.request.sampling.bad_word_ids:
+        if (
+            sequence.generated >= len(beginning)
+            and sequence.tokens[len(sequence.tokens) - len(beginning) :] == beginning
+        ):
+            row[last] = NEVER
+
+
+def _no_stop_yet(row: Tensor, sequence: Sequence) -> None:
+    if sequence.generated < sequence.request.sampling.min_tokens:
+        row[list(sequence.stops)] = NEVER
+
+
+def _bias(row: Tensor, sequence: Sequence) -> None:
+    for token, bias in sequence.request.sampling.logit_bias.items():
+        row[token] += bias
+
+
+def _repetition(row: Tensor, sequence: Sequence) -> None:
+    """Keskar et al., 2019: over prompt and output, divided where positive, multiplied where negative."""
+    seen = torch.tensor(sequence.tokens, device=row.device).unique()
+    penalty, said = sequence.request.sampling.repetition_penalty, row[seen]
+    row[seen] = torch.where(said > 0, said / penalty, said * penalty)
+
+
+def _frequency_and_presence(row: Tensor, sequence: Sequence) -> None:
+    """As OpenAI defines them, over the output."""
+    sampling = sequence.request.sampling
+    output = torch.tensor(sequence.tokens[sequence.prompt_length :], dtype=torch.int64, device=row.device)
+    seen, times = output.unique(return_counts=True)
+    row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
+
+
+Adjustment = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Sequence], None]]
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    (lambda p: p.allowed_token_ids is not None, _only_allowed),
+    (lambda p: bool(p.bad_word_ids), _no_bad_words),
+    (lambda p: p.min_tokens > 0, _no_stop_yet),
+    (lambda p: bool(p.logit_bias), _bias),
+    (lambda p: p.repetition_penalty != 1, _repetition),
+    (lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence),
+)
+"""Who needs it, and what it does to a row of scores; in this order."""
+
+
+# --- Choosing ---------------------------------------------------------------------------------------------------------
+
+
+def choose(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    """Draw from what temperature, min-p, top-k and top-p leave, ``[rows]`` int64.
+
+    The draw inverts the cumulative distribution in the order of token ids, summed in float64.
+    """
+    params = [sequence.request.sampling for sequence in sequences]
+    column = torch.tensor([p.temperature for p in params], device=scores.device)[:, None]
+    scaled = scores / column.clamp(min=1e-5)
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    if any(p.min_p > 0 for p in params):
+        weights.masked_fill_(weights < torch.tensor([p.min_p for p in params], device=scores.device)[:, None], 0)
+    for i, p in enumerate(params):
+        if 0 < p.top_k < scores.shape[-1] or p.top_p < 1:
+            _truncate(weights[i], p.top_k, p.top_p)
+    cumulative = weights.double().cumsum(-1)
+    numbers = uniform(
+        np.array([sequence.seed & (2**64 - 1) for sequence in sequences], np.uint64),
+        np.array([len(sequence.tokens) for sequence in sequences], np.uint32),
+        np.array([sequence.index for sequence in sequences], np.uint32),
+    )
+    marks = torch.from_numpy(numbers).to(scores.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, marks, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
+
+
+def _truncate(weights: Tensor, top_k: int, top_p: float) -> None:
+    """Zero all but the ``top_k`` likeliest, and of those all but the fewest that make up ``top_p``.
+
+    Among equals the lower token id counts as the likelier.
+    """
+    ordered, ids = weights.sort(descending=True, stable=True)
+    if 0 < top_k < len(ordered):
+        ordered[top_k:] = 0
+    if top_p < 1:
+        cumulative = ordered.double().cumsum(-1)
+        ordered[cumulative - ordered >= top_p * cumulative[-1]] = 0
+    weights[ids] = ordered
+
+
+# --- Telling ----------------------------------------------------------------------------------------------------------
+
+
+def logprobs(scores: Tensor, chosen: Tensor, wanted: Rows[int]) -> list[list[Logprob]]:
+    """Of each row the chosen token's log probability and the ``wanted`` likeliest, under the model's own scores."""
+    table = scores.log_softmax(-1)
+    own = table.gather(-1, chosen[:, None])
+    ranks = (table > own).sum(-1) + 1
+    values, ids = table.topk(max(wanted), -1) if max(wanted, default=0) else (table[:, :0], table[:, :0])
+    rows = zip(chosen.tolist(), own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), wanted, strict=True)
+    return [
+        [
+            Logprob(token, value, rank),
+            *(Logprob(int(t), v, at + 1) for at, (t, v) in enumerate(zip(top[:n], tv[:n], strict=True))),
+        ]
+        for token, value, rank, top, tv, n in rows
+    ]

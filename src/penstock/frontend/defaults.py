@@ -1,0 +1,46 @@
+"""What a checkpoint says about generating: how its makers sample, and what ends a turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import invalid
+from penstock.text import Tokenizer
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """From ``generation_config.json``, and for the end of a text else from ``config.json`` or the tokenizer."""
+
+    eos_token_ids: tuple[int, ...]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Values for ``SamplingParams`` that a request does not give."""
+
+
+def read_defaults(folder: Path, tokenizer: Tokenizer) -> GenerationDefaults:
+    """Raises ``PenstockError`` (``invalid``) where a file is no JSON."""
+    generation, config = (_read(folder / name) for name in ("generation_config.json", "config.json"))
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    if ends is None:
+        ends = tokenizer.id_of(tokenizer.special.get("eos_token", ""))
+    ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    sampling = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        sampling = {"temperature": 0.0}
+    return GenerationDefaults(ids, sampling)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise invalid("model", f"{path} is not JSON: {error}") from error
+    return found

@@ -1,0 +1,57 @@
+"""Matrices and what they are shared among ranks by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.quant import Dense
+
+from .context import Context
+
+
+class Linear:
+    """One or several of a checkpoint's matrices with the same input, multiplied as one.
+
+    Args:
+        names: of the matrices, without ``.weight`` and ``.bias``.
+        outputs: rows of each.
+    """
+
+    def __init__(self, context: Context, names: list[str], inputs: int, outputs: list[int], bias: bool = False) -> None:
+        def shards(kind: str, *rest: int) -> Tensor:
+            parts = [context.take(f"{n}.{kind}", out, *rest) for n, out in zip(names, outputs, strict=True)]
+            parts = [context.group.shard(part, 0) for part in parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        self._matrix = Dense(context.ops, shards("weight", inputs), shards("bias") if bias else None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._matrix.multiply(x)
+
+
+class Reduced:
+    """A matrix whose input is shared among ranks: each multiplies its part, and the parts are summed."""
+
+    def __init__(self, context: Context, name: str, inputs: int, outputs: int, bias: bool = False) -> None:
+        self._group = context.group
+        weight = context.group.shard(context.take(f"{name}.weight", outputs, inputs), 1)
+        self._bias = context.take(f"{name}.bias", outputs) if bias else None
+        self._matrix = Dense(context.ops, weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._group.sum(self._matrix.multiply(x))
+        return out if self._bias is None else out + self._bias
+
+
+class Embedding:
+    """Token ids to vectors, and, where the two are tied, vectors to scores with the same matrix."""
+
+    def __init__(self, context: Context, name: str, vocabulary: int, hidden: int) -> None:
+        self._matrix = Dense(context.ops, context.take(f"{name}.weight", vocabulary, hidden))
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._matrix.gather(token_ids)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self._matrix.multiply(x)

@@ -1,0 +1,46 @@
+"""Models by the architecture that a checkpoint names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from penstock.core.errors import invalid
+from penstock.layers import Context, Weights
+from penstock.ops import Ops
+
+from .checkpoint import Checkpoint, Dummy
+from .config import DecoderConfig, read_config
+from .decoder import Decoder
+
+__all__ = ["Decoder", "DecoderConfig", "load_model", "read_config"]
+
+
+def load_model(
+    folder: Path,
+    ops: Ops,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    longest: int | None = None,
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+    seed: int = 0,
+) -> Decoder:
+    """Build the model that a checkpoint describes.
+
+    Args:
+        dtype: to compute in; None is the checkpoint's own.
+        longest: tokens a sequence may have; None is the model's own context, which it must not exceed.
+        seed: of dummy weights.
+
+    Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
+    """
+    config = read_config(folder)
+    if longest and longest > config.context:
+        raise invalid("max_model_len", f"this model has a context of {config.context} tokens", config.context)
+    dtype = dtype or config.dtype
+    weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
+    context = Context(ops, weights, dtype, device or torch.device("cpu"))
+    return Decoder(context, config, longest or config.context)

@@ -1,0 +1,133 @@
+"""What ``config.json`` says, for the architectures that are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A dense decoder with grouped-query attention, rotary positions and a gated MLP."""
+
+    architecture: str
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    """Tokens the model is good for, with its positions stretched as ``rope`` says."""
+    trained: int
+    """Tokens it was trained with before that, ``max_position_embeddings``."""
+    eps: float
+    rope: Mapping[str, Any]
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]
+    """Positions that attention of each layer looks back; 0 is all."""
+    dtype: torch.dtype
+    """What the checkpoint is written in."""
+
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ACTIVATIONS = ("silu", "swish")
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """Read a checkpoint's ``config.json``.
+
+    Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
+    code here does.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise invalid("model", f"{folder} has no config.json: name a folder with a Hugging Face checkpoint")
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise invalid("model", f"{path} is not JSON: {error}") from error
+    architecture = next(iter(given.get("architectures") or ["none"]))
+    if architecture not in ARCHITECTURES:
+        raise PenstockError(
+            Code.UNSUPPORTED, f"architecture {architecture}; known are {', '.join(ARCHITECTURES)}", "model"
+        )
+    if given.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise PenstockError(Code.UNSUPPORTED, f"activation {given['hidden_act']!r} in {path}", "model")
+    if "quantization_config" in given:
+        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
+    try:
+        return _decoder(architecture, given)
+    except KeyError as error:
+        raise invalid("model", f"{path} lacks {error}") from error
+
+
+def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
+    heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
+    trained, rope = given.get("max_position_embeddings", 2048), _rope(given)
+    qwen2, bias = architecture == "Qwen2ForCausalLM", bool(given.get("attention_bias", False))
+    return DecoderConfig(
+        architecture=architecture,
+        vocabulary=given["vocab_size"],
+        hidden=given["hidden_size"],
+        intermediate=given["intermediate_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=given.get("num_key_value_heads") or heads,
+        head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+        context=_context(trained, rope),
+        trained=trained,
+        eps=given.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        tied=given.get("tie_word_embeddings", False),
+        qkv_bias=qwen2 or bias,
+        output_bias=bias and not qwen2,
+        mlp_bias=bool(given.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        windows=_windows(architecture, layers, given),
+        dtype=getattr(torch, given.get("dtype") or given.get("torch_dtype") or "bfloat16"),
+    )
+
+
+def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """From ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
+    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", given.get("rope_theta", 10_000.0))
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
+    return rope
+
+
+def _context(trained: int, rope: Mapping[str, Any]) -> int:
+    """``llama3`` checkpoints write down the stretched length, the others the trained one or both."""
+    match rope["rope_type"]:
+        case "linear" | "dynamic":
+            return int(trained * rope["factor"])
+        case "yarn" if "factor" in rope:
+            return int(rope.get("original_max_position_embeddings", trained) * rope["factor"])
+        case _:
+            return trained
+
+
+def _windows(architecture: str, layers: int, given: Mapping[str, Any]) -> tuple[int, ...]:
+    window = given.get("sliding_window") or 0
+    if kinds := given.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers
+    if architecture == "LlamaForCausalLM" or not given.get("use_sliding_window", False):
+        return (0,) * layers
+    full = given.get("max_window_layers", layers)
+    return tuple(0 if layer < full else window for layer in range(layers))

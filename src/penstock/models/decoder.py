@@ -1,0 +1,109 @@
+"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 are, each with its own switches.
+
+Llama (Touvron et al., 2023): RMS norms before attention and MLP, rotary positions, grouped queries, SiLU gates.
+Mistral adds a sliding window, Qwen2 biases on queries, keys and values, Qwen3 norms on queries and keys instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.layers import Context, Embedding, Linear, Reduced, RMSNorm, rope_table
+from penstock.ops import Batch, KVSpec
+
+from .config import DecoderConfig
+
+
+class Attention:
+    def __init__(self, context: Context, config: DecoderConfig, name: str, layer: int, rope: Tensor) -> None:
+        self._ops = context.ops
+        self._rope = rope
+        self._dim = dim = config.head_dim
+        self._window = config.windows[layer]
+        self._heads = [context.group.part(heads) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        outputs = [heads * dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+        self._qkv = Linear(context, names, config.hidden, outputs, config.qkv_bias)
+        self._o = Reduced(context, f"{name}.o_proj", config.heads * dim, config.hidden, config.output_bias)
+        self._norms = None
+        if config.qk_norm:
+            self._norms = [RMSNorm(context, f"{name}.{part}_norm", dim, config.eps) for part in "qk"]
+
+    def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
+        qkv = self._qkv(x).split([heads * self._dim for heads in self._heads], -1)
+        q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in qkv)
+        if self._norms:
+            q, k = self._norms[0](q), self._norms[1](k)
+        q, k = (self._ops.rope(part, batch.positions, self._rope) for part in (q, k))
+        self._ops.store(cache, k, v, batch.slots)
+        return self._o(self._ops.attention(q, cache, batch, self._dim**-0.5, self._window).flatten(1))
+
+
+class MLP:
+    def __init__(self, context: Context, config: DecoderConfig, name: str) -> None:
+        self._ops = context.ops
+        names, size = [f"{name}.gate_proj", f"{name}.up_proj"], config.intermediate
+        self._gate_up = Linear(context, names, config.hidden, [size, size], config.mlp_bias)
+        self._down = Reduced(context, f"{name}.down_proj", size, config.hidden, config.mlp_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._ops.silu_mul(self._gate_up(x)))
+
+
+class Layer:
+    def __init__(self, context: Context, config: DecoderConfig, layer: int, rope: Tensor) -> None:
+        name = f"model.layers.{layer}"
+        self._before = RMSNorm(context, f"{name}.input_layernorm", config.hidden, config.eps)
+        self._attention = Attention(context, config, f"{name}.self_attn", layer, rope)
+        self._between = RMSNorm(context, f"{name}.post_attention_layernorm", config.hidden, config.eps)
+        self._mlp = MLP(context, config, f"{name}.mlp")
+
+    def __call__(self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What this layer adds, and the residual stream that it is to be added to."""
+        x, residual = (self._before(x), x) if residual is None else self._before.add(x, residual)
+        x, residual = self._between.add(self._attention(x, cache, batch), residual)
+        return self._mlp(x), residual
+
+
+class Decoder:
+    """A model: token ids and a KV cache to hidden states, and those to scores.
+
+    Args:
+        longest: tokens a sequence may have.
+    """
+
+    def __init__(self, context: Context, config: DecoderConfig, longest: int) -> None:
+        self.config = config
+        rope = rope_table(config.head_dim, longest, config.rope, config.trained, context.device)
+        self._embedding = Embedding(context, "model.embed_tokens", config.vocabulary, config.hidden)
+        self._layers = [Layer(context, config, layer, rope) for layer in range(config.layers)]
+        self._norm = RMSNorm(context, "model.norm", config.hidden, config.eps)
+        self._head = None
+        if not config.tied:
+            self._head = Embedding(context, "lm_head", config.vocabulary, config.hidden)
+        self._kv_heads = context.group.part(config.kv_heads)
+        self.dtype = context.dtype
+
+    def kv_spec(self, block_size: int) -> KVSpec:
+        """What its KV cache holds."""
+        config = self.config
+        return KVSpec(config.layers, self._kv_heads, config.head_dim, self.dtype, block_size)
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, cache: list[Any]) -> Tensor:
+        """The last hidden states ``[logit_rows, hidden]``; keys and values of all tokens go to the cache."""
+        x, residual = self._embedding(batch.token_ids), None
+        for layer, kept in zip(self._layers, cache, strict=True):
+            x, residual = layer(x, residual, kept, batch)
+        assert residual is not None
+        rows = batch.logit_rows
+        hidden, _ = self._norm.add(x[rows], residual[rows])
+        return hidden
+
+    @torch.inference_mode()
+    def scores(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` to a score for each token of the vocabulary, ``[rows, vocabulary]`` float32."""
+        return (self._head or self._embedding).scores(hidden).float()

@@ -1,0 +1,45 @@
+"""What an op is told about the step: a flat batch of tokens, and where their keys and values lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What the KV cache of a model holds. ``blocks`` of ``block_size`` tokens in each of ``layers``."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int = 64
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of all layers, keys and values."""
+        values = 2 * self.layers * self.kv_heads * self.head_dim * self.block_size
+        return values * torch.empty((), dtype=self.dtype).element_size()
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tokens of one step, sequence after sequence, without padding."""
+
+    token_ids: Tensor
+    """``[tokens]`` int64."""
+    positions: Tensor
+    """``[tokens]`` int64, in the token's own sequence."""
+    slots: Tensor
+    """``[tokens]`` int64: ``block * block_size + offset``, where the token's key and value go."""
+    query_starts: Tensor
+    """``[sequences + 1]`` int32: where each sequence's tokens begin in the flat batch."""
+    lengths: Tensor
+    """``[sequences]`` int32: tokens of each that are in the cache once this step's are."""
+    block_tables: Tensor
+    """``[sequences, blocks]`` int32: the blocks of each sequence in order."""
+    logit_rows: Tensor
+    """``[rows]`` int64: tokens of the flat batch whose scores are wanted."""

@@ -1,0 +1,111 @@
+"""What each op computes, in plain PyTorch. This is the definition that every backend is tested against.
+
+Ops compute in float32 and round to their input's dtype where they end. They run on any device PyTorch knows. None
+is batch-invariant: PyTorch chooses the order of its sums by shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .batch import Batch, KVSpec
+
+NAME = "reference"
+BATCH_INVARIANT = False
+
+Cache = list[Tensor]
+"""A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """``[tokens]`` int64 and ``[vocabulary, hidden]`` to ``[tokens, hidden]``."""
+    return weight[token_ids]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``[tokens, in]`` by ``[out, in]`` to ``[tokens, out]``."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x`` added to the residual stream: the sum normed, and the sum, both ``[tokens, hidden]``."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., 2021), the two halves of a head against each other.
+
+    Args:
+        x: ``[tokens, heads, head_dim]``.
+        positions: ``[tokens]`` int64.
+        table: ``[longest, head_dim]`` float32, cosines then sines.
+    """
+    cos, sin = table[positions][:, None].chunk(2, -1)
+    low, high = x.float().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``[tokens, 2 * size]``, gate then up, to ``silu(gate) * up`` of ``[tokens, size]`` (Shazeer, 2020)."""
+    gate, up = gate_up.chunk(2, -1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def new_cache(spec: KVSpec, blocks: int, device: torch.device) -> Cache:
+    """An empty cache: one entry a layer."""
+    shape = (2, blocks, spec.block_size, spec.kv_heads, spec.head_dim)
+    return [torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(spec.layers)]
+
+
+def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write ``[tokens, kv_heads, head_dim]`` keys and values into a layer's cache."""
+    flat = cache.flatten(1, 2)
+    flat[0, slots], flat[1, slots] = k.to(cache.dtype), v.to(cache.dtype)
+
+
+def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int = 0) -> Tensor:
+    """Causal attention of every query over its own sequence's cached keys and values.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's.
+        window: positions that a query sees, itself included; 0 is all.
+
+    Returns:
+        ``[tokens, heads, head_dim]``.
+    """
+    heads, dim = q.shape[1:]
+    kv_heads = cache.shape[3]
+    out = torch.empty_like(q)
+    starts, lengths = batch.query_starts.tolist(), batch.lengths.tolist()
+    for i, length in enumerate(lengths):
+        rows = slice(starts[i], starts[i + 1])
+        blocks = batch.block_tables[i, : -(-length // cache.shape[2])].long()
+        k, v = (part[blocks].flatten(0, 1)[:length].float() for part in cache)
+        queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
+        scores = torch.einsum("tkgd,skd->kgts", queries, k) * scale
+        at = torch.arange(length, device=q.device)
+        hidden = at > batch.positions[rows, None]
+        if window:
+            hidden |= at <= batch.positions[rows, None] - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("kgts,skd->tkgd", weights, v).reshape(-1, heads, dim).to(q.dtype)
+    return out
+
+
+def copy_blocks(source: Cache, target: Cache, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks of all layers, ``(from, to)`` each; the caches may be one, or on different devices."""
+    if not pairs:
+        return
+    origins, goals = (list(blocks) for blocks in zip(*pairs, strict=True))
+    for layer, other in zip(source, target, strict=True):
+        other[:, goals] = layer[:, origins].to(other.device)

@@ -1,0 +1,184 @@
+"""Every architecture against transformers, on random weights, through ``LLM``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from penstock import demo
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.llm import LLM
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+ROPE = {"rope_theta": 10_000.0}
+LONGER = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": ROPE | {"rope_type": kind} | parameters}
+
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, all heads, tied": LlamaConfig(**SMALL | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama, biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "llama, linear rope": LlamaConfig(**SMALL, **rope("linear", factor=4.0)),
+    "llama, llama3 rope": LlamaConfig(**SMALL, **rope("llama3", **LONGER, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "llama, yarn rope": LlamaConfig(**SMALL, **rope("yarn", **LONGER)),
+    "mistral, window": MistralConfig(**SMALL, sliding_window=24, head_dim=32),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen2, window in later layers": Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=24, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SMALL, head_dim=32),
+}
+
+
+def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
+    """A checkpoint of random weights, large enough that positions and windows matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.eval().save_pretrained(folder, **options)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.CHAT / name, folder / name)
+    return model
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = save(CONFIGS[request.param], folder)
+    options = {"dtype": "float32", "block_size": 8, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 50}
+    return LLM(folder, **options), model
+
+
+PROMPTS = [[Random(seed).randrange(2, 300) for _ in range(length)] for seed, length in enumerate((1, 7, 40, 100))]
+
+
+def test_scores_and_greedy_tokens(pair: tuple[LLM, PreTrainedModel]) -> None:
+    """Batched, in chunks of at most 50 tokens, and in blocks of 8; against the library's one sequence at a time."""
+    llm, model = pair
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        (made,) = output.outputs
+        with torch.inference_mode():
+            table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
+        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
+        told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
+        for row, token, position in zip(table, (prompt + made.token_ids)[1:], told, strict=False):
+            assert position is not None
+            assert next(iter(position)) == token
+            for token_id, found in position.items():
+                assert found.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+                assert found.rank == (row > row[token_id]).sum() + 1
+
+
+def test_dynamic_rope_is_fixed_at_load(tmp_path: Path) -> None:
+    """For the longest sequence, where the library's, which changes with the length, has come to the same."""
+    model = save(LlamaConfig(**SMALL | {"max_position_embeddings": 64}, **rope("dynamic", factor=4.0)), tmp_path)
+    llm = LLM(tmp_path, max_model_len=120, num_gpu_blocks_override=4)
+    prompt = [Random(0).randrange(2, 300) for _ in range(119)]
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    with torch.inference_mode():
+        table = model(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0].log_softmax(-1)
+    told = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
+    assert told == pytest.approx(table[range(118), prompt[1:]].tolist(), abs=1e-4)
+
+
+def test_shards_and_dtypes_of_a_checkpoint(tmp_path: Path) -> None:
+    model = save(CONFIGS["qwen3"], tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = model.generate(torch.tensor(PROMPTS[1:2]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    made = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], params, use_tqdm=False)
+    assert made[0].outputs[0].token_ids == expected[0, len(PROMPTS[1]) :].tolist()
+
+
+def broken(folder: Path, how: str) -> None:
+    match how:
+        case "unknown architecture":
+            text = (folder / "config.json").read_text().replace("Qwen3ForCausalLM", "Qwen9ForCausalLM")
+            (folder / "config.json").write_text(text)
+        case "missing tensor":
+            text = (folder / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4')
+            (folder / "config.json").write_text(text.replace('"full_attention",', '"full_attention", ' * 2, 1))
+        case "wrong shape":
+            text = (folder / "config.json").read_text().replace('"intermediate_size": 96', '"intermediate_size": 97')
+            (folder / "config.json").write_text(text)
+        case "truncated":
+            path = folder / "model.safetensors"
+            path.write_bytes(path.read_bytes()[:-1000])
+        case "only pickles":
+            (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        case "no weights":
+            (folder / "model.safetensors").unlink()
+        case "broken config":
+            (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("unknown architecture", "Qwen9ForCausalLM; known are"),
+        ("missing tensor", r"no tensor model\.layers\.3"),
+        ("wrong shape", r"shape \(96, 64\), config.json wants \(97, 64\)"),
+        ("truncated", "is damaged"),
+        ("only pickles", "not loaded. Convert them"),
+        ("no weights", r"has no model\.safetensors"),
+        ("broken config", "is not JSON"),
+    ],
+)
+def test_broken_checkpoints_are_told_in_one_sentence(tmp_path: Path, how: str, words: str) -> None:
+    save(CONFIGS["qwen3"], tmp_path)
+    broken(tmp_path, how)
+    with pytest.raises(PenstockError, match=words):
+        LLM(tmp_path, num_gpu_blocks_override=8)
+
+
+def test_options_are_checked_by_name() -> None:
+    with pytest.raises(PenstockError, match="did you mean max_num_seqs"):
+        LLM(max_num_seq=4)
+    with pytest.raises(PenstockError, match="block_size"):
+        LLM(block_size=0)
+
+
+def test_the_same_dummy_weights_for_the_same_seed(tmp_path: Path) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def made(seed: int) -> list[int]:
+        llm = LLM(tmp_path, load_format="dummy", seed=seed, num_gpu_blocks_override=8)
+        return llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    assert made(1) == made(1) != made(2)

@@ -1,0 +1,166 @@
+"""Sampling against transformers' processors, against frequencies, and alone against in a batch."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from penstock.core import EngineRequest, PenstockError, SamplingParams
+from penstock.engine.sampler import adjust, sample
+from penstock.engine.sequence import Sequence
+
+VOCABULARY = 50
+
+
+def sequence(
+    prompt: list[int] | None = None, output: list[int] | None = None, index: int = 0, seed: int = 0, **params: Any
+) -> Sequence:
+    sampling = SamplingParams(**{"max_tokens": 100} | params)
+    request = EngineRequest(request_id="0", prompt=prompt or [1, 2], sampling=sampling, eos_token_ids=(0,))
+    made = Sequence(request, index, seed, 0)
+    made.tokens += output or []
+    return made
+
+
+def scores(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1, "temperature": 2.0},
+        {"top_k": 12, "top_p": 0.8, "temperature": 1.5},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+    ],
+)
+def test_frequencies_are_those_of_the_library(params: dict[str, Any]) -> None:
+    """20,000 draws at different positions: chi-squared against the probabilities that its warpers leave."""
+    p = SamplingParams(**params)
+    warpers: list[Any] = [TemperatureLogitsWarper(p.temperature), MinPLogitsWarper(p.min_p)]
+    warpers += [TopKLogitsWarper(p.top_k)] if p.top_k else []
+    warpers += [TopPLogitsWarper(p.top_p)]
+    row = scores(1)
+    expected = LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.int64), row.clone())[0].softmax(-1)
+    draws = 20_000
+    many = [sequence(seed=seed, **params) for seed in range(draws)]
+    drawn = torch.tensor([d.token_ids[0] for d in sample(row.expand(draws, -1), many)])
+    counts = drawn.bincount(minlength=VOCABULARY).double()
+    assert counts[expected == 0].sum() == 0
+    likely = expected * draws >= 5
+    wanted = expected[likely].double() * draws
+    freedom = int(likely.sum()) - 1
+    assert ((counts[likely] - wanted) ** 2 / wanted).sum() < freedom + 5 * (2 * freedom) ** 0.5 + 1e-6
+
+
+def test_repetition_penalty_is_the_librarys() -> None:
+    row, prompt, output = scores(1), [3, 4, 5], [6, 7, 7]
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), row.clone())
+    assert torch.equal(adjust(row, [sequence(prompt, output, repetition_penalty=1.3)]), expected)
+
+
+def test_frequency_and_presence_count_the_output() -> None:
+    row = scores(1)
+    changed = adjust(row, [sequence([3, 4], [6, 7, 7], frequency_penalty=0.5, presence_penalty=0.25)])
+    expected = row.clone()
+    expected[0, 6] -= 0.75
+    expected[0, 7] -= 1.25
+    assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "never"),
+    [
+        ({"allowed_token_ids": (8, 9)}, [], set(range(50)) - {8, 9}),
+        ({"bad_word_ids": ((5,), (6, 7), (8, 9, 10))}, [8, 9], {5, 10}),
+        ({"bad_word_ids": ((6, 7),)}, [6], {7}),
+        ({"min_tokens": 2, "stop_token_ids": (4,)}, [5], {0, 4}),
+        ({"min_tokens": 2, "stop_token_ids": (4,)}, [5, 5], set()),
+        ({"min_tokens": 2, "ignore_eos": True}, [5], set()),
+        ({"logit_bias": {3: -100.0}}, [], {3}),
+    ],
+)
+def test_what_must_not_come_does_not(params: dict[str, Any], output: list[int], never: set[int]) -> None:
+    changed = adjust(scores(1), [sequence(output=output, **params)])[0]
+    assert {i for i, score in enumerate(changed.tolist()) if score < -50} == never
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
+    """Tokens and probabilities, bit by bit, whatever else is in the batch."""
+    rng, rows = Random(seed), 6
+    sequences = [
+        sequence(
+            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))],
+            [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 9))],
+            index=rng.randint(0, 3),
+            seed=rng.getrandbits(63),
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            top_k=rng.choice((0, 3, -1)),
+            top_p=rng.choice((1.0, 0.8)),
+            min_p=rng.choice((0.0, 0.2)),
+            repetition_penalty=rng.choice((1.0, 1.2)),
+            presence_penalty=rng.choice((0.0, 0.5)),
+            logprobs=rng.choice((None, 0, 3)),
+        )
+        for _ in range(rows)
+    ]
+    table = scores(rows, seed % 2**31)
+    together = sample(table, sequences)
+    assert together == [sample(table[i : i + 1], [sequences[i]])[0] for i in range(rows)]
+
+
+def test_logprobs_tell_the_models_own_scores() -> None:
+    row = scores(1)
+    (draw,) = sample(row, [sequence(temperature=0, logprobs=3, logit_bias={7: 100.0})])
+    expected = row.log_softmax(-1)[0]
+    assert draw.token_ids == [7]
+    assert draw.logprobs is not None
+    own, *best = draw.logprobs[0]
+    assert (own.token_id, own.logprob) == (7, pytest.approx(expected[7].item()))
+    assert own.rank == (expected > expected[7]).sum() + 1
+    assert [p.token_id for p in best] == expected.argsort(descending=True)[:3].tolist()
+    assert [p.rank for p in best] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop": ("",)}, "stop"),
+    ],
+)
+def test_values_out_of_range_are_named(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(PenstockError) as refused:
+        SamplingParams(**params)
+    assert refused.value.failure.field == field
+    assert str(refused.value).startswith(f"{field}: ")
