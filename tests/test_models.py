@@ -74,19 +74,28 @@ def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedMo
     return model
 
 
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu":
+        pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built")
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, PreTrainedModel]:
+def pair(
+    request: pytest.FixtureRequest, ops: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LLM, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("checkpoint")
     model = save(CONFIGS[request.param], folder)
-    options = {"dtype": "float32", "block_size": 8, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 50}
-    return LLM(folder, **options), model
+    options = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "max_num_batched_tokens": 50}
+    return LLM(folder, ops=ops, **options), model
 
 
 PROMPTS = [[Random(seed).randrange(2, 300) for _ in range(length)] for seed, length in enumerate((1, 7, 40, 100))]
 
 
 def test_scores_and_greedy_tokens(pair: tuple[LLM, PreTrainedModel]) -> None:
-    """Batched, in chunks of at most 50 tokens, and in blocks of 8; against the library's one sequence at a time."""
+    """Batched, in chunks of at most 50 tokens, and in blocks of 16; against the library's one sequence at a time."""
     llm, model = pair
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):

@@ -77,6 +77,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float16", "float32"], option("What is computed in; auto is the checkpoint's own.")
     ] = "auto"
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
+    ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto takes the fastest that run here.")] = (
+        "auto"
+    )
     seed: Annotated[int, option("Of random weights.")] = 0
     max_model_len: Annotated[
         int, option("Prompt and output of one sequence together; 0 is the model's own.", "tokens", ge=0)

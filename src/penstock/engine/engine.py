@@ -31,7 +31,7 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         folder = Path(options.model) if options.model else demo.CHAT
         device = _device(options.device)
-        backend = ops.backend()
+        backend = ops.backend(device, options.ops)
         self.model = load_model(
             folder,
             backend,

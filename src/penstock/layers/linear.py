@@ -54,4 +54,5 @@ class Embedding:
         return self._matrix.gather(token_ids)
 
     def scores(self, x: Tensor) -> Tensor:
-        return self._matrix.multiply(x)
+        """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
+        return self._matrix.multiply(x, wide=True)

@@ -106,4 +106,4 @@ class Decoder:
     @torch.inference_mode()
     def scores(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to a score for each token of the vocabulary, ``[rows, vocabulary]`` float32."""
-        return (self._head or self._embedding).scores(hidden).float()
+        return (self._head or self._embedding).scores(hidden)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import logging
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.core import Code, PenstockError
+
 from . import reference
 from .batch import Batch, KVSpec
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Batch", "KVSpec", "Ops", "backend", "reference"]
 
@@ -19,8 +24,9 @@ class Ops(Protocol):
     NAME: str
     BATCH_INVARIANT: bool
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any: ...
+    def linear(self, x: Tensor, matrix: Any, wide: bool = False) -> Tensor: ...
+    def embedding(self, token_ids: Tensor, matrix: Any) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
     def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor: ...
@@ -31,6 +37,23 @@ class Ops(Protocol):
     def copy_blocks(self, source: list[Any], target: list[Any], pairs: list[tuple[int, int]]) -> None: ...
 
 
-def backend() -> Ops:
-    """The fastest backend that this machine can run."""
-    return reference
+def backend(device: torch.device, name: Literal["auto", "reference", "cpu"] = "auto") -> Ops:
+    """The fastest backend for a device, or the one of that name.
+
+    Raises ``PenstockError`` (``unsupported``) where that one cannot run here.
+    """
+    if name == "reference" or (name == "auto" and device.type != "cpu"):
+        return reference
+    if device.type != "cpu":
+        raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels do not run on {device}", "ops")
+    try:
+        from . import cpu
+    except ImportError as error:
+        if name == "cpu":
+            raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels were not built ({error})", "ops") from error
+        logger.warning(
+            "The CPU kernels were not built (no C++ compiler was found at install), so plain PyTorch computes: "
+            "slowly, and not batch-invariant."
+        )
+        return reference
+    return cpu

@@ -15,18 +15,25 @@ from .batch import Batch, KVSpec
 NAME = "reference"
 BATCH_INVARIANT = False
 
+Matrix = tuple[Tensor, Tensor | None]
 Cache = list[Tensor]
 """A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """``[tokens]`` int64 and ``[vocabulary, hidden]`` to ``[tokens, hidden]``."""
-    return weight[token_ids]
+def pack(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """A matrix ``[out, in]`` with a bias ``[out]`` or none, as this backend multiplies it."""
+    return weight, bias
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``[tokens, in]`` by ``[out, in]`` to ``[tokens, out]``."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
+    """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype, or float32 where ``wide``."""
+    out = F.linear(x, *matrix)
+    return out.float() if wide else out
+
+
+def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
+    """Rows ``[tokens]`` int64 of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``."""
+    return matrix[0][token_ids]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

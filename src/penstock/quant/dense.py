@@ -12,13 +12,12 @@ class Dense:
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
         self._ops = ops
-        self._weight = weight
-        self._bias = bias
+        self._matrix = ops.pack(weight, bias)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, both in the weights' dtype."""
-        return self._ops.linear(x, self._weight, self._bias)
+    def multiply(self, x: Tensor, wide: bool = False) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""
+        return self._ops.linear(x, self._matrix, wide)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows ``[tokens]`` of the matrix, as an embedding tied to it needs them."""
-        return self._ops.embedding(rows, self._weight)
+        return self._ops.embedding(rows, self._matrix)

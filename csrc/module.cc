@@ -1,0 +1,162 @@
+// What Python sees: one function an op, given addresses and sizes, and which kernels this machine runs.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+
+namespace penstock {
+
+namespace portable {
+extern const Kernels kernels;
+}
+#if defined(PENSTOCK_X86)
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512_bf16 {
+extern const Kernels kernels;
+}
+#endif
+
+namespace {
+
+// From the slowest to the fastest that this processor has.
+std::vector<const Kernels*> usable() {
+  std::vector<const Kernels*> found{&portable::kernels};
+#if defined(PENSTOCK_X86)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    found.push_back(&avx512::kernels);
+    if (__builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::kernels);
+  }
+#endif
+  return found;
+}
+
+const Kernels* kernels = usable().back();
+std::unique_ptr<Pool> pool = std::make_unique<Pool>(1);
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void use(const std::string& name) {
+  for (const Kernels* each : usable())
+    if (each->name == name) {
+      kernels = each;
+      return;
+    }
+  throw std::invalid_argument("this processor does not run the kernels " + name);
+}
+
+using Address = uintptr_t;
+
+void linear(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs, int type,
+            int out_type) {
+  Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs, Type(type),
+              Type(out_type)};
+  pool->run(ceil_div(rows, kRowBlock) * ceil_div(outputs, kPanel), [&](int64_t task) { kernels->linear(args, task); });
+}
+
+void gather(Address ids, Address weight, Address out, int64_t rows, int64_t size, int type) {
+  Gather args{at<int64_t>(ids), at<void>(weight), at<void>(out), rows, size, Type(type)};
+  pool->run(rows, [&](int64_t task) { kernels->gather(args, task); });
+}
+
+void pack(Address weight, Address packed, int64_t in, int64_t outputs, int type) {
+  Pack args{at<void>(weight), at<void>(packed), in, outputs, Type(type)};
+  pool->run(ceil_div(outputs, kPanel), [&](int64_t task) { kernels->pack(args, task); });
+}
+
+void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t size,
+          int64_t stride, float eps, int type) {
+  Norm args{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), rows, groups, size, stride, eps,
+            Type(type)};
+  pool->run(rows, [&](int64_t task) { kernels->norm(args, task); });
+}
+
+void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
+          int64_t stride, int type) {
+  Rope args{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), tokens, heads, dim, stride,
+            Type(type)};
+  pool->run(tokens, [&](int64_t task) { kernels->rope(args, task); });
+}
+
+void silu_mul(Address gate_up, Address out, int64_t rows, int64_t size, int type) {
+  SiluMul args{at<void>(gate_up), at<void>(out), rows, size, Type(type)};
+  pool->run(rows, [&](int64_t task) { kernels->silu_mul(args, task); });
+}
+
+void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
+           int64_t block_size, int64_t stride_k, int64_t stride_v, int type) {
+  Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), tokens, kv_heads, dim, block_size,
+             stride_k, stride_v, Type(type)};
+  pool->run(tokens, [&](int64_t task) { kernels->store(args, task); });
+}
+
+void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
+               int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
+               int64_t table_width, int64_t window, float scale, int type) {
+  const int32_t* starts = at<int32_t>(query_starts);
+  std::vector<int32_t> tiles;
+  for (int64_t sequence = 0; sequence < sequences; sequence++) {
+    const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      tiles.push_back(int32_t(sequence));
+      tiles.push_back(int32_t(row));
+    }
+  }
+  const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
+  Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
+                 tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width, window, scale, Type(type)};
+  pool->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
+}
+
+}  // namespace
+}  // namespace penstock
+
+NB_MODULE(_kernels, m) {
+  using namespace penstock;
+  m.doc() = "CPU kernels. Addresses and sizes are trusted: penstock.ops.cpu is the face to use.";
+  m.attr("PANEL") = kPanel;
+  m.attr("MAX_HEAD") = kMaxHead;
+  m.attr("MAX_BLOCK") = kMaxBlock;
+  m.def("available", [] {
+    std::vector<std::string> names;
+    for (const Kernels* each : usable()) names.push_back(each->name);
+    return names;
+  }, "Instruction sets this processor has kernels for, the fastest last.");
+  m.def("current", [] { return std::string(kernels->name); });
+  m.def("use", &use, nb::arg("name"));
+  m.def("threads", [] { return pool->threads(); });
+  m.def("set_threads", [](int threads) {
+    if (threads < 1) throw std::invalid_argument("at least one thread");
+    pool = std::make_unique<Pool>(threads);
+  }, nb::arg("threads"));
+  m.def("packed_size", &packed_size);
+  const auto free = nb::call_guard<nb::gil_scoped_release>();
+  m.def("linear", &linear, free);
+  m.def("gather", &gather, free);
+  m.def("pack", &pack, free);
+  m.def("norm", &norm, free);
+  m.def("rope", &rope, free);
+  m.def("silu_mul", &silu_mul, free);
+  m.def("store", &store, free);
+  m.def("attention", &attention, free);
+}

@@ -1,0 +1,50 @@
+// Threads that share out the tasks of one call.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace penstock {
+
+// The caller works, too. A worker that finds nothing to do spins for a while, since the next op of a step follows
+// within microseconds, and then sleeps.
+class Pool {
+ public:
+  explicit Pool(int threads);
+  ~Pool();
+
+  int threads() const { return int(workers_.size()) + 1; }
+
+  // Calls `work(task)` for every task below `tasks`; returns when all are done.
+  template <class F>
+  void run(int64_t tasks, F&& work) {
+    std::lock_guard one_call_at_a_time(mutex_);
+    if (tasks <= 1 || workers_.empty()) {
+      for (int64_t task = 0; task < tasks; task++) work(task);
+      return;
+    }
+    job_ = std::ref(work);
+    run_shared(tasks);
+  }
+
+ private:
+  void run_shared(int64_t tasks);
+  void take_tasks();
+  void serve();
+
+  std::mutex mutex_;
+  std::vector<std::thread> workers_;
+  std::function<void(int64_t)> job_;
+  int64_t tasks_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};  // a new one is work to do
+  alignas(64) std::atomic<int> working_{0};
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace penstock

@@ -1,0 +1,142 @@
+// Sixteen lanes, written once for every instruction set: the compiler splits them where registers are narrower.
+// Products are fused with sums only where it is written, so that each set always rounds in the same places.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+inline To as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class V, class T>
+inline V load_bits(const T* from) {
+  V v;
+  memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+inline f32x16 all(float value) { return f32x16{} + value; }
+
+// a * b + c, fused where the set can.
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  struct Halves {
+    __m256 low, high;
+  };
+  Halves x = as<Halves>(a), y = as<Halves>(b), z = as<Halves>(c);
+  return as<f32x16>(Halves{_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)});
+#else
+  return a * b + c;
+#endif
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
+inline f32x16 load(const bf16* from) {
+  return as<f32x16>(__builtin_convertvector(load_bits<u16x16>(from), u32x16) << 16);
+}
+
+// Rounds to nearest, to even in the middle.
+inline u16x16 round_to_bf16(f32x16 v) {
+#if defined(__AVX512BF16__)
+  return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
+  u32x16 bits = as<u32x16>(v);
+  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  u32x16 quiet = (bits >> 16) | 0x40;
+  u32x16 is_nan = as<u32x16>((bits & 0x7fffffff) > 0x7f800000);
+  return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), u16x16);
+#endif
+}
+
+inline void store(float* to, f32x16 v) { memcpy(to, &v, sizeof(v)); }
+inline void store(bf16* to, f32x16 v) {
+  u16x16 rounded = round_to_bf16(v);
+  memcpy(to, &rounded, sizeof(rounded));
+}
+
+inline float widen(float v) { return v; }
+inline float widen(bf16 v) { return as<float>(uint32_t(v.bits) << 16); }
+inline void narrow(float* to, float v) { *to = v; }
+inline void narrow(bf16* to, float v) {
+  u16x16 rounded = round_to_bf16(all(v));
+  to->bits = rounded[0];
+}
+
+// Up to 16 elements; what lies beyond is zero when read and left alone when written.
+template <class T>
+inline f32x16 load_part(const T* from, int64_t count) {
+  T part[16] = {};
+  memcpy(part, from, count * sizeof(T));
+  return load(part);
+}
+template <class T>
+inline void store_part(T* to, f32x16 v, int64_t count) {
+  T part[16];
+  store(part, v);
+  memcpy(to, part, count * sizeof(T));
+}
+
+// Over the lanes, always in the same tree.
+inline float sum(f32x16 v) {
+  float a[16];
+  memcpy(a, &v, sizeof(a));
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) a[i] += a[i + half];
+  return a[0];
+}
+inline float largest(f32x16 v) {
+  float a[16];
+  memcpy(a, &v, sizeof(a));
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
+  return a[0];
+}
+
+// e^x within two units in the last place; zero below -87.
+inline f32x16 exp(f32x16 x) {
+  f32x16 clamped = max(x, all(-87.3f));
+  clamped = clamped < 88.3f ? clamped : all(88.3f);
+  const f32x16 magic = all(12582912.0f);  // adding it rounds to an integer
+  f32x16 n = fma(clamped, all(1.44269504088896341f), magic) - magic;
+  f32x16 r = fma(n, all(-0.693359375f), clamped);  // log 2 in two parts
+  r = fma(n, all(2.12194440e-4f), r);
+  f32x16 p = all(1.9875691500e-4f);
+  p = fma(p, r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
+  f32x16 result = p * as<f32x16>(exponent);
+  return x < -87.3f ? all(0.0f) : result;
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

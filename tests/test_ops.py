@@ -1,0 +1,180 @@
+"""The CPU kernels of every instruction set against the reference ops, on random shapes, and bit by bit in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.core import PenstockError
+from penstock.ops import Batch, KVSpec, backend, reference
+
+cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built")
+kernels: Any = cpu._kernels
+
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=kernels.available(), autouse=True, scope="module")
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    kernels.use(request.param)
+    cpu.set_threads(2)
+    yield
+    kernels.use(kernels.available()[-1])
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[got.dtype] * scale, rtol=TOLERANCE[got.dtype])
+
+
+sizes = st.integers(1, 200)
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(DTYPES)
+few = settings(max_examples=25, deadline=None)
+
+
+@few
+@given(seed=seeds, rows=sizes, inputs=sizes, outputs=sizes, dtype=dtypes, bias=st.booleans(), wide=st.booleans())
+def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, wide: bool) -> None:
+    x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
+    added = randn(seed + 2, outputs, dtype=dtype) if bias else None
+    got = cpu.linear(x, cpu.pack(weight, added), wide)
+    expected = reference.linear(x.double(), reference.pack(weight.double(), None if added is None else added.double()))
+    close(got, expected.to(torch.float32 if wide else dtype), inputs**0.5)
+    ids = torch.tensor([outputs - 1, 0])
+    assert torch.equal(cpu.embedding(ids, cpu.pack(weight)), weight[ids])
+
+
+@few
+@given(seed=seeds, rows=st.integers(1, 40), size=sizes, heads=st.integers(1, 5), dtype=dtypes)
+def test_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
+    weight = randn(seed, size, dtype=dtype)
+    x, residual = randn(seed + 1, rows, size, dtype=dtype), randn(seed + 2, rows, size, dtype=dtype)
+    close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    expected = reference.add_rms_norm(x, residual, weight, 1e-6)
+    for ours, theirs in zip(cpu.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
+        close(ours, theirs)
+    view = randn(seed + 3, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
+    close(cpu.rms_norm(view, weight, 1e-6), reference.rms_norm(view, weight, 1e-6))
+
+
+@few
+@given(seed=seeds, tokens=st.integers(1, 40), heads=st.integers(1, 5), half=st.integers(1, 70), dtype=dtypes)
+def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: torch.dtype) -> None:
+    table, positions = randn(seed, 50, 2 * half), torch.randint(50, (tokens,))
+    view = randn(seed, tokens, heads * 2 * half + 5, dtype=dtype)[:, : heads * 2 * half].view(tokens, heads, 2 * half)
+    close(cpu.rope(view, positions, table), reference.rope(view, positions, table))
+    gate_up = randn(seed, tokens, 2 * half, dtype=dtype) * 10
+    close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up), 10)
+
+
+def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int, int]:
+    """Sequences that have some tokens cached and bring some; returns the batch, its tokens and the blocks there are."""
+    lengths = [rng.randint(1, 150) for _ in range(sequences)]
+    new = [rng.choice((1, rng.randint(1, length))) for length in lengths]
+    needed = [-(-length // block_size) for length in lengths]
+    free = list(range(sum(needed)))
+    rng.shuffle(free)
+    tables = torch.zeros((sequences, max(needed)), dtype=torch.int32)
+    for i, count in enumerate(needed):
+        tables[i, :count] = torch.tensor([free.pop() for _ in range(count)])
+    positions = [p for length, n in zip(lengths, new, strict=True) for p in range(length - n, length)]
+    starts = [sum(new[:i]) for i in range(sequences + 1)]
+    batch = Batch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=torch.tensor(positions),
+        slots=torch.zeros(len(positions), dtype=torch.int64),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=tables,
+        logit_rows=torch.zeros(0, dtype=torch.int64),
+    )
+    return batch, len(positions), sum(needed)
+
+
+def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: float = float("nan")) -> tuple[Any, Any]:
+    """The reference's and the kernels' cache with the same keys and values; where there are none, garbage."""
+    device = torch.device("cpu")
+    ours, theirs = cpu.new_cache(spec, blocks, device)[0], reference.new_cache(spec, blocks, device)[0]
+    ours.data.fill_(garbage)
+    for i, length in enumerate(batch.lengths.tolist()):
+        at = torch.arange(length)
+        slots = batch.block_tables[i].long()[at // spec.block_size] * spec.block_size + at % spec.block_size
+        k, v = (randn(rng.getrandbits(31), length, spec.kv_heads, spec.head_dim, dtype=spec.dtype) for _ in "kv")
+        cpu.store(ours, k, v, slots)
+        reference.store(theirs, k, v, slots)
+    return ours, theirs
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds)
+def test_attention(seed: int) -> None:
+    rng = Random(seed)
+    kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
+    dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
+    spec = KVSpec(1, kv_heads, dim, dtype, block_size)
+    batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
+    ours, theirs = fill(spec, batch, blocks, rng)
+    q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
+    window = rng.choice((0, 0, 1, 7, 40))
+    got = cpu.attention(q, ours, batch, dim**-0.5, window)
+    close(got, reference.attention(q, theirs, batch, dim**-0.5, window))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds)
+def test_results_do_not_depend_on_the_batch(seed: int) -> None:
+    """Every row, bit by bit: alone, in any cut of the batch, and with one thread or two."""
+    rng = Random(seed)
+    dtype, rows = rng.choice(DTYPES), rng.randint(2, 300)
+    matrix = cpu.pack(randn(seed, rng.randint(1, 200), rng.randint(1, 200), dtype=dtype))
+    x = randn(seed + 1, rows, matrix.inputs, dtype=dtype)
+    whole = cpu.linear(x, matrix)
+    cut = rng.randint(1, rows - 1)
+    cpu.set_threads(1)
+    parts = torch.cat([cpu.linear(x[:cut], matrix), cpu.linear(x[cut:], matrix)])
+    cpu.set_threads(2)
+    assert torch.equal(whole, parts)
+
+    spec = KVSpec(1, 2, 32, dtype, 16)
+    batch, tokens, blocks = draw_batch(rng, 16, 4)
+    cache, _ = fill(spec, batch, blocks, rng)
+    q = randn(seed, tokens, 6, 32, dtype=dtype)
+    whole = cpu.attention(q, cache, batch, 0.2)
+    for i, (begin, end) in enumerate(
+        zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)
+    ):
+        row = rng.randrange(begin, end)
+        alone = Batch(
+            token_ids=batch.token_ids[:1],
+            positions=batch.positions[row : row + 1],
+            slots=batch.slots[:1],
+            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+            lengths=batch.positions[row : row + 1].int() + 1,
+            block_tables=batch.block_tables[i : i + 1].contiguous(),
+            logit_rows=batch.logit_rows,
+        )
+        assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, 0.2)[0], whole[row])
+
+
+def test_what_the_kernels_cannot_do_is_refused() -> None:
+    with pytest.raises(PenstockError, match="multiple of 16"):
+        cpu.new_cache(KVSpec(1, 1, 64, torch.float32, 20), 1, torch.device("cpu"))
+    with pytest.raises(PenstockError, match="bfloat16 or float32"):
+        cpu.pack(torch.zeros(4, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="does not run"):
+        kernels.use("avx9000")
+    assert backend(torch.device("cpu")).NAME == "cpu"
