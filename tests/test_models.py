@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import SMALL, save
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -19,22 +18,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from penstock import demo
 from penstock.core import PenstockError, SamplingParams
 from penstock.frontend.llm import LLM
 
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 ROPE = {"rope_theta": 10_000.0}
 LONGER = {"factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -58,20 +44,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "qwen3": Qwen3Config(**SMALL, head_dim=32),
 }
-
-
-def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
-    """A checkpoint of random weights, large enough that positions and windows matter."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for name, weight in model.named_parameters():
-        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-    model.eval().save_pretrained(folder, **options)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.CHAT / name, folder / name)
-    return model
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

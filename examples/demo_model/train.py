@@ -57,7 +57,7 @@ class Recipe:
         return min(rise, slope, slope * (1 - progress) / self.cooldown)
 
 
-RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.75)}
+RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.85)}
 
 
 class Run:

@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.core import PenstockError, SamplingParams
+    from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
 
 __version__ = "0.0.1"
 
-_HOMES = {"LLM": "penstock.frontend.llm", "PenstockError": "penstock.core", "SamplingParams": "penstock.core"}
+_HOMES = {
+    "AsyncLLM": "penstock.frontend.async_llm",
+    "LLM": "penstock.frontend.llm",
+    "PenstockError": "penstock.core",
+    "SamplingParams": "penstock.core",
+}
 
-__all__ = ["LLM", "PenstockError", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "PenstockError", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -92,6 +92,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
     ] = 0
+    threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
+    drain_timeout: Annotated[
+        float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)
+    ] = 30.0
     swap_space: Annotated[
         float, option("Host memory for blocks of preempted sequences (preemption_mode swap).", "GiB", ge=0)
     ] = 4.0

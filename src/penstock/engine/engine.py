@@ -41,6 +41,9 @@ class Engine:
             load_format=options.load_format,
             seed=options.seed,
         )
+        backend.set_threads(options.threads)
+        self.fingerprint = f"{backend.fingerprint()}-{str(self.model.dtype).removeprefix('torch.')}"
+        """What decides the bits of a result besides the model."""
         self.max_model_len = options.max_model_len or self.model.config.context
         spec = self.model.kv_spec(options.block_size)
         blocks, host_blocks = count_blocks(options, spec, device), count_host_blocks(options, spec)
@@ -60,13 +63,12 @@ class Engine:
             longest=self.max_model_len,
         )
         logger.info(
-            "%s on %s in %s: %d KV blocks of %d tokens, ops %s",
+            "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
             self.model.config.architecture,
-            device,
-            self.model.dtype,
             blocks,
             options.block_size,
-            backend.NAME,
+            self.fingerprint,
+            "" if backend.BATCH_INVARIANT else "not ",
         )
 
     def check(self, request: EngineRequest) -> None:

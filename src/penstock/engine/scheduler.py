@@ -164,6 +164,10 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._families)
 
+    def requests(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._families)
+
     # --- A step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.core import EngineRequest, FinishReason, TokenDelta
+from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core import Logprob as EngineLogprob
 from penstock.text import Detokenizer, StopStrings, Tokenizer
 
@@ -52,6 +52,12 @@ class Assembler:
             if delta.stop_token not in self.request.eos_token_ids:
                 output.stop_reason = delta.stop_token
         return stop
+
+    def fail(self, failure: Failure) -> None:
+        """End every sequence that has not ended."""
+        for output in self.output.outputs:
+            if not output.finished:
+                output.finish_reason, output.failure = FinishReason.ERROR, failure
 
     def _position(self, found: Sequence[EngineLogprob]) -> Position:
         def spelled(token_id: int) -> str:

@@ -15,6 +15,18 @@ from .batch import Batch, KVSpec
 NAME = "reference"
 BATCH_INVARIANT = False
 
+
+def fingerprint() -> str:
+    """What decides the bits of a result besides the model, as far as it can be said."""
+    return f"reference-{torch.__version__}"
+
+
+def set_threads(count: int) -> None:
+    """Threads that PyTorch uses; 0 leaves that to it."""
+    if count:
+        torch.set_num_threads(count)
+
+
 Matrix = tuple[Tensor, Tensor | None]
 Cache = list[Tensor]
 """A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""

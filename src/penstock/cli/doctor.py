@@ -1,0 +1,61 @@
+"""``penstock doctor``: what this machine has, and what Penstock will do with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = examine()
+    if args.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+    else:
+        for name, value in found.items():
+            print(f"{name:<12} {value}")
+    return 0 if found["kernels"] != "reference" else 1
+
+
+def examine() -> dict[str, Any]:
+    """Facts by name, in words."""
+    import torch
+
+    from penstock.engine.memory import free_host_bytes
+    from penstock.ops import backend
+
+    ops = backend(torch.device("cpu"))
+    found = {
+        "penstock": version("penstock"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "memory": f"{free_host_bytes() / 2**30:.1f} GiB free",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "kernels": ops.NAME,
+        "fingerprint": ops.fingerprint(),
+    }
+    if ops.NAME == "cpu":
+        from penstock.ops import _kernels, cpu
+
+        found["sets"] = ", ".join(_kernels.available())
+        found["threads"] = str(cpu.usable_cores())
+    else:
+        found["advice"] = "install a C++ compiler (apt install g++), then penstock again"
+    return found
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()} ({platform.machine()})"
+    return platform.machine()

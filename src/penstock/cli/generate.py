@@ -1,0 +1,49 @@
+"""``penstock generate``: one prompt from the command line or standard input, streamed to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from .flags import add_options, options_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the prompt (default: standard input)")
+    parser.add_argument("--chat", action="store_true", help="ask it as a question, with the model's chat template")
+    parser.add_argument("--system", help="a system prompt for --chat")
+    parser.add_argument("--max-tokens", type=int, help="tokens to generate at most (default: what the context holds)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
+    parser.add_argument("--sampling-seed", type=int, help="makes the draws repeatable")
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return asyncio.run(_stream(args))
+
+
+async def _stream(args: argparse.Namespace) -> int:
+    from penstock.frontend.async_llm import AsyncLLM
+
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    llm = AsyncLLM(**options_of(args))
+    changes: dict[str, Any] = {"max_tokens": args.max_tokens, "seed": args.sampling_seed}
+    if args.temperature is not None:
+        changes["temperature"] = args.temperature
+    sampling = llm.get_default_sampling_params().replace(**changes)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": prompt})
+    async with llm:
+        said = 0
+        stream = llm.chat(messages, sampling) if args.chat else llm.generate(prompt, sampling)
+        async for output in stream:
+            (made,) = output.outputs
+            print(made.text[said:], end="", flush=True)
+            said = len(made.text)
+            if made.failure:
+                print(f"\npenstock generate: {made.failure.message}", file=sys.stderr)
+                return 1
+    print()
+    return 0

@@ -1,0 +1,170 @@
+"""The engine in a process of its own: ``python -m penstock.engine.process ADDRESS``, options on standard input.
+
+It serves any number of clients over ZeroMQ. A client that falls silent loses its requests, and the engine does not
+outlive the process that started it. SIGTERM lets what runs come to its end, and exits with 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from types import FrameType
+
+import msgspec
+import zmq
+
+from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
+from penstock.core.options import EngineOptions
+
+from . import wire
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+IDLE_MS = 200
+"""Milliseconds an idle engine waits for messages before it looks after leases and its parent."""
+MESSAGES_A_STEP = 256
+"""Handled at most between two steps, so that a flood of requests does not hold up those that run."""
+
+
+class Server:
+    """An engine and the clients it serves."""
+
+    def __init__(self, address: str, options: EngineOptions) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._options = options
+        self._heard: dict[bytes, float] = {}
+        self._parent = os.getppid()
+        self._stopping = False
+        self._deadline = float("inf")
+
+    def run(self) -> None:
+        """Load the model and serve until told to stop."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
+        try:
+            from .engine import Engine
+
+            self._engine = Engine(self._options)
+        except PenstockError as error:
+            self._break(error.failure)
+            raise SystemExit(2) from error
+        self._ready = wire.encode(
+            wire.Ready(
+                pid=os.getpid(),
+                max_model_len=self._engine.max_model_len,
+                vocabulary=self._engine.model.config.vocabulary,
+                blocks=self._engine.scheduler.device.total,
+                fingerprint=self._engine.fingerprint,
+            )
+        )
+        while not self._finished():
+            self._receive(0 if self._engine.busy else IDLE_MS)
+            if self._engine.busy:
+                self._send(self._engine.step())
+            self._end_leases()
+        self._socket.close()
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self._stopping = True
+        self._deadline = time.monotonic() + self._options.drain_timeout
+
+    def _finished(self) -> bool:
+        if os.getppid() != self._parent:
+            return True
+        return self._stopping and (not self._engine.busy or time.monotonic() > self._deadline)
+
+    def _receive(self, wait_ms: int) -> None:
+        """Handle what has come, waiting for something to come where there is nothing else to do."""
+        if not self._socket.poll(wait_ms):
+            return
+        for _ in range(MESSAGES_A_STEP):
+            try:
+                client, message = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard[client] = time.monotonic()
+            self._handle(client, wire.decode_to_engine(message))
+
+    def _handle(self, client: bytes, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Hello():
+                self._socket.send_multipart((client, self._ready))
+            case wire.Add(request):
+                own = msgspec.structs.replace(request, request_id=_inside(client, request.request_id))
+                try:
+                    if self._stopping:
+                        raise PenstockError(Code.UNAVAILABLE, "the engine is stopping")
+                    self._engine.add(own)
+                except PenstockError as error:
+                    self._send(_refusal(own.request_id, request.sampling.n, error.failure))
+            case wire.Abort(request_id):
+                self._send(self._engine.abort(_inside(client, request_id)))
+            case wire.Stop(request_id, sequence):
+                self._engine.stop(_inside(client, request_id), sequence)
+            case wire.Beat():
+                pass
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        """To each client its own, in one message."""
+        by_client: dict[bytes, list[TokenDelta]] = defaultdict(list)
+        for delta in deltas:
+            client, request_id = _outside(delta.request_id)
+            by_client[client].append(msgspec.structs.replace(delta, request_id=request_id))
+        for client, own in by_client.items():
+            self._socket.send_multipart((client, wire.encode(wire.Deltas(own))))
+
+    def _end_leases(self) -> None:
+        now = time.monotonic()
+        for client in [client for client, heard in self._heard.items() if now - heard > wire.LEASE]:
+            logger.warning("client %s has fallen silent: its requests are cancelled", client.hex())
+            del self._heard[client]
+            for request_id in self._engine.scheduler.requests():
+                if _outside(request_id)[0] == client:
+                    self._engine.abort(request_id)
+
+    def _break(self, failure: Failure) -> None:
+        """Tell the first client that asks why there is no engine."""
+        while os.getppid() == self._parent and not self._stopping:
+            if self._socket.poll(IDLE_MS):
+                client, _ = self._socket.recv_multipart()
+                self._socket.send_multipart((client, wire.encode(wire.Broken(failure))))
+                self._socket.close()
+                return
+
+
+def _inside(client: bytes, request_id: str) -> str:
+    """A client's request as the engine knows it: clients need not know of each other's ids."""
+    return f"{client.hex()}:{request_id}"
+
+
+def _outside(request_id: str) -> tuple[bytes, str]:
+    client, _, own = request_id.partition(":")
+    return bytes.fromhex(client), own
+
+
+def _refusal(request_id: str, sequences: int, failure: Failure) -> list[TokenDelta]:
+    return [
+        TokenDelta(request_id=request_id, sequence=index, finished=FinishReason.ERROR, failure=failure)
+        for index in range(sequences)
+    ]
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineOptions)
+    Server(sys.argv[1], options).run()
+
+
+if __name__ == "__main__":
+    main()

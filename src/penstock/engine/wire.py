@@ -1,0 +1,65 @@
+"""What an engine process and its clients say to each other: msgspec's MessagePack over ZeroMQ."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core import EngineRequest, Failure, TokenDelta
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A client is there and wants to know the engine. Answered with ``Ready``, now or once it has loaded."""
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """The client is still there. Everything it says counts as this."""
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """The text of one sequence has come to a stop string."""
+
+    request_id: str
+    sequence: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """What the engine runs."""
+
+    pid: int
+    max_model_len: int
+    vocabulary: int
+    blocks: int
+    fingerprint: str
+
+
+class Broken(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start, and says why."""
+
+    failure: Failure
+
+
+class Deltas(msgspec.Struct, tag=True, frozen=True):
+    """What a step brought to this client's requests."""
+
+    deltas: list[TokenDelta]
+
+
+ToEngine = Hello | Beat | Add | Abort | Stop
+FromEngine = Ready | Broken | Deltas
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+BEAT = 1.0
+"""Seconds between a client's beats."""
+LEASE = 5.0
+"""Seconds of silence after which a client counts as dead, and its requests are cancelled."""

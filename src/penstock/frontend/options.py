@@ -1,0 +1,25 @@
+"""Options by name, as callers of ``LLM`` and ``AsyncLLM`` give them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.core.options import EngineOptions
+
+
+def engine_options(given: Mapping[str, Any]) -> EngineOptions:
+    """Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value."""
+    known = [field.name for field in msgspec.structs.fields(EngineOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise invalid(name, f"no such option{f'; did you mean {near[0]}?' if near else ''}")
+    try:
+        return msgspec.convert(given, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise invalid("options", str(error)) from error

@@ -1,0 +1,69 @@
+"""From what callers give to what the engine takes: text, messages and ids to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock import demo
+from penstock.core import EngineRequest, SamplingParams
+from penstock.core.errors import invalid
+from penstock.text import Tokenizer
+
+from .assembly import Assembler
+from .defaults import read_defaults
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``."""
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Preparer:
+    """A model's tokenizer, template and defaults at work.
+
+    Args:
+        folder: the checkpoint; None is the model in the box.
+        tokenizer: another folder to take the tokenizer from.
+    """
+
+    def __init__(self, folder: Path | None, tokenizer: Path | None = None, chat_template: str | None = None) -> None:
+        folder = folder or demo.CHAT
+        self.tokenizer = Tokenizer(tokenizer or folder, chat_template)
+        self._defaults = read_defaults(folder, self.tokenizer)
+
+    def default_sampling(self) -> SamplingParams:
+        """How the model's makers sample."""
+        return SamplingParams(**self._defaults.sampling)
+
+    def request(self, request_id: str, prompt: Prompt, sampling: SamplingParams | None, priority: int = 0) -> Assembler:
+        """The request for the engine, in the assembler that will put its output together."""
+        sampling = sampling or self.default_sampling()
+        text, token_ids = self._prompt(prompt)
+        words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
+        if words:
+            sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
+        request = EngineRequest(
+            request_id=request_id,
+            prompt=token_ids,
+            sampling=sampling,
+            eos_token_ids=self._defaults.eos_token_ids,
+            priority=priority,
+        )
+        return Assembler(request, text, self.tokenizer if sampling.detokenize else None)
+
+    def conversation(self, messages: Messages, **options: Any) -> Prompt:
+        """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""
+        text = self.tokenizer.render(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        else:
+            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if token_ids is None:
+            if text is None:
+                raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
+            token_ids = self.tokenizer.encode(text)
+        return text, list(token_ids)

@@ -1,0 +1,39 @@
+"""Small checkpoints of random weights for tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from penstock import demo
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
+    """A checkpoint of random weights, large enough that positions and windows matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.eval().save_pretrained(folder, **options)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.CHAT / name, folder / name)
+    return model

@@ -1,0 +1,130 @@
+"""``AsyncLLM``: streams from an engine process that is cancelled, overloaded, killed and stopped for real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
+from penstock.core import Code
+from penstock.frontend.outputs import RequestOutput
+
+STORY = [{"role": "user", "content": "Tell me a story."}]
+LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+
+@asynccontextmanager
+async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(num_gpu_blocks_override=200, **options) as llm:
+        yield llm
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in stream][-1]
+
+
+async def first(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return await anext(stream)
+
+
+def test_streams_are_whole_answers() -> None:
+    async def streams() -> None:
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=200, n=2)
+        (expected,) = LLM(num_gpu_blocks_override=200).chat(STORY, params, use_tqdm=False)
+        async with started() as llm:
+            pieces = 0
+            async for output in llm.chat(STORY, params):
+                assert all(
+                    whole.text.startswith(made.text)
+                    for whole, made in zip(expected.outputs, output.outputs, strict=True)
+                )
+                pieces += 1
+            assert [o.text for o in output.outputs] == [o.text for o in expected.outputs]
+            assert [o.finish_reason for o in output.outputs] == [o.finish_reason for o in expected.outputs]
+            assert pieces > 20
+            many = await asyncio.gather(*(last(llm.chat(STORY, params)) for _ in range(20)))
+            assert {o.outputs[0].text for o in many} == {expected.outputs[0].text}
+
+    run(streams())
+
+
+def test_leaving_cancels_and_a_deadline_ends() -> None:
+    async def leave() -> None:
+        async with started(max_num_seqs=1) as llm:
+            stream = llm.chat(STORY, LONG)
+            await first(stream)
+            await stream.aclose()
+            answered = await last(llm.chat(STORY, SamplingParams(max_tokens=1)))
+            assert answered.finished, "the only row is free again"
+            late = await last(llm.chat(STORY, LONG, timeout=0.05))
+            assert late.outputs[0].finish_reason == "error"
+            assert late.outputs[0].failure is not None
+            assert late.outputs[0].failure.code is Code.TIMEOUT
+
+    run(leave())
+
+
+def test_what_does_not_fit_the_queue_is_refused() -> None:
+    async def flood() -> None:
+        async with started(max_num_seqs=1, max_waiting=2) as llm:
+            outputs = await asyncio.gather(*(last(llm.chat(STORY, LONG.replace(max_tokens=100))) for _ in range(8)))
+            refused = [o.outputs[0].failure for o in outputs if o.outputs[0].failure]
+            assert refused
+            assert {failure.code for failure in refused} == {Code.OVERLOADED}
+            assert all(len(o.outputs[0].token_ids) == 100 for o in outputs if not o.outputs[0].failure)
+
+    run(flood())
+
+
+def test_a_killed_engine_fails_its_streams_and_comes_back() -> None:
+    async def kill() -> None:
+        async with started() as llm:
+            streams = [llm.chat(STORY, LONG) for _ in range(3)]
+            await asyncio.gather(*map(first, streams))
+            os.kill(llm.engine.pid, signal.SIGKILL)
+            for output in await asyncio.gather(*map(last, streams)):
+                assert output.outputs[0].failure is not None
+                assert output.outputs[0].failure.retryable
+            while True:
+                try:
+                    answered = await last(llm.chat(STORY, SamplingParams(temperature=0, max_tokens=5)))
+                    break
+                except PenstockError as error:
+                    assert error.failure.retryable
+                    await asyncio.sleep(0.05)  # between tries, as a client would
+            assert len(answered.outputs[0].token_ids) == 5
+
+    run(kill())
+
+
+def test_a_stopped_engine_drains_and_exits_with_0() -> None:
+    async def stop() -> None:
+        llm = AsyncLLM(num_gpu_blocks_override=200)
+        await llm.__aenter__()
+        stream = llm.chat(STORY, LONG.replace(max_tokens=200))
+        await first(stream)
+        status, output = await asyncio.gather(llm.engine.close(), last(stream))
+        assert status == 0
+        assert len(output.outputs[0].token_ids) == 200
+
+    run(stop())
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def fail() -> None:
+        async with started(model=str(tmp_path)):
+            pass
+
+    with pytest.raises(PenstockError, match=r"no tokenizer\.json|no config\.json"):
+        run(fail())
