@@ -1,0 +1,140 @@
+"""Contract 2: the same request gives the same tokens and the same logprob bytes, whatever it shares the engine with.
+
+200 schedules are drawn here; ``make exactness`` draws 10,000.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from checkpoints import SMALL, save
+from transformers import Qwen3Config
+
+from penstock.core import EngineRequest, SamplingParams
+from penstock.core.options import EngineOptions
+from penstock.engine.engine import Engine
+
+cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built")
+
+SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
+BLOCK = 16
+LONGEST = 256
+Result = dict[int, tuple[list[int], bytes]]
+"""By sequence of the request: its tokens, and all it was told of their probabilities, in bytes."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    return folder
+
+
+def start(checkpoint: Path, dtype: str, **options: Any) -> Engine:
+    fixed = {"model": str(checkpoint), "dtype": dtype, "block_size": BLOCK, "max_model_len": LONGEST}
+    return Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
+
+
+def draw_request(rng: Random, number: int) -> EngineRequest:
+    """At least three blocks long in the end. Some begin alike, so that they share prefixes."""
+    prompt = [2 + i for i in range(rng.choice((0, 20, 60)))] + [
+        rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
+    ]
+    sampling = SamplingParams(
+        n=rng.choice((1, 1, 1, 3)),
+        temperature=rng.choice((0.0, 0.8, 1.5)),
+        top_p=rng.choice((1.0, 0.9)),
+        top_k=rng.choice((0, 20)),
+        repetition_penalty=rng.choice((1.0, 1.1)),
+        seed=number,
+        max_tokens=max(3 * BLOCK - len(prompt), 0) + rng.randint(4, 40),
+        ignore_eos=True,
+        logprobs=rng.choice((None, 0, 5)),
+        prompt_logprobs=rng.choice((None, None, None, 2)),
+    )
+    return EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling)
+
+
+def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
+    """All requests to their end; with ``rng`` they arrive bit by bit."""
+    told: dict[str, dict[int, list[Any]]] = {r.request_id: {} for r in requests}
+    left = list(requests)
+    while left or engine.busy:
+        while left and (rng is None or rng.random() < 0.5):
+            engine.add(left.pop(0))
+        for delta in engine.step():
+            own = told[delta.request_id].setdefault(delta.sequence, [[], [], []])
+            own[0] += delta.token_ids
+            own[1] += delta.logprobs or []
+            own[2] += delta.prompt_logprobs or []
+    assert engine.scheduler.device.free == engine.scheduler.device.total
+    return {
+        name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}
+        for name, sequences in told.items()
+    }
+
+
+def draw_engine(rng: Random, checkpoint: Path, dtype: str) -> Engine:
+    cpu.set_threads(rng.randint(1, 2))
+    return start(
+        checkpoint,
+        dtype,
+        threads=rng.randint(1, 2),
+        num_gpu_blocks_override=rng.choice((20, 40, 80, 400)),
+        max_num_batched_tokens=rng.choice((rng.randint(1, 8), rng.randint(8, 64), rng.randint(64, 512))),
+        max_num_seqs=rng.choice((3, 8, 64)),
+        enable_prefix_caching=rng.random() < 0.5,
+        preemption_mode=rng.choice(("recompute", "swap")),
+        swap_space=0.001,
+        max_num_partial_prefills=rng.randint(1, 3),
+        scheduling_policy=rng.choice(("fcfs", "priority")),
+    )
+
+
+def differing(checkpoint: Path, dtype: str, schedules: int) -> tuple[int, int, int]:
+    """Requests that came out otherwise than alone, requests in all, preemptions."""
+    rng = Random(f"exactness:{dtype}")
+    requests = [draw_request(rng, number) for number in range(64)]
+    engine = start(checkpoint, dtype, enable_prefix_caching=False)
+    alone = {r.request_id: run(engine, [r])[r.request_id] for r in requests}
+    wrong = total = preemptions = 0
+    for _ in range(schedules):
+        chosen = rng.sample(requests, rng.choice((2, 4, 8, 16, rng.randint(2, 64))))
+        engine = draw_engine(rng, checkpoint, dtype)
+        together = run(engine, chosen, rng)
+        wrong += sum(together[name] != alone[name] for name in together)
+        total += len(chosen)
+        preemptions += engine.scheduler.preemptions
+    return wrong, total, preemptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_request_depends_on_its_company(checkpoint: Path, dtype: str) -> None:
+    wrong, total, preemptions = differing(checkpoint, dtype, SCHEDULES // 2)
+    assert wrong == 0, f"{wrong} of {total} requests"
+    assert preemptions >= 0.2 * total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reordered_sum_is_noticed(checkpoint: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers that sum in two halves whenever there is more than one row, as a batched library might."""
+    whole = cpu.linear
+
+    def halved(x: torch.Tensor, matrix: Any, wide: bool = False) -> torch.Tensor:
+        if len(x) == 1 or matrix.bias is not None:
+            return whole(x, matrix, wide)
+        half = x.shape[1] // 2
+        first, second = x.clone(), x.clone()
+        first[:, half:], second[:, :half] = 0, 0
+        out = whole(first, matrix, True) + whole(second, matrix, True)
+        return out if wide else out.to(x.dtype)
+
+    monkeypatch.setattr(cpu, "linear", halved)
+    wrong, _, _ = differing(checkpoint, dtype, 3)
+    assert wrong > 0
