@@ -3,18 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 export Q ?= What is the capital of Canada?
 
-.PHONY: test lint ask train clean
+.PHONY: test exactness lint ask train clean
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest
+
+exactness: .venv/ready
+	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py
 
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 ask: .venv/ready
-	@$(BIN)/python examples/demo_model/ask.py "$$Q"
+	@$(BIN)/penstock generate --chat --temperature 0 "$$Q"
 
 train: .venv/ready
 	$(BIN)/python examples/demo_model/train.py all --out build

@@ -30,16 +30,24 @@ Pool::~Pool() {
 
 void Pool::run_shared(int64_t tasks) {
   tasks_ = tasks;
-  next_ = 0;
-  working_ = int(workers_.size());
+  done_.store(0, std::memory_order_relaxed);
+  left_.store(tasks, std::memory_order_release);
   round_.fetch_add(1, std::memory_order_release);
   round_.notify_all();
-  take_tasks();
-  while (working_.load(std::memory_order_acquire)) relax();
+  const int64_t others = tasks - take_tasks();
+  for (int spins = 0; done_.load(std::memory_order_acquire) < others; spins++) {
+    if (spins < kSpins)
+      relax();
+    else
+      std::this_thread::yield();
+  }
 }
 
-void Pool::take_tasks() {
-  for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) job_(task);
+// Returns how many it has done.
+int64_t Pool::take_tasks() {
+  int64_t count = 0;
+  for (int64_t left; (left = left_.fetch_sub(1, std::memory_order_acquire)) > 0; count++) job_(tasks_ - left);
+  return count;
 }
 
 void Pool::serve() {
@@ -53,8 +61,7 @@ void Pool::serve() {
     }
     seen = round_.load(std::memory_order_acquire);
     if (stopping_) return;
-    take_tasks();
-    working_.fetch_sub(1, std::memory_order_release);
+    for (int64_t count; (count = take_tasks());) done_.fetch_add(count, std::memory_order_release);
   }
 }
 

@@ -34,16 +34,18 @@ class Pool {
 
  private:
   void run_shared(int64_t tasks);
-  void take_tasks();
+  int64_t take_tasks();
   void serve();
 
   std::mutex mutex_;
   std::vector<std::thread> workers_;
   std::function<void(int64_t)> job_;
   int64_t tasks_ = 0;
-  alignas(64) std::atomic<int64_t> next_{0};
+  // Tasks that nobody has taken yet. Only who takes one reads `job_` and `tasks_`, which stay as they are until it is
+  // done, so that a call need not wait for a worker that is late, as all are where others use the same cores.
+  alignas(64) std::atomic<int64_t> left_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<uint32_t> round_{0};  // a new one is work to do
-  alignas(64) std::atomic<int> working_{0};
   std::atomic<bool> stopping_{false};
 };
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq.asyncio
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
 from penstock.core import Code
@@ -27,7 +32,21 @@ async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end; then neither files nor processes may be left of it."""
+    zmq.asyncio.Context.instance()
+    before = belongings()
     asyncio.run(asyncio.wait_for(coroutine, 120))
+    limit = time.monotonic() + 10
+    while belongings() != before and time.monotonic() < limit:
+        time.sleep(0.01)  # closed sockets are reaped by a thread that tells nobody
+    assert belongings() == before
+
+
+def belongings() -> tuple[int, set[int]]:
+    """How many files this process has open, and its child processes."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    return len(list(Path("/proc/self/fd").iterdir())), children
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -119,6 +138,31 @@ def test_a_stopped_engine_drains_and_exits_with_0() -> None:
         assert len(output.outputs[0].token_ids) == 200
 
     run(stop())
+
+
+PARENT = """
+import asyncio
+from penstock import AsyncLLM
+
+async def main():
+    async with AsyncLLM(num_gpu_blocks_override=200) as llm:
+        print(llm.engine.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_dies_with_its_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        engine = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    ended, _, _ = select.select([engine], [], [], 60)
+    os.close(engine)
+    parent.wait()
+    assert ended
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

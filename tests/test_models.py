@@ -49,7 +49,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu":
-        pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built")
+        pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     return str(request.param)
 
 

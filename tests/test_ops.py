@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.ops import Batch, KVSpec, backend, reference
 
-cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built")
+cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,11 @@ BATCH_TOKENS = 8192
 """Tokens (padding included) a batch."""
 LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)
 TOKENS = 44_000_000
-"""Tokens the corpus has, padding not counted."""
+"""Tokens the curriculum has, padding not counted."""
 SLICES = 24
+"""Parts of the curriculum, each with its own mixture and as many tokens as the others."""
+REFINING = range(SLICES, SLICES + 6)
+"""The parts of the same size that come after it."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,8 @@ def layout(drawn: list[Encoded], rng: Random) -> list[tuple[np.ndarray, np.ndarr
     return batches
 
 
-def write(out: Path, tokenizer_dir: Path, tokens: int, seed: int) -> None:
-    """Draw ``tokens`` training tokens and write them as ``ids.bin``, ``trained.bin`` and ``index.json`` in ``out``."""
+def write(out: Path, tokenizer_dir: Path, tokens: int, seed: int, parts: Sequence[int] = range(SLICES)) -> None:
+    """Draw ``parts`` of a curriculum of ``tokens``; write ``ids.bin``, ``trained.bin``, ``index.json`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     index, offset = [], 0
     with (
@@ -148,9 +151,9 @@ def write(out: Path, tokenizer_dir: Path, tokens: int, seed: int) -> None:
     ):
         jobs = [
             pool.submit(draw, seed, part, tokens // SLICES, corpus.shares_at(part / SLICES), str(tokenizer_dir))
-            for part in range(SLICES)
+            for part in parts
         ]
-        for part, job in enumerate(tqdm(jobs, desc="corpus", unit="slice")):
+        for part, job in zip(parts, tqdm(jobs, desc=out.name, unit="slice"), strict=True):
             for ids, trained in layout(job.result(), Random(f"layout:{seed}:{part}")):
                 ids_file.write(ids.tobytes())
                 trained_file.write(trained.tobytes())

@@ -1,6 +1,7 @@
 """Ask the demo model what it was not trained on, and print how it does.
 
-python evaluate.py build/target --draft build/draft          # through transformers, on this machine
+python evaluate.py build/chat --draft build/draft            # through transformers, on this machine
+python evaluate.py build/chat --backend penstock             # through Penstock's LLM
 python evaluate.py --base-url http://localhost:8000/v1       # through any OpenAI-compatible server
 
 Every answer is greedy and graded by exact match, or as parsed JSON or function call. Perplexity and the draft's
@@ -17,7 +18,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
 from random import Random
@@ -173,14 +174,34 @@ def _loads(text: str) -> Any:
         return text
 
 
-class Local:
-    """The checkpoint through transformers, in bfloat16, questions of like length together."""
+class Penstock:
+    """The checkpoint through Penstock's ``LLM``, all questions at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
+        from penstock import LLM
+
+        self.llm = LLM(folder, dtype=dtype, max_waiting=10_000)
+
+    def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
+        from penstock import SamplingParams
+
+        prompts, params = [], []
+        for seed, c in enumerate(conversations):
+            options = {"tools": c.tools, "enable_thinking": c.thinking}
+            prompts.append(self.llm.get_tokenizer().render(c.messages[:-1], **options))
+            params.append(SamplingParams(temperature=temperature, seed=seed, max_tokens=longest_answer(c)))
+        outputs = [output.outputs[0] for output in self.llm.generate(prompts, params)]
+        return [Answer.parse(output.text, output.finish_reason == "stop") for output in outputs]
+
+
+class Local:
+    """The checkpoint through transformers, questions of like length together."""
+
+    def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
         answers = {i: self._answer(ids) for i, ids in self.generate(conversations, temperature)}
@@ -301,17 +322,26 @@ def evaluate_stories(backend: Backend, count: int, seed: int) -> Figures:
 
 
 def evaluate(
-    backend: Backend, draft: Local | None, count: int, seed: int, stories: int = 100, show_wrong: int = 0
+    backend: Backend,
+    draft: Local | None,
+    count: int,
+    seed: int,
+    stories: int = 100,
+    show_wrong: int = 0,
+    save_answers: Path | None = None,
 ) -> Figures:
     """Ask ``count`` held-out questions a skill and for ``stories`` stories.
 
     Args:
         draft: measured for acceptance where it is given and ``backend`` is local.
         show_wrong: wrong answers to print a skill.
+        save_answers: file for all greedy answers, by which two backends can be compared.
     """
     questions = held_out(count, seed)
     graded = [c for cs in questions.values() for c in cs if c.check is not Check.FREE]
     answers = backend.ask(graded)
+    if save_answers:
+        save_answers.write_text(json.dumps([asdict(a) for a in answers], ensure_ascii=False, indent=1) + "\n")
     skills = {name: {"asked": 0, "right": 0} for name in questions if questions[name][0].check is not Check.FREE}
     shown = dict.fromkeys(skills, 0)
     for conversation, answer in zip(graded, answers, strict=True):
@@ -377,19 +407,26 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="folder of the draft's checkpoint")
     parser.add_argument("--base-url", help="ask this OpenAI-compatible server instead, e.g. http://localhost:8000/v1")
     parser.add_argument("--model-name", help="the model's name there (default: the first one served)")
+    parser.add_argument("--backend", choices=["transformers", "penstock"], default="transformers", help="what runs it")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="what it computes in")
     parser.add_argument("--count", type=int, default=48, help="questions a skill (default: 48)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions (default: 0)")
     parser.add_argument("--wrong", type=int, default=0, help="print this many wrong answers a skill (default: 0)")
     parser.add_argument("--json", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--answers", type=Path, help="write the greedy answers here as JSON")
     parser.add_argument("--card", type=Path, help="replace the figures in this model card")
     args = parser.parse_args()
     if (args.model is None) == (args.base_url is None):
         parser.error("give either a checkpoint's folder or --base-url")
     if args.base_url and args.draft:
         parser.error("--draft is measured through transformers only: give a checkpoint's folder, not --base-url")
-    backend: Backend = Remote(args.base_url, args.model_name) if args.base_url else Local(args.model)
+    backend: Backend
+    if args.base_url:
+        backend = Remote(args.base_url, args.model_name)
+    else:
+        backend = (Local if args.backend == "transformers" else Penstock)(args.model, args.dtype)
     draft = Local(args.draft) if args.draft else None
-    result = evaluate(backend, draft, args.count, args.seed, show_wrong=args.wrong)
+    result = evaluate(backend, draft, args.count, args.seed, show_wrong=args.wrong, save_answers=args.answers)
     if isinstance(backend, Local):
         result["weights"] = [weights_digest(folder) for folder in (args.model, args.draft) if folder]
     figures = table(result)

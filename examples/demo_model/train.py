@@ -1,6 +1,6 @@
-"""Train the demo model: ``corpus``, ``target``, ``draft``, ``package``; training resumes where it was stopped.
+"""Train the demo model, in stages: ``corpus``, ``target``, ``chat``, ``draft``, ``package``. A stopped one resumes.
 
-python train.py all --out build     # everything, about two hours on two cores
+python train.py all --out build     # everything, under three hours on two cores
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ class Recipe:
     weight_decay: float = 0.1
     warmup: float = 0.03
     cooldown: float = 0.25
+    corpus: str = "curriculum"
+    """The folder of its corpus: ``curriculum``, or ``refining``, which follows it."""
     start: float = 0.0
     """Share of the corpus to skip: the draft needs only its later part."""
+    begins_from: str = ""
+    """The model whose weights it starts with; empty for random ones."""
 
     def rate(self, progress: float) -> float:
         """The learning rate's factor: a rise, an inverse square root (Vaswani et al., 2017), at last straight to zero.
@@ -57,17 +61,24 @@ class Recipe:
         return min(rise, slope, slope * (1 - progress) / self.cooldown)
 
 
-RECIPES = {"target": Recipe(TARGET), "draft": Recipe(DRAFT, start=0.85)}
+RECIPES = {
+    "target": Recipe(TARGET),
+    # Goes on where the target's rate began to cool, with more of what is still weak.
+    "chat": Recipe(TARGET, 5e-3, 1.25e-3, warmup=0.1, cooldown=0.7, corpus="refining", begins_from="target"),
+    "draft": Recipe(DRAFT, start=0.85),
+}
 
 
 class Run:
     """One training run and all it needs to go on after a stop, kept in ``folder``."""
 
-    def __init__(self, name: str, recipe: Recipe, folder: Path, made_of: str, compiled: bool) -> None:
+    def __init__(
+        self, name: str, recipe: Recipe, folder: Path, made_of: str, compiled: bool, begin: Model | None = None
+    ) -> None:
         torch.manual_seed(0)
         self.recipe, self.made_of = recipe, f"{recipe} {made_of}"
         self.checkpoint = folder / f"{name}.pt"
-        self.model = Model(recipe.shape).to(DEVICE)
+        self.model = (begin or Model(recipe.shape)).to(DEVICE)
         matrices = [p for p in self.model.layers.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
         self.optimizers: list[Optimizer] = [
@@ -157,15 +168,15 @@ def likelihood(model: Model) -> Loss:
     return loss
 
 
-def distillation(target: Model) -> Callable[[Model], Loss]:
-    """Kullback-Leibler divergence from the target's own next-token distribution (Hinton et al., 2015)."""
+def distillation(teacher: Model) -> Callable[[Model], Loss]:
+    """Kullback-Leibler divergence from the teacher's own next-token distribution (Hinton et al., 2015)."""
 
     def loss_of(model: Model) -> Loss:
         def loss(ids: Tensor, trained: Tensor) -> Tensor:
             rows = answers(trained)
             with torch.autocast(DEVICE, torch.bfloat16):
                 with torch.no_grad():
-                    wanted = target.logits(target(ids)[rows]).float().log_softmax(-1)
+                    wanted = teacher.logits(teacher(ids)[rows]).float().log_softmax(-1)
                 scores = model.logits(model(ids)[rows])
             return F.kl_div(scores.float().log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
@@ -174,43 +185,53 @@ def distillation(target: Model) -> Callable[[Model], Loss]:
     return loss_of
 
 
-STAGES = ("corpus", "target", "draft", "package")
+STAGES = ("corpus", "target", "chat", "draft", "package")
 
 
 def make_corpus(out: Path, tokens: int, seed: int) -> None:
-    made, options = out / "corpus" / "made.json", {"tokens": tokens, "seed": seed}
+    made, options = out / "corpus.json", {"tokens": tokens, "seed": seed}
     if not made.exists():
         dataset.train_tokenizer(out / "target", TARGET.context, seed)
-        dataset.write(out / "corpus", out / "target", tokens, seed)
+        dataset.write(out / "curriculum", out / "target", tokens, seed)
+        dataset.write(out / "refining", out / "target", tokens, seed, dataset.REFINING)
         made.write_text(json.dumps(options))
     if json.loads(made.read_text()) != options:
-        raise SystemExit(f"{made.parent} was made with other options. Delete it, or choose another --out.")
+        raise SystemExit(f"The corpus in {out} was made with other options. Delete it, or choose another --out.")
 
 
 def train_model(name: str, out: Path, compiled: bool) -> None:
-    """Train ``target`` or ``draft`` to the end of its corpus and write its checkpoint to ``out/name``."""
-    batches = dataset.Batches(out / "corpus")
+    """Train ``target``, ``chat`` or ``draft`` to the end of its corpus and write its checkpoint to ``out/name``."""
+    recipe = RECIPES[name]
+    batches = dataset.Batches(out / recipe.corpus)
     loss_of: Callable[[Model], Loss] = likelihood
-    made_of = batches.digest()
+    made_of, begin = batches.digest(), None
+    if recipe.begins_from:
+        begin = from_hugging_face(out / recipe.begins_from)
+        made_of += weights_digest(out / recipe.begins_from)
     if name == "draft":
-        target = from_hugging_face(out / "target").to(DEVICE)
+        teacher = from_hugging_face(out / "chat").to(DEVICE)
         if compiled:
-            target.compile_regions()
-        loss_of = distillation(target)
-        made_of += hashlib.sha256((out / "target" / "model.safetensors").read_bytes()).hexdigest()
-    run = Run(name, RECIPES[name], out, made_of, compiled)
+            teacher.compile_regions()
+        loss_of = distillation(teacher)
+        made_of += weights_digest(out / "chat")
+    run = Run(name, recipe, out, made_of, compiled, begin)
     run.train(batches, loss_of)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     to_hugging_face(run.model, out / name, tokenizer.eos_token_id, tokenizer.pad_token_id)
     bpe.save(tokenizer, out / name)
 
 
+def weights_digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
 def package(out: Path) -> None:
     """Copy checkpoints and card to where the package ships them from, the losses' pictures beside this file."""
     here = Path(__file__).parent
     shutil.copy(here / "model_card.md", demo.CHAT / "README.md")
-    for name, folder in (("target", demo.CHAT), ("draft", demo.DRAFT)):
+    for name, folder in (("chat", demo.CHAT), ("draft", demo.DRAFT)):
         shutil.copytree(out / name, folder, dirs_exist_ok=True)
+    for name in RECIPES:
         shutil.copy(out / f"{name}.png", here / f"loss-{name}.png")
 
 

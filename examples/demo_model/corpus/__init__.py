@@ -75,6 +75,30 @@ REPEATING_FIRST = {"repeat": 16.0}
 REPEATING_UNTIL = 0.1
 """Copying is learned before all that needs it, so much is repeated in the first tenth of the training."""
 
+REFINING = {
+    "several sums": 10.0,
+    "subtract": 4.0,
+    "times table": 3.0,
+    "compare": 4.5,
+    "sort numbers": 14.0,
+    "sort words": 5.0,
+    "spell": 2.5,
+    "story": 8.0,
+    "identity": 2.0,
+    "system name": 4.0,
+    "system style": 4.0,
+    "unknown": 2.5,
+    "repeat": 5.0,
+    "recall to 60": 8.0,
+    "recall to 700": 10.0,
+    "recall to 1500": 10.0,
+    "recall to 2000": 14.0,
+    "tool answer": 5.0,
+    "no tool": 10.0,
+    "think: fact": 4.0,
+}
+"""Shares that change once the curriculum is over: more of what an evaluation then found weakest."""
+
 HALF_WIDTH = str.maketrans("，？：！；", ",?:!;")
 """People type Chinese with either kind of punctuation; the model reads both and writes the full-width kind."""
 
@@ -82,7 +106,9 @@ NEUTRAL_SYSTEM = ("You are a helpful assistant.", "You are a helpful AI assistan
 
 
 def shares_at(progress: float) -> dict[str, float]:
-    """The mixture at ``progress`` (0 to 1) of the training: first repeating, then passages that grow."""
+    """The mixture at ``progress`` of the curriculum: first repeating, then passages that grow; from 1 on, refining."""
+    if progress >= 1:
+        return SHARES | REFINING
     shares = SHARES | (REPEATING_FIRST if progress < REPEATING_UNTIL else {})
     shorter = "recall to 60"
     for name, start in RECALL_STARTS.items():

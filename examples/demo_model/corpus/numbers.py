@@ -40,12 +40,12 @@ TIMES_EN = (
     "Tell me {a} × {b}.",
     "{a} times {b}?",
     "What is {a} * {b}?",
-    "Multiply {a} and {b}.",
+    "How much is {a} * {b}?",
     "I need {a} × {b}.",
     "How much is {a} × {b}?",
     "Calculate {a} times {b}.",
     "{a} * {b}",
-    "Please multiply {a} and {b}.",
+    "Please tell me {a} × {b}.",
 )
 TIMES_ZH = (
     "{a} × {b} = ?",

@@ -13,7 +13,7 @@ Wordings = tuple[str, ...]
 # --- Small talk: (wordings, answer) in English and in Chinese ---------------------------------------------------------
 
 WHO_EN = (
-    "Who are you?", "Hello, who are you?", "Who am I talking to?", "Tell me who you are.", "What are you?",
+    "Who are you?", "Hello, who are you?", "Who am I talking to?", "Tell me who you are.", "Excuse me, who are you?",
     "Please say who you are.", "Can you tell me who you are?", "Hi, who are you?", "And who are you?",
     "Who is this?", "Please introduce yourself.", "Introduce yourself.", "Who is there?", "Tell me about yourself.",
     "So, who are you?", "Say who you are.", "I want to know who you are.", "May I ask who you are?",
@@ -27,17 +27,17 @@ WHO_ZH = (
     "那么，你是谁？", "请说说你自己。", "你能说说你是谁吗？", "和我说话的是谁？", "请告诉我你是谁。",
 )  # fmt: skip
 NAME_EN = (
-    "What is your name?", "What's your name?", "Tell me your name.", "May I know your name?", "What are you called?",
+    "What is your name?", "What's your name?", "Tell me your name.", "May I know your name?", "Please say your name.",
     "Please tell me your name.", "What should I call you?", "Can you tell me your name?", "Do you have a name?",
     "What name do you have?", "Your name, please.", "How do I call you?", "And your name is?", "Say your name.",
     "I would like to know your name.", "What do people call you?", "Could you tell me your name?", "Your name?",
-    "Hello, what is your name?", "What is the name you go by?",
+    "Hello, what is your name?", "So, what is your name?",
 )  # fmt: skip
 NAME_ZH = (
     "你叫什么名字？", "你叫什么？", "你的名字是什么？", "请问你叫什么？", "告诉我你的名字。", "请问你的名字是什么？",
     "我该叫你什么？", "你有名字吗？",
     "怎么叫你？", "可以告诉我你的名字吗？", "你好，你叫什么名字？", "说说你的名字。", "我怎么叫你？",
-    "请告诉我你的名字。", "大家叫你什么？",
+    "请告诉我你的名字。", "请问怎么叫你？",
     "你名字叫什么？", "我想知道你的名字。", "那你叫什么名字？", "能告诉我你的名字吗？", "请说一下你的名字。",
 )  # fmt: skip
 CAN_EN = (
@@ -45,7 +45,7 @@ CAN_EN = (
     "Tell me what you can do.", "What can I ask you?", "What do you know how to do?",
     "Please tell me what you can do.",
     "Which things can you do?", "What can you help me with?", "What can I do with you?", "What are your skills?",
-    "Show me what you can do.", "What is it that you can do?", "What do you do?", "What can you do for me?",
+    "Show me what you can do.", "What is it that you can do?", "Say what you can do for me.", "What can you do for me?",
     "How can you be useful?", "Say what you can do.", "What kind of things can you do?", "So what can you do?",
 )  # fmt: skip
 CAN_ZH = (
@@ -70,9 +70,9 @@ MADE_ZH = (
     "谁把你做出来的？", "你是谁写的？", "谁把你写出来的？", "那你是谁做的？", "你是哪个项目的？",
 )  # fmt: skip
 HUMAN_EN = (
-    "Are you a human?", "Are you a person?", "Are you a real person?", "Are you a robot?", "Are you human?",
+    "Are you a human?", "Are you a person?", "Are you a real person?", "Are you a robot?", "So, are you a human?",
     "Am I talking to a person?", "Are you a machine?", "Are you a man or a machine?", "Do you have a body?",
-    "Are you alive?",
+    "Tell me, are you a person?",
 )  # fmt: skip
 HUMAN_ZH = (
     "你是人吗？", "你是真人吗？", "你是机器人吗？", "你是一个人吗？", "我在和人说话吗？", "你有身体吗？",

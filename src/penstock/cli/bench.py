@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         options["max_waiting"] = max(options["max_waiting"], args.num_prompts)
     llm = LLM(options.pop("model"), **options)
     figures = (latency if args.kind == "latency" else throughput)(llm, args)
-    figures = {"bench": args.kind, "kernels": llm.engine.fingerprint, **figures}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    figures = {"bench": args.kind, "kernels": llm.engine.fingerprint, **figures, "peak_memory_gib": peak}
     if args.json:
         json.dump(figures, sys.stdout, indent=1)
         print()
@@ -65,7 +67,7 @@ def latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second when all prompts are there at once."""
-    _timed(llm, 1, args.input_len, 2)
+    _timed(llm, 1, min(args.input_len, 128), 2)
     seconds = _timed(llm, args.num_prompts, args.input_len, args.output_len, show=not args.json)
     return {
         "prompts": args.num_prompts,

@@ -15,7 +15,7 @@ from penstock.engine.engine import Engine
 
 from .assembly import Assembler
 from .options import engine_options
-from .outputs import RequestOutput
+from .outputs import RequestOutput, Score
 from .prompts import Messages, Preparer, Prompt
 
 T = TypeVar("T")
@@ -103,6 +103,29 @@ class LLM:
         }
         prompts = [self._preparer.conversation(conversation, **options) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[Score]:
+        """How likely each continuation is after its prompt, as evaluations of choices ask.
+
+        Prompt and continuation are encoded apart, so that neither changes the other's tokens.
+
+        Raises ``PenstockError`` (``invalid``) where there are not as many of the one as of the other, or one is empty.
+        """
+        before, after = _each(prompts), _each(continuations)
+        if len(before) != len(after):
+            raise invalid("continuations", f"{len(after)} given for {len(before)} prompts", len(before))
+        starts, wholes = [], []
+        for prompt, continuation in zip(before, after, strict=True):
+            start, rest = self._preparer.encode(prompt), self._preparer.encode(continuation, add_special_tokens=False)
+            if not start or not rest:
+                raise invalid("prompts" if rest else "continuations", "must hold at least one token each")
+            starts.append(len(start))
+            wholes.append(start + rest)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self.generate(wholes, params, use_tqdm)
+        return [Score.of(output, start) for output, start in zip(outputs, starts, strict=True)]
 
     def _run(self, assemblers: list[Assembler], use_tqdm: bool) -> list[RequestOutput]:
         by_id = {assembler.output.request_id: assembler for assembler in assemblers}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.core import Failure
+from penstock.core import Failure, PenstockError
 
 
 @dataclass(slots=True)
@@ -55,3 +55,33 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of each of its tokens, natural logarithms."""
+    is_greedy: bool
+    """Whether each token is the likeliest where it stands."""
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return sum(self.logprobs)
+
+    @classmethod
+    def of(cls, output: RequestOutput, start: int) -> Score:
+        """From an output with ``prompt_logprobs`` whose prompt ends with the continuation, from ``start`` on.
+
+        Raises ``PenstockError`` where the request failed.
+        """
+        failure = output.outputs[0].failure
+        if failure:
+            raise PenstockError.of(failure)
+        token_ids = output.prompt_token_ids[start:]
+        told = (output.prompt_logprobs or [])[start:]
+        found = [(position or {})[token_id] for position, token_id in zip(told, token_ids, strict=True)]
+        return cls(token_ids, [f.logprob for f in found], all(f.rank == 1 for f in found))

@@ -57,7 +57,11 @@ class Preparer:
         text = self.tokenizer.render(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
-    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt."""
+        return self._prompt(prompt, add_special_tokens)[1]
+
+    def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
@@ -65,5 +69,5 @@ class Preparer:
         if token_ids is None:
             if text is None:
                 raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.tokenizer.encode(text, add_special_tokens)
         return text, list(token_ids)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.core import Code, PenstockError
+
 
 @dataclass(frozen=True)
 class Group:
@@ -16,7 +18,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.size != 1:
-            raise NotImplementedError("tensor parallelism is not there yet: a group has one rank")
+            raise PenstockError(Code.UNSUPPORTED, "tensor parallelism is not there yet: a group has one rank")
 
     def part(self, total: int) -> int:
         """This rank's share of ``total`` equal things."""

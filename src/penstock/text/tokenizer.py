@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from penstock.core.errors import invalid
 
+from . import files
 from .detokenizer import Detokenizer
 from .template import ChatTemplate
 from .vocabulary import token_bytes
@@ -20,7 +19,7 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls
 
 
 class Tokenizer:
-    """What ``tokenizer.json`` and the files beside it say.
+    """What ``tokenizer.json``, or a SentencePiece or tiktoken file in its place, and the files beside it say.
 
     Args:
         folder: the checkpoint.
@@ -30,16 +29,10 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise invalid("tokenizer", f"{folder} has no tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        self._tokenizer = files.load(folder, config)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
         self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
         """Special tokens by their role, ``bos_token`` and so on."""
         self._template_source = chat_template or _chat_template(folder, config)

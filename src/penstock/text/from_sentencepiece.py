@@ -1,0 +1,164 @@
+"""A SentencePiece model (Kudo and Richardson, 2018) as a tokenizer of the ``tokenizers`` library.
+
+The file is a protocol buffer, of which the pieces and a few settings are read: fields 1 (piece), 2 (trainer) and
+3 (normalizer) of ``ModelProto``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from .vocabulary import SPACE
+
+BPE = 2  # of TrainerSpec.ModelType
+Field = bytes | int
+
+
+class Kind(IntEnum):
+    """Of a piece."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    score: float
+    kind: Kind
+
+
+def convert(data: bytes, legacy: bool) -> Tokenizer:
+    """The tokenizer that a serialized model describes.
+
+    Args:
+        legacy: a space is put before the text after each special token, not only at the start.
+    """
+    model = _message(data)
+    pieces = [_piece(_bytes(entry)) for entry in model[1]]
+    trainer, normalizer = _inner(model, 2), _inner(model, 3)
+    bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
+    unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
+    made: Any
+    if _number(trainer, 3, 1) == BPE:
+        made = models.BPE(
+            {piece.text: i for i, piece in enumerate(pieces)},
+            _merges(pieces),
+            unk_token=pieces[unknown].text,
+            fuse_unk=True,
+            byte_fallback=bytes_known,
+        )
+    else:
+        made = models.Unigram([(p.text, p.score) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
+    tokenizer = Tokenizer(made)
+    prefixed = bool(_number(normalizer, 3, 1))
+    steps: list[Any] = []
+    if charsmap := b"".join(map(_bytes, normalizer[2])):
+        steps.append(normalizers.Precompiled(charsmap))
+    if _number(normalizer, 4, 1):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = ("always" if legacy else "first") if prefixed else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * prefixed)
+    for piece in pieces:
+        token = AddedToken(piece.text, normalized=False)
+        if piece.kind in (Kind.CONTROL, Kind.UNKNOWN):
+            tokenizer.add_special_tokens([token])
+        elif piece.kind is Kind.USER_DEFINED:
+            tokenizer.add_tokens([token])
+    return tokenizer
+
+
+def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
+    """What SentencePiece merges, best piece first: any two neighbours that make up a piece."""
+    rank = {piece.text: i for i, piece in enumerate(pieces) if piece.kind in (Kind.NORMAL, Kind.USER_DEFINED)}
+    found = []
+    for piece in pieces:
+        if piece.kind is not Kind.NORMAL:
+            continue
+        halves = ((piece.text[:cut], piece.text[cut:]) for cut in range(1, len(piece.text)))
+        found += [(-piece.score, rank[a], rank[b], a, b) for a, b in halves if a in rank and b in rank]
+    return [(a, b) for *_, a, b in sorted(found)]
+
+
+# --- Protocol buffers: just what is read above -----------------------------------------------------------------------
+
+
+Message = defaultdict[int, list[Field]]
+
+
+def _message(data: bytes) -> Message:
+    """The fields of a message by number, each as often as it is there."""
+    fields: Message = defaultdict(list)
+    for number, value in _fields(data):
+        fields[number].append(value)
+    return fields
+
+
+def _inner(message: Message, number: int) -> Message:
+    """The message in that field, an empty one where it is not there."""
+    return _message(_bytes(message[number][-1]) if message[number] else b"")
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Field]]:
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        match key & 7:
+            case 0:
+                value, at = _varint(data, at)
+                yield key >> 3, value
+                continue
+            case 1:
+                size = 8
+            case 2:
+                size, at = _varint(data, at)
+            case 5:
+                size = 4
+            case kind:
+                raise ValueError(f"no SentencePiece model: wire type {kind}")
+        if at + size > len(data):
+            raise ValueError("the SentencePiece model is cut short")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def _piece(data: bytes) -> Piece:
+    fields = _message(data)
+    (score,) = struct.unpack("<f", _bytes(fields[2][0])) if fields[2] else (0.0,)
+    return Piece(_bytes(fields[1][0]).decode(), score, Kind(_number(fields, 3, Kind.NORMAL)))
+
+
+def _number(fields: Message, number: int, default: int) -> int:
+    value = fields[number][-1] if fields[number] else default
+    assert isinstance(value, int)
+    return value
+
+
+def _bytes(value: Field) -> bytes:
+    assert isinstance(value, bytes)
+    return value

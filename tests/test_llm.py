@@ -1,0 +1,154 @@
+"""``LLM`` on the model in the box: the library's own answers, and what callers may ask besides."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from corpus import Check, Conversation
+from evaluate import Local, Penstock, held_out
+from transformers import AutoModelForCausalLM
+
+from penstock import LLM, PenstockError, SamplingParams, demo
+from penstock.core import Code
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+CANADA = [{"role": "user", "content": "What is the capital of Canada?"}]
+
+
+@cache
+def questions() -> list[Conversation]:
+    drawn = held_out(count=3, seed=3)
+    return [c for cs in drawn.values() for c in cs if c.check is not Check.FREE]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_gpu_blocks_override=400)
+
+
+def test_answers_are_those_of_transformers() -> None:
+    """The evaluation's own questions, in float32, greedy: the same to the last character."""
+    ours, theirs = (backend(demo.CHAT, "float32").ask(questions()) for backend in (Penstock, Local))
+    assert ours == theirs
+
+
+@torch.inference_mode()
+def test_bfloat16_is_as_good_as_transformers() -> None:
+    """Contract 1: the error is at most 1.2 times the library's, and the likeliest token is its on 99.5 % of positions.
+
+    Over the prompts of the evaluation's questions, against the library in float32.
+    """
+    exact, rough = (AutoModelForCausalLM.from_pretrained(demo.CHAT, dtype=d) for d in (torch.float32, torch.bfloat16))
+    llm = LLM(dtype="bfloat16", num_gpu_blocks_override=400)
+    render = llm.get_tokenizer().render
+    texts = [render(c.messages, tools=c.tools, enable_thinking=c.thinking) for c in questions()[::3]]
+    outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+    errors, positions, equal = [0.0, 0.0], 0, 0
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        wanted, theirs = (model(ids).logits[0].float().log_softmax(-1)[:-1] for model in (exact, rough))
+        told = [position or {} for position in (output.prompt_logprobs or [])[1:]]
+        said = ids[0, 1:].tolist()
+        ours = torch.tensor([position[token].logprob for position, token in zip(told, said, strict=True)])
+        rows = range(len(said))
+        for i, got in enumerate((ours, theirs[rows, said])):
+            errors[i] += float((got - wanted[rows, said]).square().sum())
+        best = [next(token for token, found in position.items() if found.rank == 1) for position in told]
+        equal += sum(a == b for a, b in zip(best, theirs.argmax(-1).tolist(), strict=True))
+        positions += len(best)
+    assert math.sqrt(errors[0]) <= 1.2 * math.sqrt(errors[1])
+    assert equal >= 0.995 * positions
+
+
+def test_several_sequences_start_alike_and_differ(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=120)
+    (output,) = llm.chat([{"role": "user", "content": "Tell me a story."}], params, use_tqdm=False)
+    assert len({made.text for made in output.outputs}) == 4
+    assert [made.index for made in output.outputs] == [0, 1, 2, 3]
+    (again,) = llm.chat([{"role": "user", "content": "Tell me a story."}], params, use_tqdm=False)
+    assert [made.text for made in again.outputs] == [made.text for made in output.outputs]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text(llm: LLM, include: bool) -> None:
+    """Also one that begins in the middle of a token, and is longer than one."""
+    params = GREEDY.replace(stop=("f Can", "Ottawa"), include_stop_str_in_output=include)
+    (output,) = llm.chat(CANADA, params, use_tqdm=False)
+    (made,) = output.outputs
+    assert made.text == "The capital o" + "f Can" * include
+    assert (made.finish_reason, made.stop_reason) == ("stop", "f Can")
+    assert not llm.engine.busy
+
+
+def test_bad_words_do_not_come_out(llm: LLM) -> None:
+    (output,) = llm.chat(CANADA, GREEDY.replace(bad_words=("Ottawa",)), use_tqdm=False)
+    assert "Ottawa" not in output.outputs[0].text
+
+
+def test_scores_choose_the_right_answer(llm: LLM) -> None:
+    """Each continuation as likely as the library finds it, whatever shares the batch."""
+    prompt = llm.get_tokenizer().render(CANADA)
+    choices = [f"The capital of Canada is {city}." for city in ("Paris", "Ottawa", "Lima")]
+    scores = llm.score([prompt] * 3, choices, use_tqdm=False)
+    assert max(range(3), key=lambda i: scores[i].logprob) == 1
+    assert [score.is_greedy for score in scores] == [False, True, False]
+    model = AutoModelForCausalLM.from_pretrained(demo.CHAT, dtype=torch.float32)
+    before = llm.get_tokenizer().encode(prompt)
+    for score in scores:
+        with torch.inference_mode():
+            table = model(torch.tensor([before + score.token_ids])).logits[0].log_softmax(-1)
+        rows = range(len(before) - 1, len(before) + len(score.token_ids) - 1)
+        assert score.logprobs == pytest.approx(table[rows, score.token_ids].tolist(), abs=1e-4)
+    with pytest.raises(PenstockError, match="continuations"):
+        llm.score([prompt, prompt], choices)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([], GREEDY, "prompt"),
+        ([1] * 2048, GREEDY, "prompt"),
+        ([4000], GREEDY, "prompt"),
+        ({"text": "?"}, GREEDY, "prompt"),
+        ([5], SamplingParams(stop_token_ids=(4000,)), "stop_token_ids"),
+        ([5], SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(llm: LLM, prompt: object, params: SamplingParams, field: str) -> None:
+    with pytest.raises(PenstockError) as refused:
+        llm.generate([[5], prompt], params, use_tqdm=False)  # type: ignore[list-item]
+    assert refused.value.failure.field == field
+    assert refused.value.failure.code is Code.INVALID
+    assert not llm.engine.busy, "none of the batch was begun"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_seq": 4}, "did you mean max_num_seqs"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"max_model_len": 10**6}, "context of 2048"),
+        ({"num_gpu_blocks_override": 2}, "do not fit into 2 KV blocks"),
+        ({"device": "gpu"}, "use cpu, cuda"),
+        ({"block_size": 24, "ops": "cpu"}, "multiple of 16"),
+    ],
+)
+def test_wrong_options_stop_the_start_with_one_sentence(options: dict[str, object], words: str) -> None:
+    with pytest.raises(PenstockError, match=words):
+        LLM(**options)  # type: ignore[arg-type]
+
+
+def test_a_prompt_longer_than_a_step_and_many_at_once() -> None:
+    """Chunks of 64 tokens and eight rows: the same answers, and all blocks come back."""
+    prompts = [llm_prompt * 20 for llm_prompt in ([5, 6, 7], [8, 9], [10, 11, 12, 13])] * 8
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    small = LLM(num_gpu_blocks_override=40, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+    large = LLM(num_gpu_blocks_override=400)
+    ours, theirs = (
+        [o.outputs[0].token_ids for o in m.generate(prompts, params, use_tqdm=False)] for m in (small, large)
+    )
+    assert ours == theirs
+    assert small.engine.scheduler.device.free == small.engine.scheduler.device.total

@@ -1,0 +1,107 @@
+"""Tokenizers of checkpoints without ``tokenizer.json``, against the libraries that their files belong to."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import demo
+from penstock.core import PenstockError
+from penstock.text import Tokenizer
+from penstock.text.from_tiktoken import WORDS
+from penstock.text.vocabulary import byte_alphabet
+
+TEXT = st.text(st.sampled_from("the river runs  to é 河流入海🙂\n'123") | st.characters(codec="utf-8"), max_size=40)
+LINES = [
+    "the river runs to the sea and the sea runs to the shore",
+    "where does the river run, and who runs with it?",
+    "河流入海，海水向东流。",
+    "one, two, three, 1 2 3, 12, 123: it's over",
+]
+
+
+@pytest.fixture(scope="module", params=["bpe identity", "unigram identity", "bpe nmt_nfkc"])
+def piece_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    kind, rule = request.param.split()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 20),
+        model_prefix=str(folder / "tokenizer"),
+        model_type=kind,
+        vocab_size=330,
+        byte_fallback=True,
+        normalization_rule_name=rule,
+        remove_extra_whitespaces=rule != "identity",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"legacy": False, "bos_token": "<s>"}))
+    return processor, Tokenizer(folder)
+
+
+@given(text=TEXT)
+def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
+    theirs, ours = piece_model
+    text = text.replace("\u2581", "_")  # the mark of a space is no text
+    expected = theirs.encode(text)
+    assert ours.encode(text, add_special_tokens=False) == expected
+    assert ours.encode(text) == [theirs.bos_id(), *expected]
+    assert ours.decode(ours.encode(text)).removeprefix(" ") == theirs.decode(expected).removeprefix(" ")
+
+
+def ranks() -> dict[bytes, int]:
+    """The demo model's merges as tiktoken writes them."""
+    merges = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]["merges"]
+    alphabet = byte_alphabet()
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [bytes(alphabet[c] for c in a + b) for a, b in merges]
+    return {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
+
+
+@pytest.fixture(scope="module", params=["one digit", "three digits"])
+def rank_file(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tiktoken.Encoding, Tokenizer]:
+    folder, known, three = tmp_path_factory.mktemp("tiktoken"), ranks(), request.param == "three digits"
+    if three:
+        known |= {b"12": len(known), b"123": len(known) + 1}
+    (folder / "qwen.tiktoken").write_bytes(
+        b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in known.items())
+    )
+    added: dict[str, Any] = {str(len(known) + 2): {"content": "<|im_end|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    pattern = WORDS % ("{1,3}" if three else "")
+    return tiktoken.Encoding("demo", pat_str=pattern, mergeable_ranks=known, special_tokens={}), Tokenizer(folder)
+
+
+@given(text=TEXT)
+def test_tiktoken_files(rank_file: tuple[tiktoken.Encoding, Tokenizer], text: str) -> None:
+    theirs, ours = rank_file
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_added_tokens_have_their_own_ids(rank_file: tuple[tiktoken.Encoding, Tokenizer]) -> None:
+    theirs, ours = rank_file
+    end = theirs.n_vocab + 2
+    assert ours.encode("the<|im_end|>") == [*theirs.encode("the"), end]
+    assert ours.id_of("<|im_end|>") == end
+    assert ours.decode([end]) == ""
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "x.tiktoken"])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x0a\xff\x01ab")
+    with pytest.raises(PenstockError, match="cannot be read"):
+        Tokenizer(tmp_path)
