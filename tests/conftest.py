@@ -15,17 +15,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def weights() -> None:
-    """Skips where the weights are not there: they are committed in their final form only."""
-    if not (demo.DRAFT / "model.safetensors").exists():
-        pytest.skip("the draft model is not trained yet: run `make train`")
-
-
-@pytest.fixture(scope="session")
-def chat(weights: None) -> Local:
+def chat() -> Local:
     return Local(demo.CHAT)
 
 
 @pytest.fixture(scope="session")
-def draft(weights: None) -> Local:
+def draft() -> Local:
     return Local(demo.DRAFT)

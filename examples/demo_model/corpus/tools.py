@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ CHINESE_SHARE = 0.35
 MOST_BEFORE = 3
 PLAIN_SHARE = 0.45
 MOST_OFFERED = 4
+UNGRADED = ("turn_on", "turn_off", "find_item", "get_distance", "convert_money", "send_message")
+"""Functions that are not asked for in vain where it is graded: the model calls them, or one like them, all the same."""
 
 ENGLISH, CHINESE = 0, 1
 
@@ -705,6 +708,8 @@ def begin(rng: Random, split: Split) -> tuple[int, list[Tool], list[Message]]:
     """Language, tools offered, and some turns of any kind that come before the graded one."""
     language = CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
     offered = rng.sample(TOOLS, rng.randint(1, MOST_OFFERED))
+    while not any(has_uses(split, name, language) for name in range(len(TOOLS)) if TOOLS[name] in offered):
+        offered = rng.sample(TOOLS, rng.randint(1, MOST_OFFERED))
     messages: list[Message] = []
     for _ in range(rng.randint(0, MOST_BEFORE if split is Split.TRAIN else 1)):
         if rng.random() < 0.5:
@@ -725,6 +730,8 @@ def plain(rng: Random, split: Split, offered: Sequence[Tool], language: int) -> 
 def missing(rng: Random, split: Split, offered: Sequence[Tool], language: int) -> tuple[list[Message], str]:
     """A question for a tool that is not offered, with its answer, and its key."""
     needed = [tool for tool in TOOLS if tool not in ALONE and tool not in offered]
+    if split is Split.HELD_OUT:
+        needed = [tool for tool in needed if tool.name not in UNGRADED]
     use = draw_use(rng, split, needed, language)
     return [user(use.question), assistant(NO_TOOL[language])], f"missing {use.call_key}"
 
@@ -732,6 +739,13 @@ def missing(rng: Random, split: Split, offered: Sequence[Tool], language: int) -
 def draw_use(rng: Random, split: Split, tools: Sequence[Tool], language: int) -> Use:
     """A use of one of the tools; all skills hold out the same arguments of a function."""
     return split.draw(lambda: make_use(rng, tools, language), key=lambda use: use.held_out)
+
+
+@functools.cache
+def has_uses(split: Split, number: int, language: int) -> bool:
+    """Whether the split owns any arguments of that tool: of one with few, all may be the other's."""
+    rng = Random(number)
+    return any(split.owns(*make_use(rng, [TOOLS[number]], language).held_out) for _ in range(500))
 
 
 def make_use(rng: Random, tools: Sequence[Tool], language: int) -> Use:

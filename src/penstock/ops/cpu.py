@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,7 +173,10 @@ def new_cache(spec: KVSpec, blocks: int, device: torch.device) -> list[LayerCach
     if spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
         raise PenstockError(Code.UNSUPPORTED, f"heads of {spec.head_dim}: multiples of 16 to {_kernels.MAX_HEAD} are")
     values = 2 * spec.kv_heads * spec.head_dim * spec.block_size
-    return [LayerCache(torch.zeros((blocks, values), dtype=spec.dtype), spec) for _ in range(spec.layers)]
+    # NumPy's zeros are the system's own, which take memory when they are first written: gigabytes cost no start-up.
+    integer = f"i{spec.dtype.itemsize}"
+    layers = [torch.from_numpy(np.zeros((blocks, values), integer)) for _ in range(spec.layers)]
+    return [LayerCache(layer.view(spec.dtype), spec) for layer in layers]
 
 
 def store(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
