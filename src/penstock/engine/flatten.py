@@ -26,7 +26,7 @@ class Flattener:
         self._block_size = block_size
         self._device = device
         self._tables = np.zeros((rows, -(-longest // block_size)), np.int32)
-        self._tenants: list[Sequence | None] = [None] * rows
+        self._laid: list[list[int] | None] = [None] * rows
 
     def __call__(self, plan: Plan) -> Batch:
         """The batch of a plan with at least one item."""
@@ -58,10 +58,11 @@ class Flattener:
         )
 
     def _place(self, sequence: Sequence, start: int) -> None:
-        """Bring the sequence's row of block numbers up to date: all of it for a new tenant, else what is written."""
+        """Bring the sequence's row of block numbers up to date: all of it where the list of blocks is another, as it is
+        whenever a sequence begins to run, be it again and in the same row; else what is written."""
         first = start // self._block_size
-        if self._tenants[sequence.row] is not sequence:
-            self._tenants[sequence.row], first = sequence, 0
+        if self._laid[sequence.row] is not sequence.blocks:
+            self._laid[sequence.row], first = sequence.blocks, 0
         held = len(sequence.blocks)
         self._tables[sequence.row, first:held] = sequence.blocks[first:]
 
