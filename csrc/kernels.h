@@ -22,6 +22,7 @@ struct Linear {
   const float* bias;  // null: none
   void* out;
   int64_t rows, in, outputs;
+  int64_t panels;  // of a task
   Type type, out_type;
 };
 
@@ -95,6 +96,7 @@ struct Attention {
 
 constexpr int64_t kTileRows = 6;    // query rows that attention handles together
 constexpr int64_t kRowBlock = 96;   // rows of a linear layer's task
+constexpr int64_t kMostPanels = 8;  // of a linear layer's task
 constexpr int64_t kMaxHead = 256;   // largest head size
 constexpr int64_t kMaxBlock = 256;  // largest block size
 

@@ -8,6 +8,8 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+constexpr int64_t kSoon = 4096;  // bytes
+
 // Where an element of a packed matrix lies.
 template <class T>
 inline int64_t packed_index(int64_t output, int64_t input, int64_t in) {
@@ -36,11 +38,11 @@ void gather_row(const Gather& a, int64_t row) {
 }
 
 template <class T, class Out, int R>
-void linear_tile(const Linear& a, const T* x, const T* panel, int64_t row, int64_t column) {
+void linear_tile(const Linear& a, const T* x, const T* panel, int64_t row, int64_t column, int64_t ahead) {
   constexpr int n = StepOf<T>::Step::kInputs;
   for (int64_t c = 0; c < kPanel; c += kGroups * 16) {
     f32x16 acc[R][kGroups] = {};
-    multiply<T, R, kGroups>(x, a.in, panel + c * n, kPanel, a.in, acc);
+    multiply<T, R, kGroups>(x, a.in, panel + c * n, kPanel, a.in, acc, ahead);
     for (int r = 0; r < R; r++)
       for (int g = 0; g < kGroups; g++) {
         const int64_t at = column + c + g * 16;
@@ -57,18 +59,22 @@ void linear_tile(const Linear& a, const T* x, const T* panel, int64_t row, int64
   }
 }
 
-// A task is a block of rows by a panel; tasks of the same rows follow each other.
+// A task is a block of rows by some panels; tasks of the same rows follow each other.
 template <class T, class Out>
 void linear_block(const Linear& a, int64_t task) {
   constexpr int n = StepOf<T>::Step::kInputs;
-  const int64_t panels = ceil_div(a.outputs, kPanel);
+  const int64_t tasks = ceil_div(a.outputs, kPanel * a.panels);
   const int64_t padded = (a.in + n - 1) / n * n;
-  const int64_t first = task / panels * kRowBlock, column = task % panels * kPanel;
+  const int64_t first = task / tasks * kRowBlock, begin = task % tasks * kPanel * a.panels;
   const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
-  const T* panel = (const T*)a.weight + column * padded;
-  for (int64_t row = first; row < end; row += kTileRows) {
-    const T* x = (const T*)a.x + row * a.in;
-    with_rows(end - row, [&]<int R>() { linear_tile<T, Out, R>(a, x, panel, row, column); });
+  for (int64_t column = begin; column < begin + kPanel * a.panels && column < a.outputs; column += kPanel) {
+    const T* panel = (const T*)a.weight + column * padded;
+    // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
+    const int64_t ahead = end - first <= 2 ? kSoon : 0;
+    for (int64_t row = first; row < end; row += kTileRows) {
+      const T* x = (const T*)a.x + row * a.in;
+      with_rows(end - row, [&]<int R>() { linear_tile<T, Out, R>(a, x, panel, row, column, ahead); });
+    }
   }
 }
 

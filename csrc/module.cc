@@ -69,9 +69,12 @@ using Address = uintptr_t;
 
 void linear(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs, int type,
             int out_type) {
-  Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs, Type(type),
+  // A few panels a task, so that a thread knows what it will need next, but tasks enough to share out evenly.
+  const int64_t all = ceil_div(outputs, kPanel), fair = all / (4 * pool->threads());
+  const int64_t panels = fair < 1 ? 1 : fair > kMostPanels ? kMostPanels : fair;
+  Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs, panels, Type(type),
               Type(out_type)};
-  pool->run(ceil_div(rows, kRowBlock) * ceil_div(outputs, kPanel), [&](int64_t task) { kernels->linear(args, task); });
+  pool->run(ceil_div(rows, kRowBlock) * ceil_div(all, panels), [&](int64_t task) { kernels->linear(args, task); });
 }
 
 void gather(Address ids, Address weight, Address out, int64_t rows, int64_t size, int type) {

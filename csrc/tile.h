@@ -60,15 +60,18 @@ struct StepOf<bf16> {
   using Step = PairStep;
 };
 
-// acc[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, the panel has `width` columns.
+// acc[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, the panel has `width` columns. What lies
+// `ahead` bytes behind what is read is asked for, so that it is there when its time comes.
 template <class T, int R, int G>
-inline void multiply(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t inputs, f32x16 (&acc)[R][G]) {
+inline void multiply(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t inputs, f32x16 (&acc)[R][G],
+                     int64_t ahead = 0) {
   using Step = typename StepOf<T>::Step;
   constexpr int n = Step::kInputs;
   const int64_t steps = inputs / n;
   for (int64_t i = 0; i < steps; i++) {
     const T* row = panel + i * width * n;
-    if (R <= 2) __builtin_prefetch((const char*)row + 4096);  // few rows: held by memory, so ask early
+    if (ahead)
+      for (int g = 0; g < G; g++) __builtin_prefetch((const char*)(row + g * 16 * n) + ahead);
     decltype(Step::weights(row)) w[G];
     for (int g = 0; g < G; g++) w[g] = Step::weights(row + g * 16 * n);
     for (int r = 0; r < R; r++) {
