@@ -24,7 +24,7 @@ train: .venv/ready
 	$(BIN)/python examples/demo_model/train.py all --out build
 
 # The exact torch release is named so that a CPU machine takes its CPU build where one is at hand.
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'

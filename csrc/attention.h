@@ -13,6 +13,7 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr float kNever = -__builtin_inff();
+constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Where a position's key and value lie in a block and head of the cache.
 template <class T>
@@ -39,17 +40,27 @@ void store_token(const Store& a, int64_t token) {
   }
 }
 
-// out[R][columns] (float32, `ldo` apart) += x[R][inputs] * panel[inputs][columns].
+// out[R][G * 16] (float32, `ldo` apart) += x[R][inputs] * panel[inputs][G * 16 of `columns`].
+template <class T, int R, int G>
+inline void multiply_groups(const T* x, int64_t ldx, const T* panel, int64_t columns, int64_t inputs, float* out,
+                            int64_t ldo) {
+  f32x16 acc[R][G];
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < G; g++) acc[r][g] = load(out + r * ldo + g * 16);
+  multiply<T, R, G>(x, ldx, panel, columns, inputs, acc);
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < G; g++) store(out + r * ldo + g * 16, acc[r][g]);
+}
+
+// out[R][columns] += x[R][inputs] * panel[inputs][columns], as many columns at a time as registers hold.
 template <class T, int R>
 inline void multiply_into(const T* x, int64_t ldx, const T* panel, int64_t columns, int64_t inputs, float* out,
                           int64_t ldo) {
   constexpr int n = StepOf<T>::Step::kInputs;
-  for (int64_t c = 0; c < columns; c += 16) {
-    f32x16 acc[R][1];
-    for (int r = 0; r < R; r++) acc[r][0] = load(out + r * ldo + c);
-    multiply<T, R, 1>(x, ldx, panel + c * n, columns, inputs, acc);
-    for (int r = 0; r < R; r++) store(out + r * ldo + c, acc[r][0]);
-  }
+  int64_t c = 0;
+  for (; c + kGroups * 16 <= columns; c += kGroups * 16)
+    multiply_groups<T, R, kGroups>(x, ldx, panel + c * n, columns, inputs, out + c, ldo);
+  for (; c < columns; c += 16) multiply_groups<T, R, 1>(x, ldx, panel + c * n, columns, inputs, out + c, ldo);
 }
 
 template <class T, int R>
@@ -84,12 +95,18 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
     multiply_into<T, R>(q, dim, keys, size, dim, scores, size);
     for (int r = 0; r < R; r++) {
       float* row = scores + r * size;
-      for (int64_t p = 0; p < size; p++) {
-        const bool visible = begin + p >= from[r] && begin + p <= seen[r];
-        row[p] = visible ? row[p] * a.scale : kNever;
-      }
+      const bool all_seen = begin >= from[r] && begin + size - 1 <= seen[r];
       f32x16 high = all(kNever);
-      for (int64_t p = 0; p < size; p += 16) high = max(high, load(row + p));
+      for (int64_t p = 0; p < size; p += 16) {
+        f32x16 scaled = load(row + p) * a.scale;
+        if (!all_seen) {
+          const i32x16 position = kLanes + int32_t(begin + p);
+          const i32x16 visible = (position >= int32_t(from[r])) & (position <= int32_t(seen[r]));
+          scaled = visible ? scaled : all(kNever);
+        }
+        penstock::PENSTOCK_ISA::store(row + p, scaled);
+        high = max(high, scaled);
+      }
       const float block_top = largest(high);
       const float new_top = top[r] > block_top ? top[r] : block_top;
       const float base = new_top == kNever ? 0.0f : new_top;  // nothing seen yet: every weight is zero
@@ -115,10 +132,10 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
       penstock::PENSTOCK_ISA::store((T*)a.out + offsets[r] + d, load(out + r * dim + d) / total[r]);
 }
 
-// A task is a tile of one sequence and kv head.
+// A task is a tile of one sequence and kv head; those of a head follow each other, so that its keys and values stay near.
 template <class T>
 void attention_tile(const Attention& a, int64_t task) {
-  const int64_t tile = task / a.kv_heads, kv_head = task % a.kv_heads;
+  const int64_t tiles = a.tasks / a.kv_heads, tile = task % tiles, kv_head = task / tiles;
   const int64_t sequence = a.tiles[2 * tile], first_row = a.tiles[2 * tile + 1];
   const int64_t queries = a.query_starts[sequence + 1] - a.query_starts[sequence];
   const int64_t rows = queries * (a.heads / a.kv_heads) - first_row;

@@ -16,13 +16,13 @@ FREE_SHARE = 0.5
 """Of the host's free memory that a cache on the host takes by default."""
 
 
-def free_host_bytes() -> int:
+def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
     """What the machine or the container has free, whichever is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     for limit, usage in CGROUPS:
         try:
-            most, used = ((Path("/sys/fs/cgroup") / name).read_text().strip() for name in (limit, usage))
+            most, used = ((control_group / name).read_text().strip() for name in (limit, usage))
         except OSError:
             continue
         if most != "max":

@@ -216,14 +216,15 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
-        while self._missing(sequence, count) > self.device.free:
+        while (missing := self._missing(sequence, count)) > self.device.free:
             victim = self.running[-1]
             if victim.steps_under_way:
                 return False
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        self._grow(sequence, count, plan)
+        if missing:
+            self._grow(sequence, missing, plan)
         return True
 
     def _missing(self, sequence: Sequence, count: int) -> int:
@@ -236,11 +237,8 @@ class Scheduler:
         block, filled = divmod(sequence.planned, self.device.block_size)
         return bool(filled) and self.device.holders(sequence.blocks[block]) > 1
 
-    def _grow(self, sequence: Sequence, count: int, plan: Plan) -> None:
-        """Allocate what ``count`` more tokens take; a shared block that they go into is replaced by a copy."""
-        missing = self._missing(sequence, count)
-        if not missing:
-            return
+    def _grow(self, sequence: Sequence, missing: int, plan: Plan) -> None:
+        """Allocate the blocks that are missing; a shared one that is written next is replaced by a copy."""
         if sequence.reserved:
             self._reserve(sequence, sequence.reserved - min(missing, sequence.reserved))
         shared = self._writes_shared(sequence)

@@ -1,0 +1,36 @@
+"""How large the KV cache gets: from memory, a container's limit, or what was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock import LLM, PenstockError
+from penstock.engine.memory import free_host_bytes
+
+A_BLOCK = 6 * 2 * 2 * 64 * 64 * 2
+"""Bytes of the demo model's: layers, keys and values, KV heads, their size, tokens, bfloat16."""
+
+
+def test_bytes_and_blocks_can_be_given() -> None:
+    assert LLM(kv_cache_memory_bytes=50 * A_BLOCK + 1).engine.scheduler.device.total == 50
+    assert LLM(num_gpu_blocks_override=40, kv_cache_memory_bytes=1).engine.scheduler.device.total == 40
+    with pytest.raises(PenstockError, match="one KV block takes"):
+        LLM(kv_cache_memory_bytes=A_BLOCK - 1)
+
+
+@pytest.mark.parametrize(
+    "names", [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
+)
+def test_a_containers_limit_counts(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, value in zip(names, (1_000_000, 400_000), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    assert free_host_bytes(tmp_path) == 600_000
+
+
+def test_no_limit_is_the_machines_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert free_host_bytes(tmp_path) > 100_000_000
