@@ -49,7 +49,10 @@ std::vector<const Kernels*> usable() {
 }
 
 const Kernels* kernels = usable().back();
-std::unique_ptr<Pool> pool = std::make_unique<Pool>(1);
+std::shared_ptr<Pool> shared_pool = std::make_shared<Pool>(1);
+
+// The pool as it is now: who works with it keeps it, even if another thread sets another number of threads meanwhile.
+std::shared_ptr<Pool> pool() { return std::atomic_load(&shared_pool); }
 
 template <class T>
 T* at(uintptr_t address) {
@@ -70,47 +73,47 @@ using Address = uintptr_t;
 void linear(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs, int type,
             int out_type) {
   // A few panels a task, so that a thread knows what it will need next, but tasks enough to share out evenly.
-  const int64_t all = ceil_div(outputs, kPanel), fair = all / (4 * pool->threads());
+  const int64_t all = ceil_div(outputs, kPanel), fair = all / (4 * pool()->threads());
   const int64_t panels = fair < 1 ? 1 : fair > kMostPanels ? kMostPanels : fair;
   Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs, panels, Type(type),
               Type(out_type)};
-  pool->run(ceil_div(rows, kRowBlock) * ceil_div(all, panels), [&](int64_t task) { kernels->linear(args, task); });
+  pool()->run(ceil_div(rows, kRowBlock) * ceil_div(all, panels), [&](int64_t task) { kernels->linear(args, task); });
 }
 
 void gather(Address ids, Address weight, Address out, int64_t rows, int64_t size, int type) {
   Gather args{at<int64_t>(ids), at<void>(weight), at<void>(out), rows, size, Type(type)};
-  pool->run(rows, [&](int64_t task) { kernels->gather(args, task); });
+  pool()->run(rows, [&](int64_t task) { kernels->gather(args, task); });
 }
 
 void pack(Address weight, Address packed, int64_t in, int64_t outputs, int type) {
   Pack args{at<void>(weight), at<void>(packed), in, outputs, Type(type)};
-  pool->run(ceil_div(outputs, kPanel), [&](int64_t task) { kernels->pack(args, task); });
+  pool()->run(ceil_div(outputs, kPanel), [&](int64_t task) { kernels->pack(args, task); });
 }
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t size,
           int64_t stride, float eps, int type) {
   Norm args{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), rows, groups, size, stride, eps,
             Type(type)};
-  pool->run(rows, [&](int64_t task) { kernels->norm(args, task); });
+  pool()->run(rows, [&](int64_t task) { kernels->norm(args, task); });
 }
 
 void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
           int64_t stride, int type) {
   Rope args{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), tokens, heads, dim, stride,
             Type(type)};
-  pool->run(tokens, [&](int64_t task) { kernels->rope(args, task); });
+  pool()->run(tokens, [&](int64_t task) { kernels->rope(args, task); });
 }
 
 void silu_mul(Address gate_up, Address out, int64_t rows, int64_t size, int type) {
   SiluMul args{at<void>(gate_up), at<void>(out), rows, size, Type(type)};
-  pool->run(rows, [&](int64_t task) { kernels->silu_mul(args, task); });
+  pool()->run(rows, [&](int64_t task) { kernels->silu_mul(args, task); });
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type) {
   Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), tokens, kv_heads, dim, block_size,
              stride_k, stride_v, Type(type)};
-  pool->run(tokens, [&](int64_t task) { kernels->store(args, task); });
+  pool()->run(tokens, [&](int64_t task) { kernels->store(args, task); });
 }
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
@@ -128,7 +131,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
   const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
   Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
                  tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width, window, scale, Type(type)};
-  pool->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
+  pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
 }
 
 }  // namespace
@@ -147,10 +150,10 @@ NB_MODULE(_kernels, m) {
   }, "Instruction sets this processor has kernels for, the fastest last.");
   m.def("current", [] { return std::string(kernels->name); });
   m.def("use", &use, nb::arg("name"));
-  m.def("threads", [] { return pool->threads(); });
+  m.def("threads", [] { return pool()->threads(); });
   m.def("set_threads", [](int threads) {
     if (threads < 1) throw std::invalid_argument("at least one thread");
-    pool = std::make_unique<Pool>(threads);
+    std::atomic_store(&shared_pool, std::make_shared<Pool>(threads));
   }, nb::arg("threads"));
   m.def("packed_size", &packed_size);
   const auto free = nb::call_guard<nb::gil_scoped_release>();

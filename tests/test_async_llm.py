@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
 from penstock.core import Code
+from penstock.engine import wire
 from penstock.frontend.outputs import RequestOutput
 
 STORY = [{"role": "user", "content": "Tell me a story."}]
@@ -140,6 +141,68 @@ def test_a_stopped_engine_drains_and_exits_with_0() -> None:
         assert len(output.outputs[0].token_ids) == 200
 
     run(stop())
+
+
+def test_a_slow_reader_gets_the_end_too() -> None:
+    """Also of a text that a stop string ended while the engine was ahead; and a name may come twice."""
+
+    async def read() -> None:
+        async with started() as llm:
+            params = SamplingParams(temperature=0, max_tokens=40, stop=("Ottawa",))
+            for _ in range(2):
+                left = llm.chat(STORY, LONG, request_id="mine")
+                await first(left)
+                await left.aclose()
+                stream = llm.chat(
+                    [{"role": "user", "content": "What is the capital of Canada?"}], params, request_id="mine"
+                )
+                await first(stream)
+                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))  # meanwhile the first has long ended
+                output = await last(stream)
+                assert output.request_id == "mine"
+                assert output.finished
+                assert output.outputs[0].text == "The capital of Canada is "
+
+    run(read())
+
+
+def test_what_time_to_drain_is_too_short_for_fails() -> None:
+    async def stop() -> None:
+        llm = AsyncLLM(num_gpu_blocks_override=200, drain_timeout=0.0)
+        await llm.__aenter__()
+        streams = [llm.chat(STORY, LONG) for _ in range(2)]
+        await asyncio.gather(*map(first, streams))
+        status, *outputs = await asyncio.gather(llm.engine.close(), *map(last, streams))
+        assert status == 0
+        for output in outputs:
+            assert output.outputs[0].failure is not None
+            assert output.outputs[0].failure.code is Code.UNAVAILABLE
+
+    run(stop())
+
+
+def test_an_engine_that_was_held_up_keeps_its_clients() -> None:
+    """Beats that waited unread while it computed, or stood still, count."""
+
+    async def hold() -> None:
+        async with started() as llm:
+            stream = llm.chat(STORY, LONG)
+            await first(stream)
+            os.kill(llm.engine.pid, signal.SIGSTOP)
+            await asyncio.sleep(wire.LEASE + 1)
+            os.kill(llm.engine.pid, signal.SIGCONT)
+            assert len((await last(stream)).outputs[0].token_ids) == 1500
+
+    run(hold())
+
+
+def test_no_number_is_no_timeout() -> None:
+    async def ask() -> None:
+        async with started() as llm:
+            with pytest.raises(PenstockError, match="timeout"):
+                await last(llm.chat(STORY, LONG, timeout=float("nan")))
+
+    run(ask())
 
 
 PARENT = """

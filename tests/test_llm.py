@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
+import signal
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +88,33 @@ def test_a_stop_string_ends_the_text(llm: LLM, include: bool) -> None:
     assert not llm.engine.busy
 
 
+def test_one_string_and_lists_will_do(llm: LLM) -> None:
+    """As vLLM's users write them."""
+    params = SamplingParams(temperature=0, max_tokens=40, stop="Ottawa", stop_token_ids=[3], bad_words=["Paris"])  # type: ignore[arg-type]
+    (output,) = llm.chat(CANADA, params, use_tqdm=False)
+    assert output.outputs[0].text == "The capital of Canada is "
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM) -> None:
+    """Ctrl-C in the middle of a batch, as in a notebook: the next batch has all blocks again."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]] * 8, SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
+    assert not llm.engine.busy
+    assert llm.engine.scheduler.device.free == llm.engine.scheduler.device.total
+    assert llm.chat(CANADA, GREEDY, use_tqdm=False)[0].outputs[0].text == "The capital of Canada is Ottawa."
+
+
+def test_the_tokenizers_own_end_counts(llm: LLM, tmp_path: Path) -> None:
+    """Also where the other files name another one, as checkpoints fine-tuned for chat do."""
+    for path in demo.CHAT.iterdir():
+        shutil.copy(path, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (output,) = LLM(tmp_path, num_gpu_blocks_override=40).chat(CANADA, GREEDY, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop"
+
+
 def test_bad_words_do_not_come_out(llm: LLM) -> None:
     (output,) = llm.chat(CANADA, GREEDY.replace(bad_words=("Ottawa",)), use_tqdm=False)
     assert "Ottawa" not in output.outputs[0].text
@@ -115,6 +145,12 @@ def test_scores_choose_the_right_answer(llm: LLM) -> None:
         ([1] * 2048, GREEDY, "prompt"),
         ([4000], GREEDY, "prompt"),
         ({"text": "?"}, GREEDY, "prompt"),
+        (["a"], GREEDY, "prompt"),
+        ("half a pair: \ud800", GREEDY, "prompt"),
+        ([5], SamplingParams(n=1.5), "n"),  # type: ignore[arg-type]
+        ([5], SamplingParams(ignore_eos="yes"), "ignore_eos"),  # type: ignore[arg-type]
+        ([5], SamplingParams(logit_bias={"5": 1.0}), "logit_bias"),  # type: ignore[dict-item]
+        ([5], SamplingParams(allowed_token_ids=(6,), stop_token_ids=(6,), min_tokens=2), "min_tokens"),
         ([5], SamplingParams(stop_token_ids=(4000,)), "stop_token_ids"),
         ([5], SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
     ],
@@ -136,6 +172,10 @@ def test_what_can_never_run_is_refused_by_name(llm: LLM, prompt: object, params:
         ({"num_gpu_blocks_override": 2}, "do not fit into 2 KV blocks"),
         ({"device": "gpu"}, "use cpu, cuda"),
         ({"block_size": 24, "ops": "cpu"}, "multiple of 16"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096, "long_prefill_token_threshold": 9},
+            "long_prefill_token_threshold",
+        ),
     ],
 )
 def test_wrong_options_stop_the_start_with_one_sentence(options: dict[str, object], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -123,6 +124,12 @@ def broken(folder: Path, how: str) -> None:
             (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
         case "no weights":
             (folder / "model.safetensors").unlink()
+        case "uneven heads":
+            text = (folder / "config.json").read_text().replace('"num_key_value_heads": 2', '"num_key_value_heads": 3')
+            (folder / "config.json").write_text(text)
+        case "wrong kind":
+            text = (folder / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": [3]')
+            (folder / "config.json").write_text(text)
         case "broken config":
             (folder / "config.json").write_text("{")
 
@@ -136,6 +143,8 @@ def broken(folder: Path, how: str) -> None:
         ("truncated", "is damaged"),
         ("only pickles", "not loaded. Convert them"),
         ("no weights", r"has no model\.safetensors"),
+        ("uneven heads", "3 key-value heads among 4"),
+        ("wrong kind", "a value of the wrong kind"),
         ("broken config", "is not JSON"),
     ],
 )
@@ -146,11 +155,21 @@ def test_broken_checkpoints_are_told_in_one_sentence(tmp_path: Path, how: str, w
         LLM(tmp_path, num_gpu_blocks_override=8)
 
 
-def test_options_are_checked_by_name() -> None:
-    with pytest.raises(PenstockError, match="did you mean max_num_seqs"):
-        LLM(max_num_seq=4)
-    with pytest.raises(PenstockError, match="block_size"):
-        LLM(block_size=0)
+def test_nulls_in_a_config_are_defaults(tmp_path: Path) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    plain = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], SamplingParams(temperature=0))
+    nulls = {"quantization_config": None, "rope_scaling": None, "tie_word_embeddings": None, "head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | nulls))
+    again = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], SamplingParams(temperature=0))
+    assert again[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+
+
+def test_a_float16_checkpoint_starts_on_a_cpu(tmp_path: Path) -> None:
+    model = save(CONFIGS["llama"], tmp_path)
+    model.half().save_pretrained(tmp_path)
+    (made,) = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], SamplingParams(max_tokens=2))
+    assert made.finished
 
 
 def test_the_same_dummy_weights_for_the_same_seed(tmp_path: Path) -> None:

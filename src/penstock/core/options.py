@@ -58,6 +58,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"must be at least max_model_len ({self.max_model_len}) where chunked prefill is off",
                 self.max_model_len,
             )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise invalid("long_prefill_token_threshold", "cannot be set where chunked prefill is off")
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise invalid(
                 "max_long_partial_prefills",

@@ -6,11 +6,13 @@ from typing import Self
 
 import msgspec
 
-from .errors import invalid
+from .errors import Code, PenstockError, invalid
 
 MOST_LOGPROBS = 20
 """Alternatives a position may list; the widest any dialect offers."""
 MOST_SEQUENCES = 128
+MOST_ADJUSTED = 1024
+"""Entries of what is applied to every row of scores one by one."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +67,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for field in ("stop", "bad_words", "stop_token_ids", "bad_word_ids", "allowed_token_ids"):
+            given = getattr(self, field)
+            if isinstance(given, str | list):  # one string is one, and lists are what callers write
+                msgspec.structs.force_setattr(self, field, (given,) if isinstance(given, str) else tuple(given))
         between("n", self.n, 1, MOST_SEQUENCES)
         between("temperature", self.temperature, 0, 100)
         between("top_k", self.top_k, -1, None)
@@ -83,6 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)
+        for field in ("logit_bias", "bad_word_ids"):
+            if len(getattr(self, field)) > MOST_ADJUSTED:
+                raise invalid(field, f"must hold at most {MOST_ADJUSTED} entries", MOST_ADJUSTED)
         for bias in self.logit_bias.values():
             between("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -91,6 +100,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("bad_word_ids", "must not hold an empty sequence")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
+        if not self.spaces_between_special_tokens:
+            raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
 
     @property
     def greedy(self) -> bool:
@@ -103,6 +114,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def between(field: str, value: float, low: float, high: float | None) -> None:
     """Raise unless ``low <= value <= high`` (``high`` None: no upper bound). Not-a-number is never between."""
+    if not isinstance(value, int | float):
+        raise invalid(field, f"must be a number, is {value!r}")
     if not low <= value:
         raise invalid(field, f"must be at least {low}, is {value}", low)
     if high is not None and not value <= high:

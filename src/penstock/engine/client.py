@@ -29,6 +29,8 @@ MOST_DEATHS, WITHIN = 3, 60.0
 """An engine that dies so often within so many seconds is not started again."""
 LAST_WORDS_MS = 50
 """Milliseconds to wait for what an engine sent before it ended."""
+TO_END = 10.0
+"""Seconds beyond the time to drain after which an engine that does not end is killed."""
 STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
 LOST = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
 GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
@@ -97,12 +99,18 @@ class EngineClient:
         """Stop the engine, which lets what runs come to its end; returns its exit status."""
         self._closing = True
         self._process.terminate()
-        status = await asyncio.to_thread(self._process.wait)
+        try:
+            status = await asyncio.to_thread(self._process.wait, self._options.drain_timeout + TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = await asyncio.to_thread(self._process.wait)
+        self._running = False
         for task in (*self._tasks, self._listener):
             task.cancel()
         await asyncio.gather(*self._tasks, self._listener, return_exceptions=True)
-        while await self._socket.poll(LAST_WORDS_MS):
+        while not self._socket.closed and await self._socket.poll(LAST_WORDS_MS):
             self._hear(await self._socket.recv())
+        self._lost(STOPPING)
         self._socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
         return status
@@ -163,16 +171,15 @@ class EngineClient:
                 return
             self._running = False
             self._listener.cancel()
-            self._deaths.append(time.monotonic())
-            often = len(self._deaths) == MOST_DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN
             logger.error("the engine (process %d) ended with status %d", self._process.pid, status)
-            self._lost(GONE if often else LOST)
-            self._socket.close(linger=0)
-            if often:
-                self.failure = GONE
-                return
-            try:
-                await self._launch()
-            except PenstockError as error:
-                self.failure = error.failure
-                return
+            self._lost(LOST)
+            while not self._running:
+                self._deaths.append(time.monotonic())
+                self._socket.close(linger=0)
+                if len(self._deaths) == MOST_DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN:
+                    self.failure = GONE
+                    return
+                try:
+                    await self._launch()
+                except Exception as error:
+                    logger.error("the engine could not be started again: %s", error)

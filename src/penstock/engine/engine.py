@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from penstock import demo, ops
-from penstock.core import Code, EngineRequest, Failure, TokenDelta
+from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
-from penstock.models import load_model
+from penstock.models import load_model, read_config
 
 from .blocks import BlockPool
 from .memory import count_blocks, count_host_blocks
@@ -32,6 +32,8 @@ class Engine:
         folder = Path(options.model) if options.model else demo.CHAT
         device = _device(options.device)
         backend = ops.backend(device, options.ops)
+        self.max_model_len = options.max_model_len or read_config(folder).context
+        scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         self.model = load_model(
             folder,
             backend,
@@ -44,11 +46,10 @@ class Engine:
         backend.set_threads(options.threads)
         self.fingerprint = f"{backend.fingerprint()}-{str(self.model.dtype).removeprefix('torch.')}"
         """What decides the bits of a result besides the model."""
-        self.max_model_len = options.max_model_len or self.model.config.context
         spec = self.model.kv_spec(options.block_size)
         blocks, host_blocks = count_blocks(options, spec, device), count_host_blocks(options, spec)
         self.scheduler = Scheduler(
-            options.scheduler(self.max_model_len),
+            scheduling,
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
         )
@@ -73,12 +74,12 @@ class Engine:
 
     def check(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
-        _check_token_ids(request, self.model.config.vocabulary)
+        _check(request, self.model.config.vocabulary)
         self.scheduler.fitted(request)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
-        _check_token_ids(request, self.model.config.vocabulary)
+        _check(request, self.model.config.vocabulary)
         self.scheduler.add(request)
 
     @property
@@ -107,9 +108,12 @@ class Engine:
             return deltas
         try:
             outcome = self._runner.collect(self._runner.submit(plan))
-        except Exception:
+        except BaseException as error:
+            deltas += self.scheduler.fail(plan, Failure(Code.INTERNAL, "the step failed; the log says why"))
+            if not isinstance(error, Exception):
+                raise  # an interrupt: the blocks are back, the rest is the caller's matter
             logger.exception("a step of %d tokens failed", plan.tokens)
-            return deltas + self.scheduler.fail(plan, Failure(Code.INTERNAL, "the step failed; the log says why"))
+            return deltas
         return deltas + self.scheduler.update(plan, outcome)
 
 
@@ -125,7 +129,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_token_ids(request: EngineRequest, vocabulary: int) -> None:
+def _check(request: EngineRequest, vocabulary: int) -> None:
+    if request.adapter:
+        raise PenstockError(Code.UNSUPPORTED, "adapters are not there yet", "adapter")
     sampling = request.sampling
     given = {
         "prompt": request.prompt,

@@ -26,8 +26,18 @@ def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
         except OSError:
             continue
         if most != "max":
-            free = min(free, int(most) - int(used))
+            free = min(free, int(most) - int(used) + _reclaimable(control_group / usage))
     return max(free, 0)
+
+
+def _reclaimable(usage: Path) -> int:
+    """Bytes of a container's usage that are file cache, such as a checkpoint just read."""
+    try:
+        lines = (usage.parent / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split() for line in lines if line)
+    return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
 
 
 def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device) -> int:
@@ -43,7 +53,7 @@ def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device) -> 
         free, total = torch.cuda.mem_get_info(device)
         room = int(free - (1 - options.gpu_memory_utilization) * total)
     else:
-        room = int(free_host_bytes() * FREE_SHARE)
+        room = int(free_host_bytes() * FREE_SHARE) - count_host_blocks(options, spec) * spec.bytes_per_block
     if room < spec.bytes_per_block:
         raise invalid(
             "kv_cache_memory_bytes", f"one KV block takes {spec.bytes_per_block} bytes, and {max(room, 0)} are there"

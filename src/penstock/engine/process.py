@@ -68,11 +68,11 @@ class Server:
             )
         )
         while not self._finished():
-            self._receive(0 if self._engine.busy else IDLE_MS)
+            if self._receive(0 if self._engine.busy else IDLE_MS):
+                self._end_leases()
             if self._engine.busy:
                 self._send(self._engine.step())
-            self._end_leases()
-        self._socket.close()
+        self._end()
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
@@ -83,17 +83,35 @@ class Server:
             return True
         return self._stopping and (not self._engine.busy or time.monotonic() > self._deadline)
 
-    def _receive(self, wait_ms: int) -> None:
-        """Handle what has come, waiting for something to come where there is nothing else to do."""
+    def _end(self) -> None:
+        """Refuse what is still coming, and fail what the time to drain was too short for."""
+        self._stopping = True
+        while not self._receive(0):
+            pass
+        for request_id in self._engine.scheduler.requests():
+            self._send(self._engine.scheduler.abort(request_id, Failure(Code.UNAVAILABLE, "the engine has stopped")))
+        self._socket.close()
+
+    def _receive(self, wait_ms: int) -> bool:
+        """Handle what has come, waiting for something to come where there is nothing else to do.
+
+        Returns whether that was all: only then is it known who has been silent.
+        """
         if not self._socket.poll(wait_ms):
-            return
+            return True
         for _ in range(MESSAGES_A_STEP):
             try:
-                client, message = self._socket.recv_multipart(zmq.NOBLOCK)
+                client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             self._heard[client] = time.monotonic()
-            self._handle(client, wire.decode_to_engine(message))
+            try:
+                message = wire.decode_to_engine(b"".join(parts))
+            except msgspec.MsgspecError as error:
+                logger.warning("client %s sent what is no message: %s", client.hex(), error)
+                continue
+            self._handle(client, message)
+        return False
 
     def _handle(self, client: bytes, message: wire.ToEngine) -> None:
         match message:
@@ -130,7 +148,7 @@ class Server:
             del self._heard[client]
             for request_id in self._engine.scheduler.requests():
                 if _outside(request_id)[0] == client:
-                    self._engine.abort(request_id)
+                    self._send(self._engine.abort(request_id))
 
     def _break(self, failure: Failure) -> None:
         """Tell the first client that asks why there is no engine."""

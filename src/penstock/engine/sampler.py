@@ -63,12 +63,12 @@ def _only_allowed(row: Tensor, sequence: Sequence) -> None:
 
 def _no_bad_words(row: Tensor, sequence: Sequence) -> None:
     """Of each bad sequence whose beginning has just come out, the last token must not."""
-    for *beginning, last in sequence.request.sampling.bad_word_ids:
-        if (
-            sequence.generated >= len(beginning)
-            and sequence.tokens[len(sequence.tokens) - len(beginning) :] == beginning
-        ):
-            row[last] = NEVER
+
+    def has_begun(beginning: list[int]) -> bool:
+        end = sequence.tokens[len(sequence.tokens) - len(beginning) :]
+        return sequence.generated >= len(beginning) and end == beginning
+
+    row[[last for *beginning, last in sequence.request.sampling.bad_word_ids if has_begun(beginning)]] = NEVER
 
 
 def _no_stop_yet(row: Tensor, sequence: Sequence) -> None:
@@ -77,8 +77,8 @@ def _no_stop_yet(row: Tensor, sequence: Sequence) -> None:
 
 
 def _bias(row: Tensor, sequence: Sequence) -> None:
-    for token, bias in sequence.request.sampling.logit_bias.items():
-        row[token] += bias
+    biases = sequence.request.sampling.logit_bias
+    row[list(biases)] += torch.tensor(list(biases.values()), device=row.device)
 
 
 def _repetition(row: Tensor, sequence: Sequence) -> None:

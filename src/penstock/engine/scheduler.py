@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 import random
 from typing import NamedTuple
 
@@ -79,6 +80,11 @@ class Scheduler:
             raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
         if sampling.n > options.max_num_seqs:
             raise invalid("n", f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
+        if request.deadline is not None and not math.isfinite(request.deadline):
+            raise invalid("deadline", "must be a finite number of seconds")
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
+        if sampling.allowed_token_ids and sampling.min_tokens and stops.issuperset(sampling.allowed_token_ids):
+            raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         if self._never_evicting and self._blocks_to_the_end(request) > self.device.total:
@@ -113,10 +119,14 @@ class Scheduler:
     def expire(self, now: float) -> list[TokenDelta]:
         """End requests whose deadline has passed; ``now`` is on the same clock."""
         deltas: list[TokenDelta] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, order, request_id = heapq.heappop(self._deadlines)
+        while self._deadlines:
+            deadline, order, request_id = self._deadlines[0]
             family = self._families.get(request_id)
-            if family and family[0].order == order:
+            ended = not family or family[0].order != order
+            if not ended and deadline > now:
+                break
+            heapq.heappop(self._deadlines)
+            if not ended:
                 deltas += self.abort(request_id, Failure(Code.TIMEOUT, "the deadline has passed"))
         return deltas
 
@@ -154,10 +164,22 @@ class Scheduler:
                 sequence.steps_under_way -= 1
         requests = {item.sequence.request.request_id for item in plan.items}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
+        self._distrust({block for _, block in plan.swap_out})
         for item in plan.items:
             for sequence in (item.sequence, *item.samples):
                 self._give_back(sequence)
         return deltas
+
+    def _distrust(self, host_blocks: set[int]) -> None:
+        """Sequences whose blocks may not have arrived in host memory are computed again."""
+        for family in self._families.values():
+            for sequence in family:
+                if not host_blocks.isdisjoint(sequence.host_blocks):
+                    assert self.host is not None
+                    self.host.release(sequence.host_blocks)
+                    sequence.host_blocks = []
+                    sequence.computed = sequence.planned = 0
+                    sequence.state = State.WAITING
 
     @property
     def unfinished(self) -> int:
@@ -324,7 +346,7 @@ class Scheduler:
             prompt_logprobs=sequence.prompt_logprobs,
             finished=finished,
             stop_token=stop_token,
-            cached_tokens=sequence.cached,
+            cached_tokens=sequence.cached or 0,
         )
         sequence.prompt_logprobs = None
         if finished:
@@ -432,7 +454,7 @@ class Scheduler:
             plan.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=False)
             self.host.release(sequence.host_blocks)
             sequence.host_blocks = []
-        if not sequence.generated:
+        if sequence.cached is None:
             sequence.cached = place.start
         sequence.computed = sequence.planned = place.start
         self._reserve(sequence, later)

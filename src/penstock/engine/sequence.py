@@ -71,8 +71,8 @@ class Sequence:
         """Its row in the batch's arrays while it runs."""
         self.chain: list[bytes] = []
         """Names of its full blocks in the prefix cache (``prefix.extend``)."""
-        self.cached = 0
-        """Prompt tokens whose keys and values were found there at first."""
+        self.cached: int | None = None
+        """Prompt tokens whose keys and values were found there at first; None before it has run."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
         """Those of the prompt so far; None where they are not wanted or given already."""
 

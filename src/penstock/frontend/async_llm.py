@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -78,15 +79,17 @@ class AsyncLLM:
         Leaving the loop cancels the request.
 
         Args:
+            request_id: what the outputs are called; by default a number.
             timeout: seconds after which it fails.
         """
-        assembler = self._preparer.request(request_id or str(next(self._ids)), prompt, sampling_params, priority)
+        name = str(next(self._ids))  # the engine's own name for it: the caller's may come twice
+        assembler = self._preparer.request(name, prompt, sampling_params, priority)
+        assembler.output.request_id = request_id or name
         request = assembler.request
         if timeout is not None:
+            if not 0 <= timeout < math.inf:
+                raise invalid("timeout", f"must be a number of seconds from 0 on, is {timeout}", 0)
             request = msgspec.structs.replace(request, deadline=time.monotonic() + timeout)
-        name = request.request_id
-        if name in self._open:
-            raise invalid("request_id", f"{name!r} is in use")
         deltas = self._open[name] = asyncio.Queue()
         try:
             await self.engine.add(request)
@@ -96,7 +99,7 @@ class AsyncLLM:
                     assembler.fail(delta)
                 elif assembler.add(delta) is not None:
                     await self.engine.stop(name, delta.sequence)
-                if deltas.empty():
+                if assembler.output.finished or deltas.empty():
                     yield assembler.output
         finally:
             del self._open[name]

@@ -16,7 +16,11 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """From ``generation_config.json``, and for the end of a text else from ``config.json`` or the tokenizer."""
+    """From ``generation_config.json``.
+
+    A text ends with the tokens named there, or else in ``config.json``, and always with the tokenizer's own end: those
+    who fine-tune for chat may leave the base model's in the other files.
+    """
 
     eos_token_ids: tuple[int, ...]
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -26,10 +30,10 @@ class GenerationDefaults:
 def read_defaults(folder: Path, tokenizer: Tokenizer) -> GenerationDefaults:
     """Raises ``PenstockError`` (``invalid``) where a file is no JSON."""
     generation, config = (_read(folder / name) for name in ("generation_config.json", "config.json"))
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    if ends is None:
-        ends = tokenizer.id_of(tokenizer.special.get("eos_token", ""))
-    ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    ends = next((f["eos_token_id"] for f in (generation, config) if f.get("eos_token_id") is not None), None)
+    named = ends if isinstance(ends, list) else [ends]
+    own = tokenizer.id_of(tokenizer.special.get("eos_token", ""))
+    ids = tuple(dict.fromkeys(token_id for token_id in (*named, own) if token_id is not None))
     sampling = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0}

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock import demo
 from penstock.core import EngineRequest, SamplingParams
 from penstock.core.errors import invalid
@@ -50,10 +52,12 @@ class Preparer:
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
         )
-        return Assembler(request, text, self.tokenizer if sampling.detokenize else None)
+        return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None)
 
     def conversation(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""
+        if wrong := options.keys() & {"messages", "self"}:
+            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
         text = self.tokenizer.render(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
@@ -66,8 +70,20 @@ class Preparer:
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
             text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        if token_ids is None:
-            if text is None:
-                raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
+        if token_ids is None and isinstance(text, str):
             token_ids = self.tokenizer.encode(text, add_special_tokens)
+        if not isinstance(token_ids, Sequence):
+            raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
         return text, list(token_ids)
+
+
+def _checked(request: EngineRequest) -> EngineRequest:
+    """The request as it comes out at the other end of a wire.
+
+    Raises ``PenstockError`` (``invalid``) where a value is not of its field's type.
+    """
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        field = str(error).rpartition("$.")[2].rstrip("`").rpartition(".")[2].partition("[")[0]
+        raise invalid(field if "$." in str(error) else "request", str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,8 @@ from penstock.ops import Ops
 from .checkpoint import Checkpoint, Dummy
 from .config import DecoderConfig, read_config
 from .decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Decoder", "DecoderConfig", "load_model", "read_config"]
 
@@ -31,7 +34,7 @@ def load_model(
     """Build the model that a checkpoint describes.
 
     Args:
-        dtype: to compute in; None is the checkpoint's own.
+        dtype: to compute in; None is the checkpoint's own, but on a CPU bfloat16 in place of float16.
         longest: tokens a sequence may have; None is the model's own context, which it must not exceed.
         seed: of dummy weights.
 
@@ -40,7 +43,11 @@ def load_model(
     config = read_config(folder)
     if longest and longest > config.context:
         raise invalid("max_model_len", f"this model has a context of {config.context} tokens", config.context)
+    device = device or torch.device("cpu")
+    if dtype is None and config.dtype is torch.float16 and device.type == "cpu":
+        logger.info("the checkpoint is in float16, and is computed in bfloat16")
+        dtype = torch.bfloat16
     dtype = dtype or config.dtype
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
-    context = Context(ops, weights, dtype, device or torch.device("cpu"))
+    context = Context(ops, weights, dtype, device)
     return Decoder(context, config, longest or config.context)

@@ -67,17 +67,24 @@ def read_config(folder: Path) -> DecoderConfig:
         )
     if given.get("hidden_act", "silu") not in ACTIVATIONS:
         raise PenstockError(Code.UNSUPPORTED, f"activation {given['hidden_act']!r} in {path}", "model")
-    if "quantization_config" in given:
+    if given.get("quantization_config"):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
     try:
-        return _decoder(architecture, given)
+        config = _decoder(architecture, given)
     except KeyError as error:
         raise invalid("model", f"{path} lacks {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    if config.heads % config.kv_heads:
+        raise invalid("model", f"{path} shares {config.kv_heads} key-value heads among {config.heads} heads unevenly")
+    if len(config.windows) != config.layers:
+        raise invalid("model", f"{path} has layer_types for {len(config.windows)} of {config.layers} layers")
+    return config
 
 
 def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
-    heads, layers = given["num_attention_heads"], given["num_hidden_layers"]
-    trained, rope = given.get("max_position_embeddings", 2048), _rope(given)
+    heads, layers = int(given["num_attention_heads"]), int(given["num_hidden_layers"])
+    trained, rope = int(given.get("max_position_embeddings") or 2048), _rope(given)
     qwen2, bias = architecture == "Qwen2ForCausalLM", bool(given.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -87,12 +94,12 @@ def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
         layers=layers,
         heads=heads,
         kv_heads=given.get("num_key_value_heads") or heads,
-        head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+        head_dim=given.get("head_dim") or int(given["hidden_size"]) // heads,
         context=_context(trained, rope),
         trained=trained,
-        eps=given.get("rms_norm_eps", 1e-6),
+        eps=float(given.get("rms_norm_eps") or 1e-6),
         rope=rope,
-        tied=given.get("tie_word_embeddings", False),
+        tied=bool(given.get("tie_word_embeddings") or False),
         qkv_bias=qwen2 or bias,
         output_bias=bias and not qwen2,
         mlp_bias=bool(given.get("mlp_bias", False)),
@@ -105,7 +112,7 @@ def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
 def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
     """From ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
     rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", given.get("rope_theta", 10_000.0))
+    rope["rope_theta"] = float(rope.get("rope_theta") or given.get("rope_theta") or 10_000.0)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
     return rope
 

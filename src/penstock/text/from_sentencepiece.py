@@ -43,7 +43,8 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
     """The tokenizer that a serialized model describes.
 
     Args:
-        legacy: a space is put before the text after each special token, not only at the start.
+        legacy: a space is put before the text after each special token, not only at the start; where it is not, also
+            none before a text that has one.
     """
     model = _message(data)
     pieces = [_piece(_bytes(entry)) for entry in model[1]]
@@ -68,10 +69,12 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
         steps.append(normalizers.Precompiled(charsmap))
     if _number(normalizer, 4, 1):
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if steps:
-        tokenizer.normalizer = normalizers.Sequence(steps)
-    scheme = ("always" if legacy else "first") if prefixed else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    if legacy:
+        steps += [normalizers.Prepend(SPACE)] * prefixed + [normalizers.Replace(" ", SPACE)]
+    else:  # as transformers does it: only this step knows where the text starts
+        scheme = "first" if prefixed else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    tokenizer.normalizer = normalizers.Sequence(steps)
     parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * prefixed)
     for piece in pieces:

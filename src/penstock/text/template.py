@@ -95,6 +95,8 @@ class ChatTemplate:
 
         Raises ``PenstockError`` (``invalid``) with the template's own words where it refuses the conversation.
         """
+        if continue_final_message and not (messages and isinstance(messages[-1].get("content"), str)):
+            raise invalid("continue_final_message", "needs a last message with text")
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
         try:

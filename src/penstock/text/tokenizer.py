@@ -38,7 +38,11 @@ class Tokenizer:
         self._template_source = chat_template or _chat_template(folder, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises ``PenstockError`` (``invalid``) for what is no text, as half a surrogate pair is none."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise invalid("prompt", f"is not valid text: {error}") from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of whole sequences; ``detokenizer`` decodes growing ones, to the same text."""
