@@ -182,7 +182,7 @@ class Penstock:
     def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
         from penstock import LLM
 
-        self.llm = LLM(folder, dtype=dtype, max_waiting=10_000)
+        self.llm = LLM(folder, dtype=dtype)
 
     def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
         from penstock import SamplingParams

@@ -6,7 +6,6 @@ python train.py all --out build     # everything, under three hours on two cores
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import shutil
@@ -20,6 +19,7 @@ import matplotlib
 import tokenizer as bpe
 import torch
 import torch.nn.functional as F
+from evaluate import weights_digest
 from model import DRAFT, TARGET, Model, Shape, from_hugging_face, to_hugging_face
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
@@ -219,10 +219,6 @@ def train_model(name: str, out: Path, compiled: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     to_hugging_face(run.model, out / name, tokenizer.eos_token_id, tokenizer.pad_token_id)
     bpe.save(tokenizer, out / name)
-
-
-def weights_digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def package(out: Path) -> None:

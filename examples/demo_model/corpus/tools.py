@@ -708,7 +708,7 @@ def begin(rng: Random, split: Split) -> tuple[int, list[Tool], list[Message]]:
     """Language, tools offered, and some turns of any kind that come before the graded one."""
     language = CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
     offered = rng.sample(TOOLS, rng.randint(1, MOST_OFFERED))
-    while not any(has_uses(split, name, language) for name in range(len(TOOLS)) if TOOLS[name] in offered):
+    while not any(has_uses(split, TOOLS.index(tool), language) for tool in offered):
         offered = rng.sample(TOOLS, rng.randint(1, MOST_OFFERED))
     messages: list[Message] = []
     for _ in range(rng.randint(0, MOST_BEFORE if split is Split.TRAIN else 1)):

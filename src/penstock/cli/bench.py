@@ -32,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from penstock.frontend.llm import LLM
 
     options = options_of(args) | {"enable_prefix_caching": False}
-    if args.kind == "throughput":
-        options["max_waiting"] = max(options["max_waiting"], args.num_prompts)
     llm = LLM(options.pop("model"), **options)
     figures = (latency if args.kind == "latency" else throughput)(llm, args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -38,8 +38,7 @@ class AsyncLLM:
         self, model: str | Path = "", *, tokenizer: str | Path = "", chat_template: str | None = None, **options: Any
     ) -> None:
         self.options = engine_options({"model": str(model)} | options)
-        folder, other = (Path(name) if name else None for name in (model, tokenizer))
-        self._preparer = Preparer(folder, other, chat_template)
+        self._preparer = Preparer(model, tokenizer, chat_template)
         self._client: EngineClient | None = None
         self._open: dict[str, asyncio.Queue[TokenDelta | Failure]] = {}
         self._ids = itertools.count()

@@ -41,8 +41,7 @@ class LLM:
         self, model: str | Path = "", *, tokenizer: str | Path = "", chat_template: str | None = None, **options: Any
     ) -> None:
         self.options = engine_options({"model": str(model)} | options)
-        folder, other = (Path(name) if name else None for name in (model, tokenizer))
-        self._preparer = Preparer(folder, other, chat_template)
+        self._preparer = Preparer(model, tokenizer, chat_template)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 

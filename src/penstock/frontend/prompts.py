@@ -25,13 +25,13 @@ class Preparer:
     """A model's tokenizer, template and defaults at work.
 
     Args:
-        folder: the checkpoint; None is the model in the box.
+        model: folder of the checkpoint; nothing for the model in the box.
         tokenizer: another folder to take the tokenizer from.
     """
 
-    def __init__(self, folder: Path | None, tokenizer: Path | None = None, chat_template: str | None = None) -> None:
-        folder = folder or demo.CHAT
-        self.tokenizer = Tokenizer(tokenizer or folder, chat_template)
+    def __init__(self, model: str | Path = "", tokenizer: str | Path = "", chat_template: str | None = None) -> None:
+        folder = Path(model) if model else demo.CHAT
+        self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, chat_template)
         self._defaults = read_defaults(folder, self.tokenizer)
 
     def default_sampling(self) -> SamplingParams:
