@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
 from penstock.core import Code
@@ -35,7 +34,7 @@ async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run it to its end; then neither files nor processes may be left of it."""
-    zmq.asyncio.Context.instance().socket(zmq.DEALER).close()  # its threads start with the first socket, and stay
+    zmq.Context.instance().socket(zmq.DEALER).close()  # its threads start with the first socket, and stay
     files, children = belongings()
     asyncio.run(asyncio.wait_for(coroutine, 120))
     limit = time.monotonic() + 10
@@ -114,7 +113,7 @@ def test_a_killed_engine_fails_its_streams_and_comes_back() -> None:
         async with started() as llm:
             streams = [llm.chat(STORY, LONG) for _ in range(3)]
             await asyncio.gather(*map(first, streams))
-            os.kill(llm.engine.pid, signal.SIGKILL)
+            os.kill(llm.ready.pid, signal.SIGKILL)
             for output in await asyncio.gather(*map(last, streams)):
                 assert output.outputs[0].failure is not None
                 assert output.outputs[0].failure.retryable
@@ -136,7 +135,7 @@ def test_a_stopped_engine_drains_and_exits_with_0() -> None:
         await llm.__aenter__()
         stream = llm.chat(STORY, LONG.replace(max_tokens=200))
         await first(stream)
-        status, output = await asyncio.gather(llm.engine.close(), last(stream))
+        status, output = await asyncio.gather(llm.close(), last(stream))
         assert status == 0
         assert len(output.outputs[0].token_ids) == 200
 
@@ -172,7 +171,7 @@ def test_what_time_to_drain_is_too_short_for_fails() -> None:
         await llm.__aenter__()
         streams = [llm.chat(STORY, LONG) for _ in range(2)]
         await asyncio.gather(*map(first, streams))
-        status, *outputs = await asyncio.gather(llm.engine.close(), *map(last, streams))
+        status, *outputs = await asyncio.gather(llm.close(), *map(last, streams))
         assert status == 0
         for output in outputs:
             assert output.outputs[0].failure is not None
@@ -188,9 +187,9 @@ def test_an_engine_that_was_held_up_keeps_its_clients() -> None:
         async with started() as llm:
             stream = llm.chat(STORY, LONG)
             await first(stream)
-            os.kill(llm.engine.pid, signal.SIGSTOP)
+            os.kill(llm.ready.pid, signal.SIGSTOP)
             await asyncio.sleep(wire.LEASE + 1)
-            os.kill(llm.engine.pid, signal.SIGCONT)
+            os.kill(llm.ready.pid, signal.SIGCONT)
             assert len((await last(stream)).outputs[0].token_ids) == 1500
 
     run(hold())
@@ -211,7 +210,7 @@ from penstock import AsyncLLM
 
 async def main():
     async with AsyncLLM(num_gpu_blocks_override=200) as llm:
-        print(llm.engine.pid, flush=True)
+        print(llm.ready.pid, flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -3,49 +3,67 @@
 from __future__ import annotations
 
 import argparse
-import types
-import typing
 from typing import Any
 
 import msgspec
 
-from penstock.core.options import EngineOptions
+from penstock.core.settings import Setting, settings
+
+from .configuration import Configured, read
+
+TITLES = {
+    "model": "model options",
+    "engine": "engine options",
+    "server": "server options",
+    "log": "log options",
+}
+FOR_AN_ENGINE = ("model", "engine", "log")
 
 
-def add_options(parser: argparse.ArgumentParser, schema: type[msgspec.Struct] = EngineOptions) -> None:
-    """Give the parser a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``."""
-    group = parser.add_argument_group("engine options")
-    hints = typing.get_type_hints(schema, include_extras=True)
-    for field in msgspec.structs.fields(schema):
-        kind, meta = _unwrap(hints[field.name])
-        names = [f"--{field.name.replace('_', '-')}"] + ([f"--{field.name}"] if "_" in field.name else [])
-        shown = f"{meta.description} " if meta.description else ""
-        unit = (meta.extra or {}).get("unit")
-        given: dict[str, Any] = {"default": field.default, "dest": field.name}
-        given["help"] = f"{shown}({f'{unit}, ' if unit else ''}default: {_shown(field.default)})".replace("%", "%%")
-        if kind is bool:
-            given["action"] = argparse.BooleanOptionalAction
-            names = names[:1]
-        elif typing.get_origin(kind) is typing.Literal:
-            given["choices"] = typing.get_args(kind)
-        else:
-            given |= {"type": kind, "metavar": (unit or kind.__name__).upper()}
-        group.add_argument(*names, **given)
+def add_options(parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR_AN_ENGINE) -> None:
+    """Give the parser ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of options, which the environment and flags override"
+    )
+    for section in sections:
+        group = parser.add_argument_group(TITLES[section])
+        for setting in settings().values():
+            if setting.section == section:
+                _add(group, setting)
+
+
+def configure(args: argparse.Namespace) -> Configured:
+    """The whole configuration: defaults, file, environment, and the flags that were given.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    """
+    return read({name: getattr(args, name) for name in settings() if hasattr(args, name)}, args.config)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options among parsed arguments."""
-    return {field.name: getattr(args, field.name) for field in msgspec.structs.fields(EngineOptions)}
+    """What ``LLM`` and ``AsyncLLM`` take, ``model`` included."""
+    found = configure(args).configuration
+    return msgspec.structs.asdict(found.model) | msgspec.structs.asdict(found.engine)
 
 
-def _unwrap(hint: Any) -> tuple[Any, msgspec.Meta]:
-    """The type and what is known besides it of ``Annotated[type, Meta]``."""
-    kind, *notes = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-    if isinstance(kind, types.UnionType):
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    metas = [note for note in [*getattr(hint, "__metadata__", ()), *notes] if isinstance(note, msgspec.Meta)]
-    return kind, metas[0] if metas else msgspec.Meta()
+def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    names = [setting.flag] + ([f"--{setting.name}"] if "_" in setting.name else [])
+    unit = f"{setting.unit}, " if setting.unit else ""
+    shown = f"{setting.help} ({unit}default: {_shown(setting.default)})".replace("%", "%%")
+    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": setting.name, "help": shown}
+    if setting.kind is bool:
+        given["action"] = argparse.BooleanOptionalAction
+        names = names[:1]
+    elif setting.choices:
+        given["choices"] = setting.choices
+    elif setting.kind is tuple:
+        given |= {"nargs": "+", "action": "extend", "metavar": setting.name.rpartition("_")[2].upper()}
+    else:
+        given |= {"type": setting.kind, "metavar": (setting.unit or setting.kind.__name__).upper()}
+    group.add_argument(*names, **given)
 
 
 def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return " ".join(default) or "none"
     return "none" if default == "" else str(default)

@@ -5,35 +5,51 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
+from typing import Any
 
 from penstock import __version__
 from penstock.core import PenstockError
+from penstock.core.settings import nearest
 
 COMMANDS = {
+    "serve": "answer over HTTP, with OpenAI's API",
+    "chat": "talk to a model in the terminal",
     "generate": "continue a prompt, or answer a question with --chat",
-    "bench": "measure latency or throughput of a model on this machine",
+    "run-batch": "answer a file of requests in OpenAI's batch format",
+    "bench": "measure latency or throughput of a model or a server",
+    "config": "show every option, its value and where it comes from",
     "doctor": "tell what this machine has and which kernels run",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status. A wrong option or model is told in one sentence, with status 2."""
-    parser = argparse.ArgumentParser(prog="penstock", description="Serve large language models.")
+    parser = argparse.ArgumentParser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     arguments = sys.argv[1:] if arguments is None else arguments
+    parsers = {}
     for name, about in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        words = f"{about[0].upper()}{about[1:]}."
+        parsers[name] = commands.add_parser(name, help=about, description=words, allow_abbrev=False)
         if arguments[:1] == [name]:
-            import_module(f"penstock.cli.{name}").add_arguments(command)
-    args = parser.parse_args(arguments)
+            _module(name).add_arguments(parsers[name])
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = nearest(unknown[0].partition("=")[0], parsers[args.command]._option_string_actions)
+        print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
+        return 2
     try:
-        return int(import_module(f"penstock.cli.{args.command}").run(args))
+        return int(_module(args.command).run(args))
     except PenstockError as error:
         print(f"penstock {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _module(command: str) -> Any:
+    return import_module(f"penstock.cli.{command.replace('-', '_')}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ class Code(StrEnum):
 
     INVALID = "invalid"  # the request is wrong; sending it again will not help
     UNSUPPORTED = "unsupported"  # the request is right, but this build or model cannot do it
+    TOO_LARGE = "too_large"  # more bytes than are read
+    UNAUTHORIZED = "unauthorized"  # a key is missing or wrong
     NOT_FOUND = "not_found"  # a model, adapter or request of that name is not here
     OVERLOADED = "overloaded"  # the queue is full; later it may work
     TIMEOUT = "timeout"  # the deadline passed

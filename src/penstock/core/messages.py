@@ -61,4 +61,6 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The token that ended the sequence; it is the last of ``token_ids``."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
+    queued: float = 0.0
+    """Seconds from arrival until it ran for the first time; with the first token."""
     failure: Failure | None = None

@@ -71,7 +71,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """A model, where and in what it runs, and what its cache may take."""
 
-    model: Annotated[str, option("Folder of a Hugging Face checkpoint; empty for the model in the box.")] = ""
+    model: Annotated[
+        str, option("Folder of a Hugging Face checkpoint, or its name on the hub; nothing for the model in the box.")
+    ] = ""
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], option("How weights are read; dummy makes random ones.")
     ] = "auto"
@@ -109,3 +111,56 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """The scheduler's options are checked once the length is known."""
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model comes from, besides its name."""
+
+    tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
+    chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
+    revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
+    hf_token: Annotated[str, option("Token for the hub; nothing for the environment's HF_TOKEN.")] = ""
+    download_dir: Annotated[str, option("Where downloads are kept; nothing for Hugging Face's own cache.")] = ""
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may ask, where, and how much at a time."""
+
+    host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
+    port: Annotated[int, option("TCP port; 0 takes any that is free.", ge=0, le=65535)] = 8000
+    served_model_name: Annotated[
+        tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
+    ] = ()
+    api_server_count: Annotated[int, option("Processes that speak HTTP.", ge=1)] = 1
+    api_key: Annotated[tuple[str, ...], option("Keys, of which a client must send one; none lets everybody in.")] = ()
+    max_concurrency: Annotated[
+        int, option("Requests that one HTTP process has open at the same time; more are refused.", ge=1)
+    ] = 4096
+    request_timeout: Annotated[float, option("Time a request may take; 0 is any.", "seconds", ge=0)] = 0.0
+    client_timeout: Annotated[
+        float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
+    ] = 60.0
+    timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
+    max_body_size: Annotated[int, option("Of a request.", "bytes", ge=1)] = 32 * 2**20
+    max_header_size: Annotated[int, option("Of a request's headers together.", "bytes", ge=256)] = 64 * 2**10
+    ssl_certfile: Annotated[str, option("Certificate chain (PEM); with it the server speaks HTTPS.")] = ""
+    ssl_keyfile: Annotated[str, option("The certificate's private key (PEM).")] = ""
+    allowed_origins: Annotated[tuple[str, ...], option("Origins of web pages that may ask; * is any.")] = ("*",)
+
+
+class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written to standard error."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], option("Least level; debug shows health checks, too.")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], option("Lines for people, or a JSON object a line.")] = "text"
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """All there is to set, by section."""
+
+    model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
+    server: ServerOptions = ServerOptions()
+    log: LogOptions = LogOptions()

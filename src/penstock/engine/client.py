@@ -1,185 +1,157 @@
-"""The engine process as its clients see it: started, spoken to, watched, and started again when it dies."""
+"""A client of an engine process: requests go out, each step's deltas come in, and a death is known at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta
-from penstock.core.options import EngineOptions
 
 from . import wire
 
 logger = logging.getLogger(__name__)
 
-MOST_DEATHS, WITHIN = 3, 60.0
-"""An engine that dies so often within so many seconds is not started again."""
-LAST_WORDS_MS = 50
-"""Milliseconds to wait for what an engine sent before it ended."""
-TO_END = 10.0
-"""Seconds beyond the time to drain after which an engine that does not end is killed."""
-STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
+LAST_WORDS = 0.05
+"""Seconds to wait for what an engine sent before it ended."""
+STARTING = Failure(Code.UNAVAILABLE, "the engine is starting; try again soon")
+STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
 LOST = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
-GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
 
 
 class EngineClient:
-    """Starts an engine process and hands its deltas on.
+    """Speaks to the engine at an address: to whichever process serves there, one after the other.
+
+    To be used from one event loop only; nothing here waits but ``ready``.
 
     Args:
         deliver: called with each step's deltas for this client.
-        lost: called with the reason when the engine has died: every open request has ended with it.
+        lost: called with the reason when the engine is gone: every open request has ended with it.
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        deliver: Callable[[list[TokenDelta]], None],
-        lost: Callable[[Failure], None],
+        self, address: str, deliver: Callable[[list[TokenDelta]], None], lost: Callable[[Failure], None]
     ) -> None:
-        self._options = options
+        self._address = address
         self._deliver = deliver
         self._lost = lost
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
-        self._starts = 0
-        self._tasks: list[asyncio.Task[None]] = []
-        self._closing = False
-        self._running = False
-        self.failure: Failure | None = None
-        """Why there will be no engine any more."""
+        self._loop = asyncio.get_running_loop()
+        self._failure = STARTING
+        self.engine: wire.Ready | None = None
+        """The engine that serves now; None while there is none."""
+        self.stats = wire.Stats()
+        """As the engine told last, at most some seconds ago."""
+        self._found = asyncio.Event()
+        self._closed = False
+        self._connect()
+        self._beat()
 
-    async def start(self) -> wire.Ready:
-        """Start the process and wait until its model has loaded.
+    async def ready(self) -> wire.Ready:
+        """Wait until an engine serves."""
+        while self.engine is None:
+            await self._found.wait()
+        return self.engine
 
-        Raises ``PenstockError`` with the engine's own words where it cannot start.
-        """
-        try:
-            ready = await self._launch()
-        except BaseException:
-            self._process.kill()
-            self._socket.close(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        self._tasks = [asyncio.create_task(task()) for task in (self._watch, self._beat)]
-        return ready
+    def check(self) -> None:
+        """Raise ``PenstockError`` (``unavailable``) where no engine is there."""
+        if self.engine is None:
+            raise PenstockError.of(self._failure)
 
-    async def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Raises ``PenstockError`` (``unavailable``) where no engine is there to take it."""
-        if self.failure or self._closing or not self._running:
-            raise PenstockError.of(self.failure or (STOPPING if self._closing else LOST))
-        await self._send(wire.Add(request))
+        self.check()
+        self._send(wire.Add(request))
 
-    async def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """Cancel a request; one that has ended, be it with its engine, is no matter."""
-        await self._send(wire.Abort(request_id))
+        if self.engine:
+            self._send(wire.Abort(request_id))
 
-    async def stop(self, request_id: str, sequence: int) -> None:
+    def stop(self, request_id: str, sequence: int) -> None:
         """End a sequence whose text has come to a stop string."""
-        await self._send(wire.Stop(request_id, sequence))
+        if self.engine:
+            self._send(wire.Stop(request_id, sequence))
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def refuse(self, failure: Failure) -> None:
+        """Take no requests any more, and end what is open."""
+        self._failure, self.engine = failure, None
+        self._lost(failure)
 
-    async def close(self) -> int:
-        """Stop the engine, which lets what runs come to its end; returns its exit status."""
-        self._closing = True
-        self._process.terminate()
-        try:
-            status = await asyncio.to_thread(self._process.wait, self._options.drain_timeout + TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = await asyncio.to_thread(self._process.wait)
-        self._running = False
-        for task in (*self._tasks, self._listener):
-            task.cancel()
-        await asyncio.gather(*self._tasks, self._listener, return_exceptions=True)
-        while not self._socket.closed and await self._socket.poll(LAST_WORDS_MS):
-            self._hear(await self._socket.recv())
-        self._lost(STOPPING)
-        self._socket.close(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        return status
+    async def close(self) -> None:
+        await asyncio.sleep(LAST_WORDS)
+        self._hear()
+        self._closed = True
+        self._next_beat.cancel()
+        self._disconnect()
+        self.refuse(STOPPING)
 
     # --- One engine after the other ---------------------------------------------------------------------------------
 
-    async def _launch(self) -> wire.Ready:
-        self._starts += 1
-        address = f"ipc://{self._folder}/{self._starts}"
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    def _connect(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.engine.process", address], stdin=subprocess.PIPE, env=dict(os.environ)
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(self._options))
-        self._process.stdin.close()
-        await self._socket.send(wire.encode(wire.Hello()))
-        while not await self._socket.poll(100):
-            if self._process.poll() is not None:
-                raise PenstockError(
-                    Code.UNAVAILABLE, f"the engine ended with status {self._process.returncode} before it was ready"
-                )
-        answer = wire.decode_from_engine(await self._socket.recv())
-        if isinstance(answer, wire.Broken):
-            await asyncio.to_thread(self._process.wait)
-            raise PenstockError.of(answer.failure)
-        assert isinstance(answer, wire.Ready)
-        self._listener = asyncio.create_task(self._listen())
-        self._running = True
-        return answer
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(self._address)
+        self._loop.add_reader(self._socket.fileno(), self._hear)
+        self._pidfd = -1
 
-    async def _send(self, message: wire.ToEngine) -> None:
-        if self._running:
-            await self._socket.send(wire.encode(message))
+    def _disconnect(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
 
-    async def _listen(self) -> None:
-        while True:
-            self._hear(await self._socket.recv())
+    def _send(self, message: wire.ToEngine) -> None:
+        self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        self._loop.call_soon(self._hear)  # the socket's descriptor tells of changes only, and this may have hidden one
 
-    def _hear(self, message: bytes) -> None:
-        heard = wire.decode_from_engine(message)
-        if isinstance(heard, wire.Deltas):
-            self._deliver(heard.deltas)
+    def _beat(self) -> None:
+        self._next_beat = self._loop.call_later(wire.BEAT, self._beat)
+        self._send(wire.Beat() if self.engine else wire.Hello())
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(wire.BEAT)
-            await self._send(wire.Beat())
-
-    async def _watch(self) -> None:
-        """When the engine dies, fail what was open at once, then start another."""
-        while True:
-            status = await asyncio.to_thread(self._process.wait)
-            if self._closing:
+    def _hear(self) -> None:
+        while not self._socket.closed:
+            try:
+                heard = wire.decode_from_engine(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
                 return
-            self._running = False
-            self._listener.cancel()
-            logger.error("the engine (process %d) ended with status %d", self._process.pid, status)
-            self._lost(LOST)
-            while not self._running:
-                self._deaths.append(time.monotonic())
-                self._socket.close(linger=0)
-                if len(self._deaths) == MOST_DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN:
-                    self.failure = GONE
-                    return
-                try:
-                    await self._launch()
-                except Exception as error:
-                    logger.error("the engine could not be started again: %s", error)
+            match heard:
+                case wire.Deltas(deltas):
+                    self._deliver(deltas)
+                case wire.Stats():
+                    self.stats = heard
+                case wire.Ready() if self.engine is None and self._pidfd < 0:
+                    self._meet(heard)
+
+    def _meet(self, engine: wire.Ready) -> None:
+        try:
+            self._pidfd = os.pidfd_open(engine.pid)
+        except ProcessLookupError:
+            self._bury()
+            return
+        self._loop.add_reader(self._pidfd, self._mourn)
+        self.engine = engine
+        self._found.set()
+
+    def _mourn(self) -> None:
+        """The engine's process has ended; what it said last may still be on its way."""
+        self._loop.remove_reader(self._pidfd)
+        self._loop.call_later(LAST_WORDS, self._bury)
+
+    def _bury(self) -> None:
+        if self._closed:
+            return
+        self._hear()
+        self._disconnect()
+        self._found.clear()
+        self.stats = wire.Stats()
+        self.refuse(LOST)
+        self._connect()
+        self._send(wire.Hello())

@@ -46,6 +46,7 @@ class Engine:
         backend.set_threads(options.threads)
         self.fingerprint = f"{backend.fingerprint()}-{str(self.model.dtype).removeprefix('torch.')}"
         """What decides the bits of a result besides the model."""
+        self.batch_invariant = backend.BATCH_INVARIANT
         spec = self.model.kv_spec(options.block_size)
         blocks, host_blocks = count_blocks(options, spec, device), count_host_blocks(options, spec)
         self.scheduler = Scheduler(
@@ -69,7 +70,7 @@ class Engine:
             blocks,
             options.block_size,
             self.fingerprint,
-            "" if backend.BATCH_INVARIANT else "not ",
+            "" if self.batch_invariant else "not ",
         )
 
     def check(self, request: EngineRequest) -> None:

@@ -1,11 +1,14 @@
-"""The engine in a process of its own: ``python -m penstock.engine.process ADDRESS``, options on standard input.
+"""The engine in a process of its own: ``python -m penstock.engine.process ADDRESS``.
 
-It serves any number of clients over ZeroMQ. A client that falls silent loses its requests, and the engine does not
-outlive the process that started it. SIGTERM lets what runs come to its end, and exits with 0.
+It reads its options on standard input and writes one line on standard output when it is ready, or why it cannot be
+(``wire.Start``, ``wire.Report``). It serves any number of clients over ZeroMQ. A client that falls silent loses its
+requests, and the engine does not outlive the process that started it. SIGTERM lets what runs come to its end, and exits
+with 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -14,11 +17,12 @@ import sys
 import time
 from collections import defaultdict
 from types import FrameType
+from typing import BinaryIO
 
 import msgspec
 import zmq
 
-from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
+from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta, logs
 from penstock.core.options import EngineOptions
 
 from . import wire
@@ -35,13 +39,14 @@ MESSAGES_A_STEP = 256
 class Server:
     """An engine and the clients it serves."""
 
-    def __init__(self, address: str, options: EngineOptions) -> None:
+    def __init__(self, address: str, options: EngineOptions, report: BinaryIO) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._options = options
+        self._report = report
         self._heard: dict[bytes, float] = {}
         self._parent = os.getppid()
         self._stopping = False
@@ -56,17 +61,18 @@ class Server:
 
             self._engine = Engine(self._options)
         except PenstockError as error:
-            self._break(error.failure)
+            self._tell(wire.Broken(error.failure))
             raise SystemExit(2) from error
-        self._ready = wire.encode(
-            wire.Ready(
-                pid=os.getpid(),
-                max_model_len=self._engine.max_model_len,
-                vocabulary=self._engine.model.config.vocabulary,
-                blocks=self._engine.scheduler.device.total,
-                fingerprint=self._engine.fingerprint,
-            )
+        self._ready = wire.Ready(
+            pid=os.getpid(),
+            max_model_len=self._engine.max_model_len,
+            vocabulary=self._engine.model.config.vocabulary,
+            blocks=self._engine.scheduler.device.total,
+            block_size=self._options.block_size,
+            fingerprint=self._engine.fingerprint,
+            batch_invariant=self._engine.batch_invariant,
         )
+        self._tell(self._ready)
         while not self._finished():
             if self._receive(0 if self._engine.busy else IDLE_MS):
                 self._end_leases()
@@ -116,7 +122,7 @@ class Server:
     def _handle(self, client: bytes, message: wire.ToEngine) -> None:
         match message:
             case wire.Hello():
-                self._socket.send_multipart((client, self._ready))
+                self._socket.send_multipart((client, wire.encode(self._ready)))
             case wire.Add(request):
                 own = msgspec.structs.replace(request, request_id=_inside(client, request.request_id))
                 try:
@@ -130,7 +136,7 @@ class Server:
             case wire.Stop(request_id, sequence):
                 self._engine.stop(_inside(client, request_id), sequence)
             case wire.Beat():
-                pass
+                self._socket.send_multipart((client, wire.encode(self._stats())))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """To each client its own, in one message."""
@@ -150,14 +156,20 @@ class Server:
                 if _outside(request_id)[0] == client:
                     self._send(self._engine.abort(request_id))
 
-    def _break(self, failure: Failure) -> None:
-        """Tell the first client that asks why there is no engine."""
-        while os.getppid() == self._parent and not self._stopping:
-            if self._socket.poll(IDLE_MS):
-                client, _ = self._socket.recv_multipart()
-                self._socket.send_multipart((client, wire.encode(wire.Broken(failure))))
-                self._socket.close()
-                return
+    def _stats(self) -> wire.Stats:
+        scheduler = self._engine.scheduler
+        return wire.Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks=scheduler.device.total,
+            blocks_used=scheduler.device.used,
+            preemptions=scheduler.preemptions,
+        )
+
+    def _tell(self, report: wire.Report) -> None:
+        """Answer the process that started this one; it may have gone."""
+        with contextlib.suppress(BrokenPipeError), self._report:
+            self._report.write(msgspec.json.encode(report) + b"\n")
 
 
 def _inside(client: bytes, request_id: str) -> str:
@@ -179,9 +191,11 @@ def _refusal(request_id: str, sequences: int, failure: Failure) -> list[TokenDel
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineOptions)
-    Server(sys.argv[1], options).run()
+    report = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints is not to be taken for the report
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=wire.Start)
+    logs.set_up(start.logs, "engine")
+    Server(sys.argv[1], start.options, report).run()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import bisect
 import heapq
 import math
 import random
+import time
 from typing import NamedTuple
 
 import msgspec
@@ -347,8 +348,10 @@ class Scheduler:
             finished=finished,
             stop_token=stop_token,
             cached_tokens=sequence.cached or 0,
+            queued=sequence.queued,
         )
         sequence.prompt_logprobs = None
+        sequence.queued = 0.0
         if finished:
             self._end(sequence)
             self._forget_if_ended(sequence.request.request_id)
@@ -456,6 +459,7 @@ class Scheduler:
             sequence.host_blocks = []
         if sequence.cached is None:
             sequence.cached = place.start
+            sequence.queued = time.monotonic() - sequence.arrived
         sequence.computed = sequence.planned = place.start
         self._reserve(sequence, later)
         self.waiting.leave()

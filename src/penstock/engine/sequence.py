@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import Enum, auto
 
 from penstock.core import EngineRequest, Logprob
@@ -22,6 +23,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrived",
         "blocks",
         "cached",
         "chain",
@@ -34,6 +36,7 @@ class Sequence:
         "planned",
         "prompt_length",
         "prompt_logprobs",
+        "queued",
         "request",
         "reserved",
         "row",
@@ -73,6 +76,9 @@ class Sequence:
         """Names of its full blocks in the prefix cache (``prefix.extend``)."""
         self.cached: int | None = None
         """Prompt tokens whose keys and values were found there at first; None before it has run."""
+        self.arrived = time.monotonic()
+        self.queued = 0.0
+        """Seconds it waited at first, until they are told."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
         """Those of the prompt so far; None where they are not wanted or given already."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.core import EngineRequest, Failure, TokenDelta
+from penstock.core.options import EngineOptions, LogOptions
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -12,7 +13,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """The client is still there. Everything it says counts as this."""
+    """The client is still there. Everything it says counts as this; answered with ``Stats``."""
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
@@ -37,7 +38,20 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     max_model_len: int
     vocabulary: int
     blocks: int
+    block_size: int
     fingerprint: str
+    batch_invariant: bool
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """How the engine is doing."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    blocks_used: int = 0
+    preemptions: int = 0
+    """Since it started."""
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
@@ -53,11 +67,22 @@ class Deltas(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Hello | Beat | Add | Abort | Stop
-FromEngine = Ready | Broken | Deltas
+FromEngine = Ready | Stats | Deltas
+Report = Ready | Broken
+"""The one line of JSON that an engine writes on its standard output, for the process that started it."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_report = msgspec.json.Decoder(Report).decode
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What an engine process reads on its standard input."""
+
+    options: EngineOptions
+    logs: LogOptions
+
 
 BEAT = 1.0
 """Seconds between a client's beats."""

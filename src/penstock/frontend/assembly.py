@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
@@ -35,6 +36,8 @@ class Assembler:
         if output.finished:
             return None  # the engine was a step ahead of a stop string
         output.token_ids += delta.token_ids
+        if delta.token_ids:
+            self._note_times(delta)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.cached_tokens)
         if delta.logprobs is not None and output.logprobs is not None:
             output.logprobs += map(self._position, delta.logprobs)
@@ -58,6 +61,12 @@ class Assembler:
         for output in self.output.outputs:
             if not output.finished:
                 output.finish_reason, output.failure = FinishReason.ERROR, failure
+
+    def _note_times(self, delta: TokenDelta) -> None:
+        times = self.output.times
+        times.last_token = time.monotonic()
+        if times.first_token is None:
+            times.first_token, times.queued = times.last_token, delta.queued
 
     def _position(self, found: Sequence[EngineLogprob]) -> Position:
         def spelled(token_id: int) -> str:

@@ -14,6 +14,7 @@ from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
 from .assembly import Assembler
+from .hub import resolve
 from .options import engine_options
 from .outputs import RequestOutput, Score
 from .prompts import Messages, Preparer, Prompt
@@ -29,19 +30,31 @@ class LLM:
     'The capital of Canada is Ottawa.'
 
     Args:
-        model: folder of a Hugging Face checkpoint; nothing for the model in the box.
+        model: folder of a Hugging Face checkpoint, or its name on the hub; nothing for the model in the box.
         tokenizer: folder to take the tokenizer from, where it is another.
         chat_template: a template to use instead of the checkpoint's.
+        revision: branch, tag or commit on the hub.
+        hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
+        download_dir: where downloads are kept; by default Hugging Face's own cache.
         options: ``EngineOptions`` by name.
 
     Raises ``PenstockError`` with one sentence where options or checkpoint do not allow a start.
     """
 
     def __init__(
-        self, model: str | Path = "", *, tokenizer: str | Path = "", chat_template: str | None = None, **options: Any
+        self,
+        model: str | Path = "",
+        *,
+        tokenizer: str | Path = "",
+        chat_template: str | None = None,
+        revision: str = "",
+        hf_token: str = "",
+        download_dir: str = "",
+        **options: Any,
     ) -> None:
-        self.options = engine_options({"model": str(model)} | options)
-        self._preparer = Preparer(model, tokenizer, chat_template)
+        folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
+        self.options = engine_options({"model": str(folder)} | options)
+        self._preparer = Preparer(folder, tokenizer, chat_template)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
+from penstock.core.settings import nearest
 
 
 def engine_options(given: Mapping[str, Any]) -> EngineOptions:
@@ -17,8 +17,7 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
     known = [field.name for field in msgspec.structs.fields(EngineOptions)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise invalid(name, f"no such option{f'; did you mean {near[0]}?' if near else ''}")
+            raise invalid(name, f"no such option{nearest(name, known)}")
     try:
         return msgspec.convert(given, EngineOptions)
     except msgspec.ValidationError as error:

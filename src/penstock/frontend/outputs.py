@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from penstock.core import Failure, PenstockError
@@ -41,6 +42,17 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class Times:
+    """When it happened, in seconds on the monotonic clock."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    last_token: float | None = None
+    queued: float = 0.0
+    """Seconds until it ran for the first time."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A request with all its sequences so far."""
 
@@ -51,6 +63,7 @@ class RequestOutput:
     prompt_logprobs: list[Position | None] | None = None
     """For each prompt token; None for the first, which nothing predicts."""
     num_cached_tokens: int = 0
+    times: Times = field(default_factory=Times)
 
     @property
     def finished(self) -> bool:

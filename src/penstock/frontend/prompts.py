@@ -27,18 +27,21 @@ class Preparer:
     Args:
         model: folder of the checkpoint; nothing for the model in the box.
         tokenizer: another folder to take the tokenizer from.
+        chat_template: a template to use instead of the checkpoint's, or a file that holds one.
     """
 
     def __init__(self, model: str | Path = "", tokenizer: str | Path = "", chat_template: str | None = None) -> None:
         folder = Path(model) if model else demo.CHAT
-        self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, chat_template)
+        self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, _template(chat_template))
         self._defaults = read_defaults(folder, self.tokenizer)
 
     def default_sampling(self) -> SamplingParams:
         """How the model's makers sample."""
         return SamplingParams(**self._defaults.sampling)
 
-    def request(self, request_id: str, prompt: Prompt, sampling: SamplingParams | None, priority: int = 0) -> Assembler:
+    def request(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams | None, priority: int = 0, cache_salt: str = ""
+    ) -> Assembler:
         """The request for the engine, in the assembler that will put its output together."""
         sampling = sampling or self.default_sampling()
         text, token_ids = self._prompt(prompt)
@@ -51,6 +54,7 @@ class Preparer:
             sampling=sampling,
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
+            cache_salt=cache_salt,
         )
         return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None)
 
@@ -75,6 +79,16 @@ class Preparer:
         if not isinstance(token_ids, Sequence):
             raise invalid("prompt", "must be text, token ids, or a mapping with prompt or prompt_token_ids")
         return text, list(token_ids)
+
+
+def _template(given: str | None) -> str | None:
+    """The template itself; a text with its marks is no file's name."""
+    if not given or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise invalid("chat_template", f"{given} cannot be read: {error.strerror}") from error
 
 
 def _checked(request: EngineRequest) -> EngineRequest:

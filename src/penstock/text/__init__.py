@@ -4,5 +4,6 @@ from .detokenizer import Detokenizer
 from .stops import StopStrings
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
+from .tool_calls import ToolCall, ToolCalls
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer", "ToolCall", "ToolCalls"]

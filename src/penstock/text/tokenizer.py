@@ -13,6 +13,7 @@ from penstock.core.errors import invalid
 from . import files
 from .detokenizer import Detokenizer
 from .template import ChatTemplate
+from .tool_calls import OPEN
 from .vocabulary import token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -74,6 +75,11 @@ class Tokenizer:
         if self._template_source is None:
             raise invalid("chat_template", "this model has none: name one, or use plain completions")
         return ChatTemplate(self._template_source, self.special)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the chat template teaches the model to call tools in the form that ``ToolCalls`` reads."""
+        return OPEN in (self._template_source or "")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """A conversation as text, see ``ChatTemplate.render``."""

@@ -1,4 +1,4 @@
-"""``penstock bench``: how fast a model runs here, with random prompts and nothing else on the way."""
+"""``penstock bench latency|throughput``: how fast a model runs here, with random prompts and nothing on the way."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import time
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from .flags import add_options, options_of
+from ..flags import add_options, options_of
 
 if TYPE_CHECKING:
     from penstock.frontend.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=["latency", "throughput"], help="one batch at a time, or all prompts at once")
     parser.add_argument("--input-len", type=int, default=128, help="tokens a prompt has (default: 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens to generate for each (default: 64)")
     parser.add_argument("--batch-size", type=int, default=1, help="latency: sequences at the same time (default: 1)")

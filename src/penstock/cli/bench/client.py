@@ -1,0 +1,166 @@
+"""One streamed request, measured as its client sees it, and many of them sent in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from penstock.core import Code, PenstockError
+
+from . import prompts
+from .events import DONE, Chunk, EventReader, decode_chunk, error_message
+from .sample import Outcome, Sample
+from .workload import Request
+
+AHEAD = 0.5  # seconds before its time that a request's prompt is made
+CONNECT_TIMEOUT = 30.0  # seconds; answers may take as long as they like
+KEEPALIVE = 3.0  # seconds; servers close idle connections (uvicorn after 5), and what is sent just then is lost
+
+
+class Client:
+    """Sends requests to one model at one address.
+
+    Args:
+        base_url: the server's, without ``/v1``.
+        endpoint: ``/v1/completions`` gets prompts as token ids, anything that ends in ``/chat/completions`` as words.
+        body: fields that every request has besides prompt, length and streaming.
+        headers: sent with every request.
+        seed: of the prompts' content.
+        vocab_size: token ids stay below it.
+    """
+
+    def __init__(
+        self, base_url: str, endpoint: str, body: dict[str, Any], headers: dict[str, str], seed: int, vocab_size: int
+    ) -> None:
+        self.url = base_url + endpoint
+        self._base_url = base_url
+        self._chat = endpoint.endswith("/chat/completions")
+        self._body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        self._seed, self._vocab_size = seed, vocab_size
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
+            headers={"Content-Type": "application/json"} | headers,
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def find_model(self) -> str:
+        """Ask for the first of ``/v1/models``, if the body names none; returns the model's name.
+
+        Raises:
+            PenstockError: nothing answers there, or no list of models.
+        """
+        if "model" not in self._body:
+            url = f"{self._base_url}/v1/models"
+            try:
+                async with self._session.get(url) as response:
+                    answer = await response.read()
+                self._body["model"] = msgspec.json.decode(answer)["data"][0]["id"]
+            except (aiohttp.ClientError, OSError) as error:
+                raise PenstockError(Code.UNAVAILABLE, f"no server answers at {self._base_url}: {error}") from error
+            except (msgspec.DecodeError, LookupError, TypeError) as error:
+                said = f"{url} lists no model, name one with --model: {response.status} {error_message(answer)}"
+                raise PenstockError(Code.NOT_FOUND, said) from error
+        return str(self._body["model"])
+
+    async def send_all(
+        self, requests: Sequence[Request], concurrency: int, tell: Callable[[Sample], object] = lambda _: None
+    ) -> list[Sample]:
+        """Send each when it is due, or as soon after as fewer than ``concurrency`` are running; 0 is no limit.
+
+        Args:
+            tell: called with each sample when it is complete.
+
+        Returns:
+            The samples in the order of the requests.
+        """
+        begun = time.perf_counter()
+        samples: list[Sample] = [Sample(request.input_len) for request in requests]
+        queue = iter(zip(requests, samples, strict=True))
+
+        async def work() -> None:
+            for request, sample in queue:
+                sample.due = max(request.at, time.perf_counter() - begun)
+                await _sleep_until(begun + sample.due - AHEAD)
+                body = self._encode(request)
+                await _sleep_until(begun + sample.due)
+                await self._measure(body, sample, begun)
+                tell(sample)
+
+        await asyncio.gather(*[work() for _ in range(min(concurrency or len(requests), len(requests)))])
+        return samples
+
+    def _encode(self, request: Request) -> bytes:
+        content: dict[str, Any]
+        if self._chat:
+            content = {"messages": [{"role": "user", "content": prompts.words(request.pieces, self._seed)}]}
+        else:
+            content = {"prompt": prompts.ids(request.pieces, self._seed, self._vocab_size)}
+        return msgspec.json.encode(self._body | content | {"max_tokens": request.output_len})
+
+    async def _measure(self, body: bytes, sample: Sample, begun: float) -> None:
+        sample.sent = time.perf_counter() - begun
+        try:
+            async with self._session.post(self.url, data=body) as response:
+                if response.status == 200:
+                    await _listen(response, sample, begun)
+                else:
+                    sample.outcome = Outcome.REFUSED if response.status in (429, 503) else Outcome.FAILED
+                    sample.reason = f"{response.status} {error_message(await response.read())}"
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            sample.outcome, sample.reason = Outcome.FAILED, str(error) or type(error).__name__
+        if sample.outcome is not Outcome.OK:
+            sample.last = time.perf_counter() - begun
+
+
+async def _listen(response: aiohttp.ClientResponse, sample: Sample, begun: float) -> None:
+    """Read the answer to its end, which is a finish reason: a stream that stops without one failed."""
+    reader, finished = EventReader(), False
+    async for received in response.content.iter_any():
+        now = time.perf_counter() - begun
+        for payload in reader.feed(received):
+            if payload == DONE:
+                continue
+            chunk = decode_chunk(payload)
+            if chunk.error:
+                sample.reason = error_message(payload)
+                return
+            finished |= _note(chunk, sample, now)
+    if not finished:
+        sample.reason = "the stream stopped before its end"
+        return
+    if not sample.counted:
+        sample.output_tokens = len(sample.chunks)
+    sample.outcome = Outcome.OK
+
+
+def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
+    """Add what came at this moment to the sample; returns whether a finish reason was in it."""
+    if chunk.usage is not None:
+        details = chunk.usage.prompt_tokens_details
+        sample.counted = True
+        sample.input_tokens, sample.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        sample.cached_tokens = (details and details.cached_tokens) or 0
+    finished = False
+    for choice in chunk.choices:
+        finished |= choice.finish_reason is not None
+        sample.last = now
+        if choice.says or (finished and not sample.chunks):  # an answer whose tokens are no text ends all the same
+            sample.chunks.append(now)
+    return finished
+
+
+async def _sleep_until(moment: float) -> None:
+    seconds = moment - time.perf_counter()
+    if seconds > 0:
+        await asyncio.sleep(seconds)

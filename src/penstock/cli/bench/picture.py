@@ -1,0 +1,93 @@
+"""A load in one picture: how latencies are distributed, and what went on when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+from .report import latencies, running, token_rate
+from .sample import Outcome, Sample
+
+PANELS = {
+    "ttft": ("Time to first token (TTFT)", "requests"),
+    "itl": ("Inter-token latency (ITL)", "gaps between chunks"),
+    "e2el": ("End-to-end latency (E2EL)", "requests"),
+}
+LINE, QUIET, LIMIT = "#1f5fa8", "#8a8a8a", "#c0392b"
+INTERVALS = 80  # along the time axis, unless they were shorter than SHORTEST
+SHORTEST = 0.1  # seconds
+
+
+def draw(samples: Sequence[Sample], goodput: Mapping[str, float], title: str, path: Path) -> None:
+    """Write the picture; its kind is the path's suffix.
+
+    Args:
+        samples: of all requests, at least one of which went well.
+        goodput: milliseconds promised by metric, drawn where that metric is.
+    """
+    good = [sample for sample in samples if sample.outcome is Outcome.OK]
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left")
+    grid = figure.add_gridspec(3, 3, height_ratios=[2, 1, 1])
+    for column, metric in enumerate(PANELS):
+        _distribution(figure.add_subplot(grid[0, column]), metric, latencies(good, metric), goodput.get(metric))
+    above = figure.add_subplot(grid[1, :])
+    _course(above, figure.add_subplot(grid[2, :], sharex=above), good)
+    figure.savefig(path, dpi=120)
+
+
+def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | None) -> None:
+    """The share of values up to each, on a scale that shows the tail too."""
+    title, things = PANELS[metric]
+    axes.set_xlabel("milliseconds")
+    axes.set_ylabel(f"share of {things}")
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    _bare(axes)
+    values = np.sort(values[values > 0])  # chunks that came together have no gap that a logarithm could show
+    if not len(values):
+        axes.set_title(f"{title}\nnone", loc="left", fontsize="medium")
+        return
+    middle, tail = np.percentile(values, [50, 99])
+    axes.set_title(f"{title}\np50 {middle:,.3g}, p99 {tail:,.3g} ms", loc="left", fontsize="medium")
+    axes.plot(values, np.arange(1, len(values) + 1) / len(values), color=LINE, drawstyle="steps-post")
+    axes.plot([middle, tail], [0.5, 0.99], "o", color=LINE, markersize=4)
+    if values[-1] > 10 * values[0]:  # within one power of ten a logarithmic scale has hardly a number to show
+        axes.set_xlabel("milliseconds (log scale)")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if values[-1] < 500 * values[0] else (1,)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    if limit is not None:
+        axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1)
+        kept = f"{np.mean(values <= limit):.0%} within {limit:,g} ms"
+        axes.set_title(kept, loc="right", fontsize="small", color=LIMIT)
+
+
+def _course(above: Any, below: Any, good: Sequence[Sample]) -> None:
+    """Running requests and output over time, one under the other."""
+    moments, counts = running(good)
+    above.step(moments, counts, where="post", color=LINE, linewidth=1)
+    above.fill_between(moments, counts, step="post", color=LINE, alpha=0.15)
+    above.set_title("Running requests", loc="left", fontsize="medium")
+    above.tick_params(labelbottom=False)
+    width = max(moments[-1] / INTERVALS, SHORTEST)
+    rates = token_rate(good, width)
+    below.stairs(rates, np.arange(len(rates) + 1) * width, color=LINE, fill=True, alpha=0.6)
+    below.set_title("Output tokens a second", loc="left", fontsize="medium")
+    below.set_xlabel("seconds since the load began")
+    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    for axes in (above, below):
+        _bare(axes)
+        axes.set_ylim(bottom=0)
+    below.set_xlim(0, max(moments[-1], len(rates) * width))
+
+
+def _bare(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=QUIET, alpha=0.25, linewidth=0.6)

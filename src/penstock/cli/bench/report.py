@@ -1,0 +1,137 @@
+"""Figures of a load, under the names that vLLM's benchmark gives them, and the table people read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .sample import Outcome, Sample
+
+BUSY = 0.9  # of a core, from where on a client of one thread measures itself
+LATE = 50.0  # milliseconds, likewise
+
+
+def latencies(samples: Sequence[Sample], metric: str) -> np.ndarray:
+    """Milliseconds of a metric: one a request, but for ``itl`` one a gap between chunks.
+
+    ``tpot`` leaves out answers of a single token, which have no gap to tell of.
+    """
+    if metric == "itl":
+        gaps = [np.diff(sample.chunks) for sample in samples]
+        return np.concatenate(gaps) * 1e3 if gaps else np.empty(0)
+    counted = [sample for sample in samples if metric != "tpot" or sample.output_tokens > 1]
+    return np.array([getattr(sample, metric) for sample in counted]) * 1e3
+
+
+def running(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Moments (s) at which the number of running requests changes, and the number from then on."""
+    moments = np.array([s.sent for s in samples] + [s.last for s in samples])
+    steps = np.repeat([1, -1], len(samples))
+    order = np.lexsort((steps, moments))  # at one moment, first those that end
+    return moments[order], np.cumsum(steps[order])
+
+
+def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
+    """Output tokens a second in each interval of ``width`` seconds from the start of the load on.
+
+    A request's tokens are shared evenly among its chunks.
+    """
+    moments = np.concatenate([np.asarray(s.chunks) for s in samples])
+    shares = np.concatenate([np.full(len(s.chunks), s.output_tokens / len(s.chunks)) for s in samples])
+    rates: np.ndarray = np.bincount((moments / width).astype(int), shares) / width
+    return rates
+
+
+def meets(sample: Sample, goodput: Mapping[str, float]) -> bool:
+    """Whether an answer kept every promise, given in milliseconds by metric."""
+    return all(getattr(sample, metric) * 1e3 <= limit for metric, limit in goodput.items())
+
+
+def figures(
+    samples: Sequence[Sample], percentiles: Sequence[float], metrics: Sequence[str], goodput: Mapping[str, float]
+) -> dict[str, Any]:
+    """What there is to know of a load, by name. Throughput is over the time until the last answer ended.
+
+    Args:
+        samples: of all requests, at least one of which went well.
+        percentiles: of each metric, between 0 and 100.
+        metrics: those that are told besides throughput, of ttft, tpot, itl and e2el.
+        goodput: milliseconds that a request may take by metric, to count in ``request_goodput``.
+    """
+    good = [sample for sample in samples if sample.outcome is Outcome.OK]
+    outcomes = Counter(sample.outcome for sample in samples)
+    seconds = max(sample.last for sample in samples)
+    taken, made = sum(s.input_tokens for s in good), sum(s.output_tokens for s in good)
+    found: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(good),
+        "refused": outcomes[Outcome.REFUSED],
+        "failed": outcomes[Outcome.FAILED],
+        "errors": dict(Counter(s.reason for s in samples if s.reason).most_common()),
+        "without_usage": sum(not s.counted for s in good),
+        "total_input_tokens": taken,
+        "total_cached_tokens": sum(s.cached_tokens for s in good),
+        "total_output_tokens": made,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": made / seconds,
+        "total_token_throughput": (taken + made) / seconds,
+        "max_output_tokens_per_s": token_rate(good, 1.0).max(),
+        "max_concurrent_requests": int(running(good)[1].max()),
+        "p99_send_lag_ms": float(np.percentile([(s.sent - s.due) * 1e3 for s in samples], 99)),
+    }
+    if goodput:
+        found["request_goodput"] = sum(meets(sample, goodput) for sample in good) / seconds
+    for metric in metrics:
+        found |= _summary(metric, latencies(good, metric), percentiles)
+    return found
+
+
+def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Nothing but nulls where no answer had a second token."""
+    names = [f"mean_{metric}_ms", f"median_{metric}_ms", *(f"p{p:g}_{metric}_ms" for p in percentiles)]
+    if not len(values):
+        return dict.fromkeys(names)
+    told = [values.mean(), *np.percentile(values, [50, *percentiles])]
+    return {name: float(value) for name, value in zip(names, told, strict=True)}
+
+
+def table(found: Mapping[str, Any], percentiles: Sequence[float], metrics: Sequence[str]) -> str:
+    """The figures for people."""
+    lines = [f"{name:<20} {value}" for name, value in _overview(found)]
+    heads = ["mean", "median", *(f"p{p:g}" for p in percentiles)]
+    lines += ["", f"{'milliseconds':<20}" + "".join(f"{head:>11}" for head in heads)]
+    for metric in metrics:
+        cells = [found[f"{head}_{metric}_ms"] for head in heads]
+        lines.append(f"{metric.upper():<20}" + "".join(f"{'–' if c is None else f'{c:,.2f}':>11}" for c in cells))
+    return "\n".join([*lines, *_notes(found)])
+
+
+def _overview(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    refused, failed = (f", {found[name]:,} {name}" if found[name] else "" for name in ("refused", "failed"))
+    cached = f", {found['total_cached_tokens']:,} of them cached" if found["total_cached_tokens"] else ""
+    goodput = f", {found['request_goodput']:,.2f} within limits" if "request_goodput" in found else ""
+    best, most = found["max_output_tokens_per_s"], found["max_concurrent_requests"]
+    return [
+        ("model", found["model_id"]),
+        ("requests", f"{found['completed']:,} ok{refused}{failed}, at most {most:,} running"),
+        ("duration", f"{found['duration']:,.2f} s"),
+        ("input", f"{found['total_input_tokens']:,} tokens{cached}"),
+        ("output", f"{found['total_output_tokens']:,} tokens"),
+        ("request throughput", f"{found['request_throughput']:,.2f} requests/s{goodput}"),
+        ("output throughput", f"{found['output_throughput']:,.1f} tokens/s, {best:,.1f} in the best second"),
+        ("total throughput", f"{found['total_token_throughput']:,.1f} tokens/s"),
+        ("client", f"{found['client_cpu']:.0%} of a core, sent {found['p99_send_lag_ms']:,.1f} ms late (p99)"),
+    ]
+
+
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    """What puts figures in doubt."""
+    notes = [f"{count:,} × {reason}" for reason, count in list(found["errors"].items())[:3]]
+    if found["without_usage"]:
+        notes.append(f"{found['without_usage']:,} answers came without usage: their chunks were counted for tokens")
+    if found["client_cpu"] > BUSY or found["p99_send_lag_ms"] > LATE:
+        notes.append("the client could not keep up: part of these times is its own")
+    return ["", *notes] if notes else []

@@ -1,0 +1,155 @@
+"""``penstock bench startup``: from the command to the first token, on a port of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from typing import IO
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.core.settings import settings
+
+from ..flags import add_options
+from .events import DONE, EventReader, decode_chunk, error_message
+from .values import integer_from
+
+HOST = "127.0.0.1"
+PAUSE = 0.01  # seconds between two knocks
+KNOCK_TIMEOUT = 5.0  # seconds
+STOP_TIMEOUT = 60.0  # seconds from SIGTERM to the end, with nothing running
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-iters",
+        type=integer_from(1),
+        default=3,
+        metavar="N",
+        help="starts, the first maybe cold (default: 3)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start servers one after another and tell the seconds they took."""
+    flags = _flags(args)
+    starts = [_start(flags) for _ in range(args.num_iters)]
+    first, *others = starts
+    median = {name: statistics.median(start[name] for start in others) for name in first} if others else None
+    if args.json:
+        figures = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts}
+        json.dump(figures, sys.stdout, indent=1)
+        print()
+        return 0
+    print(f"{'seconds until':<16}{'first':>8}" + (f"{f'median of {len(others)} more':>20}" if median else ""))
+    for name, seconds in first.items():
+        print(f"{name:<16}{seconds:>8.3f}" + (f"{median[name]:>20.3f}" if median else ""))
+    return 0
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    """The options that were given, as flags again."""
+    flags = ["--config", args.config] if args.config else []
+    for name, setting in settings().items():
+        if not hasattr(args, name):
+            continue
+        value = getattr(args, name)
+        if setting.kind is bool:
+            flags.append(setting.flag if value else f"--no-{setting.flag.removeprefix('--')}")
+        else:
+            flags += [setting.flag, *map(str, value if setting.kind is tuple else [value])]
+    return flags
+
+
+def _start(flags: list[str]) -> dict[str, float]:
+    """Seconds from the command until the port answers, until the engine serves, and until it said something."""
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile() as log, Server(flags, log) as server:
+        moments = {"http": server.wait_for(200, 503), "ready": server.wait_for(200), "first_token": server.speak()}
+    return {name: moment - begun for name, moment in moments.items()}
+
+
+class Server:
+    """A server process. Leaving it ends the process with SIGTERM, as a service manager does.
+
+    Raises:
+        PenstockError: it ended too early, answers with an error, or does not end as it should.
+    """
+
+    def __init__(self, flags: list[str], log: IO[bytes]) -> None:
+        with socket.create_server((HOST, 0)) as free:
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--host", HOST, "--port", str(self.port)]
+        self._log = log
+        self._process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()
+            self._process.wait()
+            return
+        self._process.terminate()
+        try:
+            status = self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            self._process.wait()
+            raise self._failure(f"still ran {STOP_TIMEOUT:g} s after SIGTERM") from error
+        if status:
+            raise self._failure(f"ended with status {status} after SIGTERM")
+
+    def wait_for(self, *statuses: int) -> float:
+        """Knock until ``/ready`` answers with one of these; returns the moment."""
+        while self._process.poll() is None:
+            try:
+                with closing(self._connect(KNOCK_TIMEOUT)) as connection:
+                    connection.request("GET", "/ready")
+                    if connection.getresponse().status in statuses:
+                        return time.perf_counter()
+            except (OSError, http.client.HTTPException):
+                pass  # not listening yet
+            time.sleep(PAUSE)
+        raise self._failure(f"ended with status {self._process.returncode} before it was ready")
+
+    def speak(self) -> float:
+        """Ask for one token; returns the moment it came."""
+        with closing(self._connect(None)) as connection:
+            connection.request("GET", "/v1/models")
+            models = self._checked(connection.getresponse()).read()
+            body = {"model": msgspec.json.decode(models)["data"][0]["id"], "prompt": "Hello", "max_tokens": 1}
+            body |= {"temperature": 0, "stream": True}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response, reader = self._checked(connection.getresponse()), EventReader()
+            while received := response.read1(1 << 16):
+                if any(payload != DONE and decode_chunk(payload).choices for payload in reader.feed(received)):
+                    return time.perf_counter()
+        raise self._failure("answered without a token")
+
+    def _checked(self, response: http.client.HTTPResponse) -> http.client.HTTPResponse:
+        if response.status != 200:
+            raise self._failure(f"answered {response.status} {error_message(response.read())}")
+        return response
+
+    def _connect(self, timeout: float | None) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(HOST, self.port, timeout=timeout)
+
+    def _failure(self, what: str) -> PenstockError:
+        """With the last line it logged, which says why if any does."""
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip()
+        why = f": {said.splitlines()[-1]}" if said else ""
+        return PenstockError(Code.UNAVAILABLE, f"the server {what}{why}")

@@ -1,0 +1,86 @@
+"""What values of flags may be, checked as they are read. Argparse names a function in the error it makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+PROMISES = ("ttft", "tpot", "e2el")  # what a single request can be held to
+
+
+def integer_from(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return value
+
+    return integer
+
+
+def number(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return value
+
+
+def share(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
+    return value
+
+
+def pair_of(mark: str) -> Callable[[str], tuple[str, str]]:
+    def pair(text: str) -> tuple[str, str]:
+        key, found, value = text.partition(mark)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text} has no {mark}")
+        return key, value
+
+    return pair
+
+
+def promise(text: str) -> tuple[str, float]:
+    metric, limit = pair_of(":")(text)
+    if metric not in PROMISES:
+        raise argparse.ArgumentTypeError(f"{metric} is none of {', '.join(PROMISES)}")
+    return metric, number(limit)
+
+
+def metrics(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(METRICS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join(METRICS)}")
+    return [metric for metric in METRICS if metric in text.split(",")]
+
+
+def percentiles(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if not all(0 <= value <= 100 for value in values):
+        raise argparse.ArgumentTypeError("must be between 0 and 100")
+    return values
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def writable(text: str) -> Path:
+    """Asked before the load, so that an hour's figures are not lost for want of a folder."""
+    path = Path(text)
+    if text != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def drawable(text: str) -> Path:
+    path = writable(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is none of .png, .svg, .pdf")
+    return path

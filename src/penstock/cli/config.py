@@ -1,0 +1,72 @@
+"""``penstock config``: every option, its value, and where the value comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from penstock.core.settings import Setting, settings
+
+from .configuration import Configured
+from .flags import TITLES, add_options, configure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print as JSON: value, source, unit and help of each option")
+    form.add_argument("--yaml", action="store_true", help="print a file for --config, with every option")
+    add_options(parser, tuple(TITLES))
+
+
+def run(args: argparse.Namespace) -> int:
+    configured = configure(args)
+    if args.json:
+        json.dump(_as_json(configured), sys.stdout, indent=1)
+        print()
+    elif args.yaml:
+        _print_yaml(configured)
+    else:
+        _print_table(configured)
+    return 0
+
+
+def value_of(configured: Configured, setting: Setting) -> Any:
+    """Its value, or only that there is one where it is secret."""
+    value = getattr(getattr(configured.configuration, setting.section), setting.name)
+    return "***" if setting.secret and value else value
+
+
+def _print_table(configured: Configured) -> None:
+    rows = [(s, f"{value_of(configured, s)!s}") for s in settings().values()]
+    width = max(len(value) for _, value in rows)
+    section = ""
+    for setting, value in rows:
+        if setting.section != section:
+            section = setting.section
+            print(f"\n{TITLES[section]}" if section != "model" else TITLES[section])
+        print(f"  {setting.name:<28} {value:<{width}}  {configured.sources[setting.name]}")
+
+
+def _as_json(configured: Configured) -> dict[str, Any]:
+    return {
+        setting.name: {
+            "value": value_of(configured, setting),
+            "source": configured.sources[setting.name],
+            "unit": setting.unit,
+            "help": setting.help,
+        }
+        for setting in settings().values()
+    }
+
+
+def _print_yaml(configured: Configured) -> None:
+    section = ""
+    for setting in settings().values():
+        if setting.section != section:
+            section = setting.section
+            print(f"{section}:")
+        unit = f" ({setting.unit})" if setting.unit else ""
+        print(f"  # {setting.help}{unit}")
+        print(f"  {setting.name}: {json.dumps(value_of(configured, setting))}")

@@ -1,0 +1,98 @@
+"""Where options come from, in rising precedence: defaults, a YAML file, the environment, the command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.core.options import Configuration
+from penstock.core.settings import nearest, settings
+
+logger = logging.getLogger(__name__)
+
+SECTIONS = tuple(Configuration.__struct_fields__)
+Given = Iterator[tuple[str, Any, str]]
+"""Names and values with where each was found."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A configuration, and where each of its values was found."""
+
+    configuration: Configuration
+    sources: Mapping[str, str]
+    """By name: ``default``, the file, the environment's name or the flag."""
+
+
+def read(flags: Mapping[str, Any], file: str | Path | None, environment: Mapping[str, str] = os.environ) -> Configured:
+    """Put a configuration together.
+
+    Args:
+        flags: values given on the command line, by name.
+        file: of YAML: options by name, with ``_`` or ``-``, at the top or under their section's name.
+        environment: ``PENSTOCK_`` and the name in capitals; several values with commas between them.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    """
+    known = settings()
+    given: list[tuple[str, Any, str]] = [*_of_file(file), *_of(environment)]
+    given += [(name, value, known[name].flag) for name, value in flags.items()]
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(known, "default")
+    for name, value, source in given:
+        try:
+            values[name] = msgspec.convert(value, known[name].annotated, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid(name, f"{error}, in {source}") from error
+        sources[name] = source
+    parts: dict[str, Any] = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        parts[known[name].section][name] = value
+    hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
+    return Configured(Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS}), sources)
+
+
+def _of_file(file: str | Path | None) -> Given:
+    if file is None:
+        return
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise invalid("config", f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict | None):
+        raise invalid("config", f"{file} does not hold options by name")
+    yield from _flat(found or {}, str(file))
+
+
+def _flat(found: Mapping[Any, Any], file: str) -> Given:
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name in SECTIONS and isinstance(value, dict):
+            yield from _flat(value, file)
+        elif name not in settings():
+            raise invalid(str(key), f"no such option, in {file}{nearest(name, settings())}")
+        elif value is not None:
+            yield name, [value] if settings()[name].kind is tuple and not isinstance(value, list) else value, file
+
+
+def _of(environment: Mapping[str, str]) -> Given:
+    names = {setting.variable: setting.name for setting in settings().values()}
+    for variable, text in sorted(environment.items()):
+        if variable not in names:
+            if variable.startswith("PENSTOCK_") and (hint := nearest(variable, names)):
+                logger.warning("%s in the environment is no option%s", variable, hint)
+            continue
+        if text.startswith("tcp://"):  # what Kubernetes sets for a service of our name
+            logger.warning("%s=%s is not ours and was ignored", variable, text)
+            continue
+        name = names[variable]
+        yield name, [part for part in text.split(",") if part] if settings()[name].kind is tuple else text, variable

@@ -1,0 +1,43 @@
+"""``penstock serve``: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+import msgspec
+
+from .flags import TITLES, add_options, configure
+
+DEMO = "penstock-demo"
+"""What the model in the box is called."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_options(parser, tuple(TITLES))
+
+
+def run(args: argparse.Namespace) -> int:
+    begun = time.monotonic()
+    from penstock.core import logs
+    from penstock.frontend.hub import resolve
+    from penstock.serve.supervisor import Supervisor
+
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    configuration = configure(args).configuration
+    logs.set_up(configuration.log, "serve")
+    model, source = configuration.engine.model, configuration.model
+    folder = resolve(
+        model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
+    )
+    names = configuration.server.served_model_name or (model or DEMO,)
+    engine = msgspec.structs.replace(configuration.engine, model=str(folder))
+    configuration = msgspec.structs.replace(configuration, engine=engine)
+
+    async def serve() -> int:
+        return await Supervisor(configuration, names, begun).run()
+
+    return asyncio.run(serve())

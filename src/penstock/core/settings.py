@@ -1,0 +1,73 @@
+"""The configuration's schema as a list: what flags, environment names and files are made of."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from .options import Configuration
+
+SECRET = frozenset(("api_key", "hf_token"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option of the configuration."""
+
+    section: str
+    name: str
+    annotated: Any
+    """The type with its bounds, as ``msgspec.convert`` takes it."""
+    kind: type
+    """The plain type: ``str``, ``int``, ``float``, ``bool`` or ``tuple``."""
+    choices: tuple[str, ...]
+    default: Any
+    unit: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return f"PENSTOCK_{self.name.upper()}"
+
+    @property
+    def secret(self) -> bool:
+        return self.name in SECRET
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """Every option by its name; names are unique over all sections."""
+    found: dict[str, Setting] = {}
+    for section, schema in typing.get_type_hints(Configuration).items():
+        hints = typing.get_type_hints(schema, include_extras=True)
+        for field in msgspec.structs.fields(schema):
+            assert field.name not in found, f"two options are called {field.name}"
+            found[field.name] = _setting(section, field.name, hints[field.name], field.default)
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that is most like a mistyped one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _setting(section: str, name: str, hint: Any, default: Any) -> Setting:
+    plain, meta = typing.get_args(hint)
+    choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
+    kind = str if choices else typing.get_origin(plain) or plain
+    assert not isinstance(kind, types.UnionType)
+    unit = (meta.extra or {}).get("unit", "")
+    return Setting(section, name, hint, kind, choices, default, unit, meta.description or "")

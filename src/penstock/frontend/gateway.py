@@ -1,0 +1,141 @@
+"""The gateway: a model's text around a running engine. It is all of the house that a dialect sees."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TypeVar
+
+import msgspec
+
+from penstock.core import Failure, SamplingParams, TokenDelta
+from penstock.core.errors import invalid
+from penstock.engine.client import EngineClient
+
+from .outputs import RequestOutput
+from .prompts import Messages, Preparer, Prompt
+
+T = TypeVar("T")
+
+AT_ONCE = 8192
+"""Characters that are encoded where they arrive; more than that would hold up the streams, and goes to a thread."""
+ENCODERS = 2
+"""Threads that encode."""
+SPARE = 4
+"""How many times shorter a text may become when a tokenizer normalizes it."""
+
+
+class Gateway:
+    """Streams from the engine at an address. To be made and used in one event loop.
+
+    Args:
+        address: where the engine process serves.
+        preparer: the tokenizer, template and defaults of its model.
+    """
+
+    def __init__(self, address: str, preparer: Preparer) -> None:
+        self.preparer = preparer
+        self.engine = EngineClient(address, self._deliver, self._lost)
+        self._open: dict[str, asyncio.Queue[TokenDelta | Failure]] = {}
+        self._ids = itertools.count()
+        self._threads = ThreadPoolExecutor(ENCODERS, "encode")
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self._threads.shutdown(wait=False)
+
+    async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt."""
+        return await self._prepare(len(prompt), lambda: self.preparer.encode(prompt, add_special_tokens))
+
+    async def conversation(self, messages: Messages, size: int, **options: object) -> Prompt:
+        """A conversation as a prompt; ``size`` is about how many characters it has, ``options`` the template's."""
+        return await self._prepare(size, lambda: self.preparer.conversation(messages, **options))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The output so far, after every step that added to it; the last one is finished.
+
+        Leaving the loop cancels the request.
+
+        Args:
+            request_id: what the outputs are called; by default a number.
+            timeout: seconds after which it fails.
+            cache_salt: shares cached prefixes only with requests of the same salt.
+
+        Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
+        """
+        self.engine.check()
+        arrived = time.monotonic()
+        deadline = None
+        if timeout is not None:
+            if not 0 <= timeout < math.inf:
+                raise invalid("timeout", f"must be a number of seconds from 0 on, is {timeout}", 0)
+            deadline = arrived + timeout
+        name = str(next(self._ids))  # the engine's own name for it: the caller's may come twice
+        if isinstance(prompt, str):
+            self._check_length(prompt)
+        size = len(prompt) if isinstance(prompt, str) else 0
+        assembler = await self._prepare(
+            size, lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt)
+        )
+        output = assembler.output
+        output.request_id, output.times.arrived = request_id or name, arrived
+        request = msgspec.structs.replace(assembler.request, deadline=deadline)
+        deltas = self._open[name] = asyncio.Queue()
+        try:
+            self.engine.add(request)
+            while not output.finished:
+                delta = await deltas.get()
+                if isinstance(delta, Failure):
+                    assembler.fail(delta)
+                elif assembler.add(delta) is not None:
+                    self.engine.stop(name, delta.sequence)
+                yield output
+        finally:
+            del self._open[name]
+            if not output.finished:
+                self.engine.abort(name)
+
+    async def _prepare(self, size: int, work: Callable[[], T]) -> T:
+        if size <= AT_ONCE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_length(self, prompt: str) -> None:
+        """Refuse a text that no tokens could hold before anything is computed over it."""
+        assert self.engine.engine is not None
+        most = self.engine.engine.max_model_len
+        if len(prompt) > most * self._longest_token * SPARE:
+            raise invalid("prompt", f"has {len(prompt)} characters, far more than {most} tokens can hold", most)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In bytes."""
+        return max(map(len, self.preparer.tokenizer.vocabulary))
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if (queue := self._open.get(delta.request_id)) is not None:
+                queue.put_nowait(delta)
+
+    def _lost(self, failure: Failure) -> None:
+        for queue in self._open.values():
+            queue.put_nowait(failure)

@@ -1,0 +1,150 @@
+"""Models by name: from what a caller calls a model to the folder of its checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from penstock import demo
+from penstock.core.errors import Code, PenstockError, invalid
+
+logger = logging.getLogger(__name__)
+
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
+"""What a checkpoint is made of. Pickles and code are never fetched."""
+UNWANTED = ["*/*", "consolidated*"]
+"""The same weights again, for other programs."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PAUSES = (0, 1, 2)
+"""Seconds before each new attempt after a connection was reset."""
+
+
+def resolve(
+    model: str | Path,
+    *,
+    revision: str = "",
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    progress: bool = True,
+) -> Path:
+    """The folder of a checkpoint, fetched from the hub where it is named and not yet here.
+
+    Args:
+        model: nothing for the model in the box, a path, or a name on the hub (``org/name``). What exists is a path.
+        revision: branch, tag or commit of a name; nothing for its main branch.
+        token: opens gated and private models; None takes ``HF_TOKEN``, or the one that ``hf auth login`` stored.
+        cache_dir: where fetched files are kept; None takes the cache that all programs share (``HF_HUB_CACHE``).
+        progress: show progress bars while fetching.
+
+    Where the hub does not answer, or refuses, what the cache holds is used, with a warning.
+
+    Raises ``PenstockError``: ``not_found`` for a name or revision that the hub does not know, or that is not in the
+    cache while ``HF_HUB_OFFLINE`` is set; ``invalid`` for a missing path, no proper name, a model that the token does
+    not open, or a cache that cannot be written; ``unavailable`` for a hub that cannot be reached.
+    """
+    if not model:
+        return demo.CHAT
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path):
+        return path
+    if isinstance(model, Path) or path.is_absolute() or model.startswith((".", "~")):
+        raise invalid("model", f"there is no {path}: give the folder of a checkpoint, or a name on the hub (org/name)")
+    if token and not (token.isascii() and token.isprintable()):
+        raise invalid("hf_token", "is not a token: copy it again, without line breaks")
+    return _fetch(model, revision, token or None, cache_dir, progress)
+
+
+def _fetch(name: str, revision: str, token: str | None, cache_dir: str | Path | None, progress: bool) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    download: Callable[..., str] = partial(
+        snapshot_download,
+        name,
+        revision=revision or None,
+        token=token,
+        cache_dir=cache_dir,
+        allow_patterns=WANTED,
+        ignore_patterns=UNWANTED,
+        tqdm_class=None if progress else partial(tqdm, disable=True),
+    )
+    try:
+        if not COMMIT.fullmatch(revision):  # which nothing can change; of others, a silent hub must not keep us waiting
+            HfApi().model_info(name, revision=revision or None, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        return Path(_persistently(download))
+    except Exception as error:  # HTTP, TLS, xet and file systems have no error in common
+        problem = _cause(error)
+    try:
+        folder = Path(download(local_files_only=True))
+    except (OSError, ValueError):
+        raise _explained(problem, name, revision) from problem
+    if not isinstance(problem, OfflineModeIsEnabled):
+        logger.warning("%s is taken from the cache, as last fetched. %s", name, _explained(problem, name, revision))
+    return folder
+
+
+def _persistently(download: Callable[[], str]) -> str:
+    """Start again when a connection is reset: the library resumes only files whose connection ends in other ways.
+
+    Whole files are not fetched again, and no file has its name before it is whole.
+    """
+    from httpx import ReadError
+
+    for pause in PAUSES:
+        try:
+            return download()
+        except ReadError as error:
+            logger.warning("the connection to the hub was reset (%s), trying again", _line(error))
+            time.sleep(pause)
+    return download()
+
+
+def _cause(error: Exception) -> Exception:
+    """What stood in the way where the library tells only that its cache does not help."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
+
+
+def _explained(problem: Exception, name: str, revision: str) -> PenstockError:
+    from huggingface_hub import constants, errors
+
+    hub, code, field = constants.ENDPOINT, Code.INVALID, "model"
+    match problem:
+        case errors.HFValidationError():
+            says = f"{name!r} is neither an existing path nor a name on the hub (org/name)"
+        case errors.OfflineModeIsEnabled():
+            code = Code.NOT_FOUND
+            says = f"the cache lacks {name}, or parts of it, and HF_HUB_OFFLINE is set: unset it, or give a folder"
+        case errors.RevisionNotFoundError():
+            code, field = Code.NOT_FOUND, "revision"
+            says = f"{name} at {hub} has no {revision!r}: give one of its branches, tags or commits"
+        case errors.GatedRepoError():
+            says = f"{name} is gated: ask for access at {hub}/{name}, then set HF_TOKEN or --hf-token"
+        case errors.RepositoryNotFoundError():
+            code = Code.NOT_FOUND
+            says = f"{hub} has no model {name}, or hides it: check the name, or set HF_TOKEN or --hf-token"
+        case errors.HfHubHTTPError() if problem.response.status_code in (401, 403):
+            says = f"{hub} refuses {name}: set HF_TOKEN or --hf-token to a token that may read it"
+        case OSError() if problem.errno:
+            field, place = "download_dir", problem.filename or "the cache"
+            says = f"cannot write {place} ({problem.strerror}): make room, or name another folder"
+        case _:
+            code = Code.UNAVAILABLE
+            says = f"{name} cannot be fetched from {hub} ({_line(problem)}): check the network and HF_ENDPOINT, "
+            says += "or give a folder"
+    return PenstockError(code, f"{field}: {says}", field)
+
+
+def _line(error: Exception) -> str:
+    """An error of the library in one line, of the several that it may have."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

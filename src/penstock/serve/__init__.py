@@ -1,0 +1,1 @@
+"""The server: one engine behind HTTP."""

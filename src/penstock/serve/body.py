@@ -1,0 +1,39 @@
+"""Reading a request's body, no more of it and no longer than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from penstock.core import Code, PenstockError
+from penstock.core.options import ServerOptions
+
+
+async def read_body(request: Request, options: ServerOptions) -> bytes:
+    """Raises ``PenstockError`` where the body is too large, or its client falls silent or goes in the middle of it."""
+    most = options.max_body_size
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(most)
+    parts: list[bytes] = []
+    size = 0
+    stream = request.stream()
+    try:
+        while True:
+            part = await asyncio.wait_for(anext(stream, None), options.client_timeout)
+            if part is None:
+                return b"".join(parts)
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+    except TimeoutError as error:
+        words = f"no more of it came for {options.client_timeout:g} seconds"
+        raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", options.client_timeout) from error
+    except ClientDisconnect as error:
+        raise PenstockError(Code.CANCELLED, "the client has gone in the middle of its request") from error
+
+
+def _too_large(most: int) -> PenstockError:
+    return PenstockError(Code.TOO_LARGE, f"body: must have at most {most} bytes", "body", most)

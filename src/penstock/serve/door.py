@@ -1,0 +1,99 @@
+"""What every request passes first: an id, its line in the log, the API key."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.core import Failure
+
+from .metrics import Metrics
+from .record import Record
+from .reply import INTERNAL, refuse
+
+logger = logging.getLogger("penstock.requests")
+
+OPEN_TO_ALL = frozenset(("/health", "/ready", "/live", "/version", "/metrics"))
+"""Needs no key, and leaves no line in the log unless it fails."""
+GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Log:
+    """Gives each request its id, in ``X-Request-Id`` both ways, and a line in the log when it has ended.
+
+    An exception that nobody foresaw becomes a 500 and a traceback in the log.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, shape: Callable[[Failure], bytes]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        record = Record(given if GOOD_ID.fullmatch(given) else uuid4().hex)
+        scope["penstock.record"] = record
+        begun, status = time.monotonic(), 0
+
+        async def passed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, passed)
+        except Exception:
+            logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+            record.failure = INTERNAL
+            if not status:
+                await refuse(passed, INTERNAL, self._shape)
+        finally:
+            self._tell(scope, record, status, time.monotonic() - begun)
+
+    def _tell(self, scope: Scope, record: Record, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.responses.labels(path=route, status=str(status or 499)).inc()
+        facts = {"id": record.request_id, "status": status, "seconds": seconds, **record.facts}
+        level = logging.ERROR if status >= 500 else logging.INFO
+        if route in OPEN_TO_ALL and status in (200, 503):
+            level = logging.DEBUG  # probes, which ask every second
+        if record.failure:
+            facts |= {"error": record.failure.code.value, "reason": record.failure.message}
+        logger.log(level, "%s %s", scope["method"], _clean(scope["path"]), extra={"facts": facts})
+
+
+class Keys:
+    """Lets in who has one of the keys, as ``Authorization: Bearer KEY`` or ``Authorization: KEY``."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Callable[[Scope, Send], object]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._fits(scope):
+            await self._app(scope, receive, send)
+        else:
+            await self._refuse(scope, send)  # type: ignore[misc]
+
+    def _fits(self, scope: Scope) -> bool:
+        given = Headers(scope=scope).get("authorization", "").strip()
+        scheme, _, rest = given.partition(" ")
+        key = (rest.strip() if scheme.lower() == "bearer" else given).encode()
+        return any([hmac.compare_digest(key, known) for known in self._keys])
+
+
+def _clean(path: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in path[:200])

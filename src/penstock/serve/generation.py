@@ -1,0 +1,110 @@
+"""Requests on their way through the gateway: counted, told piece by piece, several prompts at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.frontend.prompts import Prompt
+
+from .record import Record
+from .service import Service
+
+
+async def generate(
+    service: Service, record: Record, prompt: Prompt, sampling: SamplingParams, **options: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """The output so far after every step; metrics and record are kept. ``options`` are the gateway's.
+
+    Raises ``PenstockError`` where the request fails, at its beginning or later.
+    """
+    stream = service.gateway.generate(prompt, sampling, record.request_id, timeout=service.timeout, **options)
+    metrics, told, last = service.metrics, 0, None
+    try:
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                if failure := next((made.failure for made in output.outputs if made.failure), None):
+                    raise PenstockError.of(failure)
+                tokens = sum([len(made.token_ids) for made in output.outputs])
+                if tokens > told:
+                    if not told:
+                        metrics.began(output)
+                    now = output.times.last_token
+                    metrics.generated(tokens - told, now - last if now and last and sampling.n == 1 else None)
+                    told, last = tokens, now
+                if output.finished:
+                    metrics.ended(output)
+                    record.note(output)
+                yield output
+    except PenstockError as error:
+        metrics.failed(error.failure)
+        raise
+
+
+async def together(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several requests as they come, each with the number of its stream. The first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    news: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    news.put_nowait((index, output))
+            news.put_nowait((index, None))
+        except Exception as error:
+            news.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            index, new = await news.get()
+            if isinstance(new, Exception):
+                raise new
+            if new is None:
+                left -= 1
+            else:
+                yield index, new
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Piece(NamedTuple):
+    """What is new of a sequence."""
+
+    text: str
+    token_ids: list[int]
+    positions: list[Position]
+
+
+class Progress:
+    """How much of a sequence has been told."""
+
+    __slots__ = ("finished", "positions", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text = self.tokens = self.positions = 0
+        self.finished = False
+
+    def advance(self, made: CompletionOutput) -> Piece | None:
+        """What is new since the last time; None where nothing is."""
+        if self.finished or (len(made.token_ids) == self.tokens and not made.finished):
+            return None
+        positions = made.logprobs[self.positions :] if made.logprobs else []
+        piece = Piece(made.text[self.text :], made.token_ids[self.tokens :], positions)
+        self.text, self.tokens, self.finished = len(made.text), len(made.token_ids), made.finished
+        self.positions += len(positions)
+        return piece

@@ -1,0 +1,124 @@
+"""Prometheus metrics, under the names that vLLM's have, one page over all API processes.
+
+Each process counts in files of its own in the folder that ``PROMETHEUS_MULTIPROC_DIR`` names, where any of them can add
+them up; what the engine knows is read from the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from penstock.core import Failure
+from penstock.engine import wire
+from penstock.frontend.outputs import RequestOutput
+
+FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    """Of the requests of one model."""
+
+    def __init__(self, model: str) -> None:
+        self._labels = {"model_name": model}
+
+        def counter(name: str, about: str) -> Counter:
+            return Counter(f"penstock:{name}", about, list(self._labels)).labels(**self._labels)
+
+        def histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
+            made = Histogram(f"penstock:{name}", about, list(self._labels), buckets=list(buckets))
+            return made.labels(**self._labels)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found there.")
+        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
+        self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", PER_TOKEN)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time for a token after the first.", PER_TOKEN
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
+        self._queued = histogram("request_queue_time_seconds", "From arrival until it ran first.", WHOLE)
+        self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
+        name = ["model_name"]
+        self._success = Counter("penstock:request_success", "Requests that were answered.", [*name, "finished_reason"])
+        self._failures = Counter("penstock:request_failures", "Requests that were not answered.", [*name, "code"])
+        self.responses = Counter("penstock:http_responses", "HTTP responses.", ["path", "status"])
+        self.open = Gauge(
+            "penstock:num_requests_open", "Requests being answered.", name, multiprocess_mode="livesum"
+        ).labels(**self._labels)
+
+    def began(self, output: RequestOutput) -> None:
+        """The first token of a request is there."""
+        times, prompt = output.times, len(output.prompt_token_ids)
+        assert times.first_token is not None
+        self._prompt_tokens.inc(prompt)
+        self._cache_queries.inc(prompt)
+        self._cache_hits.inc(output.num_cached_tokens)
+        self._first_token.observe(times.first_token - times.arrived)
+        self._queued.observe(times.queued)
+
+    def generated(self, tokens: int, seconds: float | None) -> None:
+        """Some tokens more, after so many seconds; None where they are the first."""
+        self._generation_tokens.inc(tokens)
+        if seconds is not None:
+            self._between.observe(seconds / tokens)
+
+    def ended(self, output: RequestOutput) -> None:
+        """All sequences of a request have come to their end."""
+        times, tokens = output.times, sum(len(made.token_ids) for made in output.outputs)
+        for made in output.outputs:
+            self._success.labels(finished_reason=made.finish_reason, **self._labels).inc()
+        self._prompts.observe(len(output.prompt_token_ids))
+        self._generations.observe(tokens)
+        if times.first_token is not None and times.last_token is not None:
+            self._whole.observe(times.last_token - times.arrived)
+            each = max(len(made.token_ids) for made in output.outputs)
+            if each > 1:
+                self._per_token.observe((times.last_token - times.first_token) / (each - 1))
+
+    def failed(self, failure: Failure) -> None:
+        self._failures.labels(code=failure.code.value, **self._labels).inc()
+
+    def page(self, stats: wire.Stats) -> bytes:
+        """The page, with what the engine told last."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        registry.register(_Engine(stats, self._labels))
+        page: bytes = generate_latest(registry)
+        return page
+
+
+class _Engine:
+    """The engine's own figures."""
+
+    def __init__(self, stats: wire.Stats, labels: dict[str, str]) -> None:
+        self._stats = stats
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats
+        gauges = {
+            "num_requests_running": ("Sequences that run.", stats.running),
+            "num_requests_waiting": ("Sequences that wait.", stats.waiting),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.blocks_used / max(stats.blocks, 1)),
+            "kv_blocks": ("KV blocks.", stats.blocks),
+            "kv_blocks_used": ("KV blocks in use.", stats.blocks_used),
+        }
+        for name, (about, value) in gauges.items():
+            family = GaugeMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
+        counter = CounterMetricFamily(
+            "penstock:num_preemptions", "Preemptions since the engine started.", labels=list(self._labels)
+        )
+        counter.add_metric(list(self._labels.values()), stats.preemptions)
+        yield counter

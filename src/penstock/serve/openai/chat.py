@@ -1,0 +1,186 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
+from uuid import uuid4
+
+from msgspec import UNSET, UnsetType
+
+from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.serve.generation import Progress, generate
+from penstock.serve.record import Record
+from penstock.serve.service import Service
+from penstock.text import ToolCall, ToolCalls
+
+from .answers import (
+    DONE,
+    LEAST,
+    CalledFunction,
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChunkChoice,
+    Likely,
+    TokenLogprob,
+    ToolCallAnswer,
+    Usage,
+    encode,
+    event,
+    prompt_logprobs_of,
+    usage_of,
+)
+from .parse import chat_sampling, messages_of, template_options
+from .schema import ChatRequest
+
+Reason = Literal["stop", "length", "tool_calls"] | None
+
+
+class Answering:
+    """One request of this kind, from its messages to its choices."""
+
+    def __init__(self, service: Service, record: Record, request: ChatRequest, size: int) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._size = size
+        preparer = service.gateway.preparer
+        self._vocabulary = preparer.tokenizer.vocabulary
+        service.check_model(request.model)
+        self._sampling = chat_sampling(request, preparer.default_sampling())
+        self._messages = messages_of(request.messages)
+        self._options = template_options(request, preparer.tokenizer.calls_tools)
+        self._calls_tools = bool(request.tools) and request.tool_choice != "none"
+        self.id = f"chatcmpl-{record.request_id}"
+        self._created = int(time.time())
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        request = self._request
+        prompt = await self._service.gateway.conversation(self._messages, self._size, **self._options)
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
+        stream = generate(self._service, self._record, prompt, self._sampling, **options)
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        answer = Chat(
+            id=self.id,
+            created=self._created,
+            model=self._service.name,
+            choices=[self._choice(made) for made in last.outputs],
+            usage=usage_of([last]),
+            prompt_logprobs=prompt_logprobs_of(last),
+        )
+        if self._request.return_token_ids:
+            answer.prompt_token_ids = last.prompt_token_ids
+        yield encode(answer)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        given = self._request.stream_options
+        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        telling: dict[int, _Telling] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                for made in output.outputs:
+                    chunks = []
+                    if made.index not in telling:
+                        telling[made.index] = _Telling(self._calls_tools)
+                        chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
+                        if self._request.return_token_ids:
+                            chunks[0].token_ids = []
+                    chunks += self._new(made, telling[made.index])
+                    for chunk in chunks:
+                        usage = usage_of([output]) if always else None if with_usage else UNSET
+                        yield event(self._chunk([chunk], usage))
+        if with_usage:
+            yield event(self._chunk([], usage_of([output])))
+        yield DONE
+
+    def _new(self, made: CompletionOutput, telling: _Telling) -> list[ChunkChoice]:
+        """What a step brought to a sequence, in a chunk or none."""
+        piece = telling.progress.advance(made)
+        if piece is None:
+            return []
+        content, calls = piece.text, list[ToolCall]()
+        if telling.parser:
+            content, calls = telling.parser.add(content, last=made.finished)
+        delta = ChatDelta()
+        if content:
+            delta.content = content
+        if calls:
+            delta.tool_calls = [_call(call, index) for index, call in enumerate(calls, telling.calls)]
+            telling.calls += len(calls)
+        chunk = ChunkChoice(index=made.index, delta=delta)
+        if self._sampling.logprobs is not None:
+            chunk.logprobs = self._logprobs(piece.positions)
+        if self._request.return_token_ids:
+            chunk.token_ids = piece.token_ids
+        if made.finished:
+            chunk.finish_reason, chunk.stop_reason = _reason(made, telling.calls > 0), made.stop_reason
+        elif not content and not calls and chunk.logprobs is None and not self._request.return_token_ids:
+            return []
+        return [chunk]
+
+    def _choice(self, made: CompletionOutput) -> ChatChoice:
+        content, calls = made.text, list[ToolCall]()
+        if self._calls_tools:
+            content, calls = ToolCalls().add(content, last=True)
+        message = ChatMessage(content=content if content or not calls else None)
+        if calls:
+            message.tool_calls = [_call(call) for call in calls]
+        choice = ChatChoice(
+            index=made.index, message=message, finish_reason=_reason(made, bool(calls)), stop_reason=made.stop_reason
+        )
+        if made.logprobs is not None:
+            choice.logprobs = self._logprobs(made.logprobs)
+        if self._request.return_token_ids:
+            choice.token_ids = made.token_ids
+        return choice
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(id=self.id, created=self._created, model=self._service.name, choices=choices, usage=usage)
+
+    def _logprobs(self, positions: list[Position]) -> ChatLogprobs:
+        return ChatLogprobs(content=[self._position(position) for position in positions])
+
+    def _position(self, position: Position) -> TokenLogprob:
+        entries = [
+            (p.rank, Likely(token=p.decoded_token, logprob=max(p.logprob, LEAST), bytes=self._bytes(token_id)))
+            for token_id, p in position.items()
+        ]
+        own, most = entries[0][1], self._sampling.logprobs or 0
+        top = [likely for rank, likely in sorted(entries, key=lambda entry: entry[0]) if rank <= most]
+        return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
+
+    def _bytes(self, token_id: int) -> list[int]:
+        return list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
+
+
+class _Telling:
+    """A sequence that is being streamed."""
+
+    def __init__(self, calls_tools: bool) -> None:
+        self.progress = Progress()
+        self.parser = ToolCalls() if calls_tools else None
+        self.calls = 0
+
+
+def _call(call: ToolCall, index: int | UnsetType = UNSET) -> ToolCallAnswer:
+    function = CalledFunction(name=call.name, arguments=call.arguments)
+    return ToolCallAnswer(index=index, id=f"call_{uuid4().hex[:24]}", type="function", function=function)
+
+
+def _reason(made: CompletionOutput, called: bool) -> Reason:
+    if made.finish_reason == "stop":
+        return "tool_calls" if called else "stop"
+    return "length"

@@ -1,0 +1,181 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+from msgspec import UNSET
+
+from penstock.core import SamplingParams
+from penstock.core.errors import invalid
+from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.frontend.prompts import Prompt
+from penstock.serve.generation import Progress, generate, together
+from penstock.serve.record import Record
+from penstock.serve.service import Service
+
+from .answers import (
+    DONE,
+    LEAST,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    encode,
+    event,
+    prompt_logprobs_of,
+    usage_of,
+)
+from .parse import completion_sampling
+from .schema import CompletionRequest
+
+
+class Answering:
+    """One request of this kind, from its prompts to its choices."""
+
+    def __init__(self, service: Service, record: Record, request: CompletionRequest) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._tokenizer = service.gateway.preparer.tokenizer
+        service.check_model(request.model)
+        self._sampling: SamplingParams = completion_sampling(request, service.gateway.preparer.default_sampling())
+        self._untold = 1 if request.max_tokens == 0 else 0
+        """Tokens that had to be computed and are not asked for."""
+        self._prompts = _prompts(request)
+        self._offsets = [0] * (len(self._prompts) * self._sampling.n)
+        self.id = f"cmpl-{record.request_id}"
+        self._created = int(time.time())
+
+    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        request = self._request
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
+        return together(
+            [
+                generate(self._service, self._record, self._prompt(prompt), self._sampling, **options)
+                for prompt in self._prompts
+            ]
+        )
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                last[index] = output
+        found = [last[index] for index in range(len(self._prompts))]
+        choices = [self._choice(i, output, made) for i, output in enumerate(found) for made in output.outputs]
+        yield encode(self._answer(choices, usage=usage_of(found, self._untold)))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        given = self._request.stream_options
+        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        last: dict[int, RequestOutput] = {}
+        progress = [Progress() for _ in self._offsets]
+        async with aclosing(self.outputs()) as outputs:
+            async for i, output in outputs:
+                last[i] = output
+                for made in output.outputs:
+                    choice = self._new(i, output, made, progress[i * self._sampling.n + made.index])
+                    if choice:
+                        usage = usage_of([output], self._untold) if always else None if with_usage else UNSET
+                        yield event(self._answer([choice], usage=usage))
+        if with_usage:
+            yield event(self._answer([], usage=usage_of(list(last.values()), self._untold)))
+        yield DONE
+
+    def _prompt(self, prompt: Prompt) -> Prompt:
+        if self._request.add_special_tokens is False and isinstance(prompt, str):
+            ids = self._service.gateway.preparer.encode(prompt, add_special_tokens=False)
+            return {"prompt": prompt, "prompt_token_ids": ids}
+        return prompt
+
+    def _new(
+        self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress
+    ) -> CompletionChoice | None:
+        """What a step brought to a sequence; None where there is nothing to tell yet."""
+        first = not progress.tokens
+        piece = progress.advance(made)
+        if piece is None:
+            return None
+        text, ids, positions = ("", [], []) if self._untold else piece
+        ids_wanted = bool(self._request.return_token_ids)
+        choice = CompletionChoice(index=i * self._sampling.n + made.index, text=text)
+        echoed: list[Position | None] = []
+        if first and self._request.echo:
+            choice.text = self._prompt_text(output) + text
+            echoed = output.prompt_logprobs or []
+        if first and ids_wanted:
+            choice.prompt_token_ids = output.prompt_token_ids
+        if first and self._request.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs_of(output)
+        if self._sampling.logprobs is not None:
+            choice.logprobs = self._logprobs(choice.index, [*echoed, *positions], output if echoed else None)
+        if ids_wanted:
+            choice.token_ids = ids
+        if made.finished:
+            self._finish(choice, made)
+        elif not choice.text and choice.logprobs is None and not ids_wanted:
+            return None
+        return choice
+
+    def _choice(self, i: int, output: RequestOutput, made: CompletionOutput) -> CompletionChoice:
+        choice = self._new(i, output, made, Progress())
+        assert choice is not None
+        return choice
+
+    def _finish(self, choice: CompletionChoice, made: CompletionOutput) -> None:
+        if self._untold:
+            choice.finish_reason = "length"
+        else:
+            choice.finish_reason, choice.stop_reason = made.finish_reason, made.stop_reason  # type: ignore[assignment]
+
+    def _answer(self, choices: list[CompletionChoice], **usage: object) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self._created,
+            model=self._service.name,
+            choices=choices,
+            **usage,  # type: ignore[arg-type]
+        )
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _logprobs(
+        self, index: int, positions: list[Position | None], prompt: RequestOutput | None
+    ) -> CompletionLogprobs:
+        """Of prompt and output tokens in turn; ``prompt`` has the first token, for which there is no probability."""
+        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for position in positions:
+            if position is None:
+                assert prompt is not None
+                token = self._tokenizer.decode(prompt.prompt_token_ids[:1], skip_special_tokens=False)
+                found.token_logprobs.append(None)
+                found.top_logprobs.append(None)
+            else:
+                own = next(iter(position.values()))
+                token = own.decoded_token
+                found.token_logprobs.append(max(own.logprob, LEAST))
+                likeliest = sorted(position.values(), key=lambda p: p.rank)
+                found.top_logprobs.append({p.decoded_token: max(p.logprob, LEAST) for p in likeliest})
+            found.tokens.append(token)
+            found.text_offset.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        return found
+
+
+def _prompts(request: CompletionRequest) -> list[Prompt]:
+    """One or several: texts, or lists of token ids.
+
+    Raises ``PenstockError`` (``invalid``) where these are mixed.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if len({type(entry) for entry in prompt}) > 1:
+        raise invalid("prompt", "mixes texts, token ids and lists of token ids")
+    return [cast(list[int], prompt)] if isinstance(prompt[0], int) else cast(list[Prompt], prompt)

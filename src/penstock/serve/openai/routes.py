@@ -1,0 +1,154 @@
+"""Where OpenAI's dialect and vLLM's additions to it are reached."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from penstock.core import Failure
+from penstock.core.errors import invalid
+from penstock.serve.body import read_body
+from penstock.serve.record import record_of
+from penstock.serve.reply import Reply, Shape
+from penstock.serve.service import Service
+
+from . import chat, completions
+from .answers import (
+    ANSWERS,
+    DONE,
+    Chat,
+    Completion,
+    Detokenized,
+    ErrorAnswer,
+    Model,
+    Models,
+    Tokenized,
+    encode,
+    error_of,
+    event,
+)
+from .parse import messages_of, parse, template_options
+from .schema import REQUESTS, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+REF = "#/components/schemas/{name}"
+FAILURES = {
+    "400": "the request is wrong, or asks for what is not there yet",
+    "401": "an API key is missing or wrong",
+    "404": "the model is not here",
+    "408": "the request took too long",
+    "413": "the body is too large",
+    "429": "too many requests wait; try again soon",
+    "503": "the engine is starting or stopping; try again soon",
+}
+
+
+class OpenAIShape(Shape):
+    def error(self, failure: Failure) -> bytes:
+        return encode(error_of(failure))
+
+    def late_error(self, failure: Failure) -> bytes:
+        return event(error_of(failure)) + DONE
+
+
+SHAPE = OpenAIShape()
+
+
+class Json(Response):
+    """A struct as JSON."""
+
+    def __init__(self, answer: msgspec.Struct) -> None:
+        super().__init__(encode(answer), media_type="application/json")
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Everything OpenAI's clients call; what they send is described in the app's OpenAPI document."""
+
+    async def read(request: Request, schema: type[T]) -> tuple[T, int]:
+        body = await read_body(request, service.options)
+        return parse(body, schema), len(body)
+
+    async def create_completion(request: Request) -> Response:
+        wanted, _ = await read(request, CompletionRequest)
+        answering = completions.Answering(service, record_of(request.scope), wanted)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    async def create_chat(request: Request) -> Response:
+        wanted, size = await read(request, ChatRequest)
+        answering = chat.Answering(service, record_of(request.scope), wanted, size)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    def model(name: str) -> Model:
+        engine = service.gateway.engine.engine
+        return Model(
+            id=name, created=service.created, root=service.name, max_model_len=engine.max_model_len if engine else None
+        )
+
+    async def list_models() -> Response:
+        return Json(Models(data=[model(name) for name in service.names]))
+
+    async def retrieve_model(name: str) -> Response:
+        service.check_model(name)
+        return Json(model(name))
+
+    async def tokenize(request: Request) -> Response:
+        wanted, size = await read(request, TokenizeRequest)
+        service.check_model(wanted.model)
+        gateway, tokenizer = service.gateway, service.gateway.preparer.tokenizer
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if wanted.messages is not None:
+            options = template_options(wanted, tokenizer.calls_tools)
+            prompt = await gateway.conversation(messages_of(wanted.messages), size, **options)
+            tokens = await gateway.encode(prompt)
+        else:
+            tokens = await gateway.encode(wanted.prompt or "", wanted.add_special_tokens is not False)
+        spelled = [tokenizer.token(token_id) for token_id in tokens] if wanted.return_token_strs else None
+        most = (await gateway.engine.ready()).max_model_len
+        return Json(Tokenized(count=len(tokens), max_model_len=most, tokens=tokens, token_strs=spelled))
+
+    async def detokenize(request: Request) -> Response:
+        wanted, _ = await read(request, DetokenizeRequest)
+        service.check_model(wanted.model)
+        return Json(Detokenized(prompt=service.gateway.preparer.tokenizer.decode(wanted.tokens, False)))
+
+    for path, endpoint, schema, answer in (
+        ("/v1/completions", create_completion, CompletionRequest, Completion),
+        ("/v1/chat/completions", create_chat, ChatRequest, Chat),
+        ("/tokenize", tokenize, TokenizeRequest, Tokenized),
+        ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
+    ):
+        app.add_api_route(
+            path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
+        )
+    app.add_api_route("/v1/models", list_models, openapi_extra=_described(Models), response_class=Response)
+    app.add_api_route(
+        "/v1/models/{name:path}", retrieve_model, openapi_extra=_described(Model), response_class=Response
+    )
+
+
+def components() -> dict[str, Any]:
+    """Schemas of all requests and answers."""
+    _, found = msgspec.json.schema_components([*REQUESTS, *ANSWERS], ref_template=REF)
+    return found
+
+
+def _described(answer: type, request: type | None = None) -> dict[str, Any]:
+    """An operation, for the OpenAPI document."""
+
+    def content(schema: type) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": REF.format(name=schema.__name__)}}}
+
+    answers: dict[str, Any] = {"200": {"description": "the answer", "content": content(answer)}}
+    if request in (CompletionRequest, ChatRequest):
+        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    failures = {code: {"description": words, "content": content(ErrorAnswer)} for code, words in FAILURES.items()}
+    described: dict[str, Any] = {"responses": answers | failures}
+    if request:
+        described["requestBody"] = {"required": True, "content": content(request)}
+    return described

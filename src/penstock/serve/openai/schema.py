@@ -1,0 +1,216 @@
+"""What clients send: OpenAI's fields, and those that vLLM's users add to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from penstock.core.sampling import MOST_LOGPROBS, MOST_SEQUENCES
+
+Number = float
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Words = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    """Send the counts of tokens in a last chunk."""
+    continuous_usage_stats: bool | None = None
+    """Send those so far in every chunk."""
+    include_obfuscation: Literal[False] | None = None
+
+
+class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all requests that generate have in common. A field that is null is one that is not given."""
+
+    model: str | None = None
+    """Absent or "default": the one that is served."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 or -1 is all."""
+    min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Number, msgspec.Meta(gt=0)] | None = None
+    seed: Seed | None = None
+    logit_bias: dict[TokenId, Annotated[Number, msgspec.Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[Words] | None = None
+
+    min_tokens: Count | None = None
+    stop: Words | list[Words] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    """Give the ids of prompt and answer, too."""
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower runs first, where the server's scheduling_policy is priority."""
+    cache_salt: str | None = None
+    """Share cached prefixes only with requests of the same salt."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+PROMPTS = [
+    {"type": "string"},
+    {"type": "array", "minItems": 1, "items": {"type": "string"}},
+    {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
+    {
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
+    },
+]
+
+
+class CompletionRequest(Request, kw_only=True, forbid_unknown_fields=True):
+    prompt: Annotated[
+        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPTS}),
+    ]
+    """One or several texts, or lists of token ids."""
+    max_tokens: Count | None = None
+    """16 by default; 0 goes with echo."""
+    echo: bool | None = None
+    """Give the prompt, too."""
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class Part(msgspec.Struct):
+    """Of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Called(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class Call(msgspec.Struct, kw_only=True):
+    function: Called
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """What is left of the context by default."""
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template (enable_thinking …)."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt or messages, to see what becomes of them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+REQUESTS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": (),
+    "early_stopping": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_token_ids": (),
+    "reasoning_effort": (),
+    "reasoning_max_tokens": (),
+    "response_format": ({"type": "text"},),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that other servers know and this one does not yet, with the values that ask for nothing."""

@@ -1,0 +1,64 @@
+"""What every dialect serves from: the gateway, the names of its model, and how full the house is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.core import Code, PenstockError
+from penstock.core.options import ServerOptions
+from penstock.frontend.gateway import Gateway
+
+from .metrics import Metrics
+
+DEFAULT_NAME = "default"
+"""A model's name that every server knows."""
+
+
+class Service:
+    """One model at work.
+
+    Args:
+        names: under which clients ask for it, the first being the one it answers with.
+    """
+
+    def __init__(self, gateway: Gateway, options: ServerOptions, names: tuple[str, ...], metrics: Metrics) -> None:
+        self.gateway = gateway
+        self.options = options
+        self.names = names
+        self.metrics = metrics
+        self.created = int(time.time())
+        self._open = 0
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds a request may take."""
+        return self.options.request_timeout or None
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ``PenstockError`` (``not_found``) for a model that is not here."""
+        if name is not None and name != DEFAULT_NAME and name not in self.names:
+            known = ", ".join(self.names)
+            raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known}", "model")
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A request's place among those open at the same time.
+
+        Raises ``PenstockError`` (``overloaded``) where all are taken.
+        """
+        most = self.options.max_concurrency
+        if self._open >= most:
+            raise PenstockError(Code.OVERLOADED, f"{most} requests are open", "max_concurrency", most)
+        self._open += 1
+        self.metrics.open.inc()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            self.metrics.open.dec()

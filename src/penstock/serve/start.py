@@ -1,0 +1,19 @@
+"""What an API process is told when it is started. Apart, so that the supervisor need not load what it serves with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.options import Configuration
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    configuration: Configuration
+    """Its model is a folder."""
+    names: tuple[str, ...]
+    """Under which clients ask for the model."""
+    engine: str
+    """The engine's address."""
+    sockets: tuple[int, ...]
+    """File descriptors to accept connections on."""

@@ -1,0 +1,24 @@
+"""HTTP's numbers for our codes."""
+
+from __future__ import annotations
+
+from penstock.core import Code, Failure
+
+STATUS = {
+    Code.INVALID: 400,
+    Code.UNSUPPORTED: 400,
+    Code.UNAUTHORIZED: 401,
+    Code.NOT_FOUND: 404,
+    Code.TIMEOUT: 408,
+    Code.TOO_LARGE: 413,
+    Code.OVERLOADED: 429,
+    Code.CANCELLED: 499,
+    Code.INTERNAL: 500,
+    Code.UNAVAILABLE: 503,
+}
+RETRY_AFTER = "1"
+"""Seconds after which what is full or restarting is worth another try."""
+
+
+def headers(failure: Failure) -> dict[str, str]:
+    return {"retry-after": RETRY_AFTER} if failure.retryable else {}

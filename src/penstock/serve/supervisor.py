@@ -1,0 +1,181 @@
+"""The server's first process: it starts the engine and the API processes, and starts again what dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.core.options import Configuration, ServerOptions
+from penstock.engine.launcher import Deaths, EngineProcess, end, in_words
+
+from .start import WorkerStart
+
+logger = logging.getLogger("penstock")
+
+BACKLOG = 4096
+"""Connections that wait to be accepted."""
+TO_END = 10.0
+"""Seconds beyond the time to drain after which an API process that does not end is killed."""
+
+
+class Supervisor:
+    """Serves a model until told to stop.
+
+    Args:
+        configuration: whose model is a folder.
+        names: under which clients ask for it.
+        begun: when the command began, on the monotonic clock.
+    """
+
+    def __init__(self, configuration: Configuration, names: tuple[str, ...], begun: float) -> None:
+        self._configuration = configuration
+        self._names = names
+        self._begun = begun
+        self._engine = EngineProcess(configuration.engine, configuration.log)
+        self._workers: dict[int, Process] = {}
+        self._deaths = Deaths()
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Returns the exit status: 0 when told to stop, 1 when a process has died too often.
+
+        Raises ``PenstockError`` with one sentence where the server cannot start.
+        """
+        options = self._configuration.server
+        check_certificate(options)
+        raise_file_limit()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
+        with metrics_folder(), listening(options) as listener:
+            told: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
+            tasks: list[asyncio.Task[object]] = [
+                asyncio.create_task(self._keep(i, listener)) for i in range(options.api_server_count)
+            ]
+            tasks += [told, asyncio.create_task(self._run_engine(listener))]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                return 0 if told in done else 1
+            finally:
+                self._stop.set()
+                listener.close()
+                patience = self._configuration.engine.drain_timeout + TO_END
+                await asyncio.gather(*(end(worker, patience) for worker in self._workers.values()))
+                await self._engine.close()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _told_to_stop(self) -> None:
+        if self._stop.is_set():
+            logger.warning("told to stop again: stopping at once")
+            for worker in self._workers.values():
+                worker.kill()
+        else:
+            logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
+            self._stop.set()
+
+    async def _run_engine(self, listener: socket.socket) -> None:
+        """Returns when the engine dies too often."""
+        ready = await self._engine.start()
+        facts = {"seconds": time.monotonic() - self._begun, "kv_blocks": ready.blocks, "kernels": ready.fingerprint}
+        url = url_of(self._configuration.server, listener)
+        logger.info("ready: %s at %s", ", ".join(self._names), url, extra={"facts": facts})
+        await self._engine.watch()
+
+    async def _keep(self, number: int, listener: socket.socket) -> None:
+        """Run an API process, and another when it dies; returns when they die too often."""
+        while True:
+            worker = self._workers[number] = await self._launch(number, listener)
+            status = await worker.wait()
+            if self._stop.is_set():
+                await asyncio.Event().wait()
+            _forget(worker.pid)
+            logger.error("API process %d (process %d) ended: %s", number, worker.pid, in_words(status))
+            if self._deaths.too_many():
+                logger.error("API processes have died too often and are not started again")
+                return
+
+    async def _launch(self, number: int, listener: socket.socket) -> Process:
+        start = WorkerStart(
+            number=number,
+            configuration=self._configuration,
+            names=self._names,
+            engine=self._engine.address,
+            sockets=(listener.fileno(),),
+        )
+        command = [sys.executable, "-m", "penstock.serve.worker"]
+        worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, pass_fds=start.sockets)
+        assert worker.stdin is not None
+        worker.stdin.write(msgspec.json.encode(start))
+        worker.stdin.close()
+        return worker
+
+
+@contextlib.contextmanager
+def listening(options: ServerOptions) -> Iterator[socket.socket]:
+    """A socket that accepts connections, so that none is refused while API processes start, or start again.
+
+    Raises ``PenstockError`` (``invalid``) where the address cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        words = error.strerror or str(error)
+        raise invalid(
+            "port", f"cannot listen on {options.host}:{options.port}: {words.lower()}; try another --port"
+        ) from error
+    with listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def metrics_folder() -> Iterator[None]:
+    """Where API processes count together: they know it by the environment."""
+    with tempfile.TemporaryDirectory(prefix="penstock-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        yield
+
+
+def check_certificate(options: ServerOptions) -> None:
+    """Raises ``PenstockError`` (``invalid``) where a file of the certificate is not there."""
+    if options.ssl_keyfile and not options.ssl_certfile:
+        raise invalid("ssl_certfile", "is missing; give it with ssl_keyfile")
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        if (path := getattr(options, name)) and not Path(path).is_file():
+            raise invalid(name, f"{path} is no file")
+
+
+def url_of(options: ServerOptions, listener: socket.socket) -> str:
+    """What a client on this machine gives as ``base_url``."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(options.host, options.host)
+    return f"{'https' if options.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}/v1"
+
+
+def raise_file_limit() -> None:
+    """As many open files as are allowed: a connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _forget(pid: int) -> None:
+    """What a dead process counts no more: how many requests it has open."""
+    from prometheus_client.multiprocess import mark_process_dead
+
+    mark_process_dead(pid)

@@ -1,0 +1,94 @@
+"""One API process: ``python -m penstock.serve.worker``, told what to do on standard input.
+
+It speaks HTTP on a socket that the supervisor opened, knows text but no model, and loads no torch. SIGTERM lets its
+requests come to their end; it does not outlive the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import uvicorn
+import uvloop
+
+from penstock.core import logs
+from penstock.engine.client import STOPPING
+from penstock.frontend.gateway import Gateway
+from penstock.frontend.prompts import Preparer
+
+from .app import build
+from .metrics import Metrics
+from .protocol import protocol
+from .service import Service
+from .start import WorkerStart
+
+PR_SET_PDEATHSIG = 1
+LAST_WORDS = 5.0
+"""Seconds that streams get to say that the server is stopping, after the time to drain."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(start: WorkerStart) -> None:
+    """Serve until told to stop."""
+    configuration = start.configuration
+    options, drain = configuration.server, configuration.engine.drain_timeout
+    model = configuration.model
+    preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template)
+    gateway = Gateway(start.engine, preparer)
+    service = Service(gateway, options, start.names, Metrics(start.names[0]))
+    server = Server(
+        uvicorn.Config(
+            build(service),
+            http=protocol(options.client_timeout, options.max_header_size),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            backlog=4096,
+            timeout_keep_alive=options.timeout_keep_alive,
+            timeout_graceful_shutdown=int(drain + LAST_WORDS),
+            ssl_certfile=options.ssl_certfile or None,
+            ssl_keyfile=options.ssl_keyfile or None,
+            server_header=False,
+        )
+    )
+
+    def stop() -> None:
+        server.should_exit = True
+        loop.call_later(drain, gateway.engine.refuse, STOPPING)
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
+    gc.freeze()  # what is there now stays, and need not be looked through again and again
+    await server.serve(sockets=[socket.socket(fileno=descriptor) for descriptor in start.sockets])
+    await gateway.close()
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
+    several = start.configuration.server.api_server_count > 1
+    logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
+    uvloop.run(run(start))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
