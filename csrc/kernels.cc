@@ -23,6 +23,10 @@ void linear(const Linear& a, int64_t task) {
     linear_block<bf16, bf16>(a, task);
 }
 
+void likeliest(const Likeliest& a, int64_t task) {
+  a.product.type == Type::float32 ? likeliest_block<float>(a, task) : likeliest_block<bf16>(a, task);
+}
+
 #define PENSTOCK_TEXT(x) #x
 #define PENSTOCK_NAME(x) PENSTOCK_TEXT(x)
 
@@ -30,6 +34,7 @@ extern const Kernels kernels;
 const Kernels kernels = {
     PENSTOCK_NAME(PENSTOCK_ISA),
     linear,
+    likeliest,
     by_type<Gather, gather_row<float>, gather_row<bf16>>,
     by_type<Pack, pack_panel<float>, pack_panel<bf16>>,
     by_type<Norm, norm_row<float>, norm_row<bf16>>,

@@ -26,6 +26,13 @@ struct Linear {
   Type type, out_type;
 };
 
+// The largest output of each row, without keeping the others: of each task's panels the value and the output.
+struct Likeliest {
+  Linear product;  // `out` is void
+  float* values;   // [rows, tasks of a row]
+  int64_t* outputs;
+};
+
 // Rows of a packed [vocabulary, size] matrix.
 struct Gather {
   const int64_t* ids;
@@ -103,6 +110,7 @@ constexpr int64_t kMaxBlock = 256;  // largest block size
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, int64_t task);
+  void (*likeliest)(const Likeliest&, int64_t task);
   void (*gather)(const Gather&, int64_t task);
   void (*pack)(const Pack&, int64_t task);
   void (*norm)(const Norm&, int64_t task);

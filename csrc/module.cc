@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -70,14 +71,33 @@ void use(const std::string& name) {
 
 using Address = uintptr_t;
 
+// Panels of a task: a few, so that a thread knows what it will need next, but tasks enough to share out evenly.
+int64_t panels_of_task(int64_t outputs) {
+  const int64_t fair = ceil_div(outputs, kPanel) / (4 * pool()->threads());
+  return fair < 1 ? 1 : fair > kMostPanels ? kMostPanels : fair;
+}
+
 void linear(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs, int type,
             int out_type) {
-  // A few panels a task, so that a thread knows what it will need next, but tasks enough to share out evenly.
-  const int64_t all = ceil_div(outputs, kPanel), fair = all / (4 * pool()->threads());
-  const int64_t panels = fair < 1 ? 1 : fair > kMostPanels ? kMostPanels : fair;
-  Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs, panels, Type(type),
-              Type(out_type)};
-  pool()->run(ceil_div(rows, kRowBlock) * ceil_div(all, panels), [&](int64_t task) { kernels->linear(args, task); });
+  Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs,
+              panels_of_task(outputs), Type(type), Type(out_type)};
+  const int64_t tasks = ceil_div(outputs, kPanel * args.panels);
+  pool()->run(ceil_div(rows, kRowBlock) * tasks, [&](int64_t task) { kernels->linear(args, task); });
+}
+
+void likeliest(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs,
+               int type) {
+  Linear product{at<void>(x), at<void>(weight), at<float>(bias), nullptr, rows, in, outputs, panels_of_task(outputs),
+                 Type(type), Type::float32};
+  const int64_t tasks = ceil_div(outputs, kPanel * product.panels);
+  std::vector<float> values(rows * tasks);
+  std::vector<int64_t> places(rows * tasks);
+  Likeliest args{product, values.data(), places.data()};
+  pool()->run(ceil_div(rows, kRowBlock) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
+  for (int64_t row = 0; row < rows; row++) {
+    const auto begin = values.begin() + row * tasks;
+    at<int64_t>(out)[row] = places[std::max_element(begin, begin + tasks) - values.begin()];
+  }
 }
 
 void gather(Address ids, Address weight, Address out, int64_t rows, int64_t size, int type) {
@@ -158,6 +178,7 @@ NB_MODULE(_kernels, m) {
   m.def("packed_size", &packed_size);
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, free);
+  m.def("likeliest", &likeliest, free);
   m.def("gather", &gather, free);
   m.def("pack", &pack, free);
   m.def("norm", &norm, free);

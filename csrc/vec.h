@@ -56,6 +56,17 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
+// Whether any lane is above a number.
+inline bool any_above(f32x16 v, float least) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(least), _CMP_GT_OQ);
+#else
+  int found = 0;
+  for (int i = 0; i < 16; i++) found |= v[i] > least;
+  return found;
+#endif
+}
+
 inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
 inline f32x16 load(const bf16* from) {
   return as<f32x16>(__builtin_convertvector(load_bits<u16x16>(from), u32x16) << 16);

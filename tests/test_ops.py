@@ -54,6 +54,8 @@ def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dt
     got = cpu.linear(x, cpu.pack(weight, added), wide)
     expected = reference.linear(x.double(), reference.pack(weight.double(), None if added is None else added.double()))
     close(got, expected.to(torch.float32 if wide else dtype), inputs**0.5)
+    packed = cpu.pack(weight, added)
+    assert torch.equal(cpu.likeliest(x, packed), cpu.linear(x, packed, wide=True).argmax(-1))
     ids = torch.tensor([outputs - 1, 0])
     assert torch.equal(cpu.embedding(ids, cpu.pack(weight)), weight[ids])
 

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
             _module(name).add_arguments(parsers[name])
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = nearest(unknown[0].partition("=")[0], parsers[args.command]._option_string_actions)
+        hint = nearest(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
         print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
         return 2
     try:
@@ -46,6 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
+    """The flags of a command, and of those of its commands that were called."""
+    known = set(parser._option_string_actions)
+    for action in parser._actions:
+        for name, own in (action.choices or {}).items() if isinstance(action, argparse._SubParsersAction) else ():
+            known |= _flags(own, arguments) if name in arguments else set()
+    return known
 
 
 def _module(command: str) -> Any:

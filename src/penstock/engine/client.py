@@ -55,10 +55,11 @@ class EngineClient:
             await self._found.wait()
         return self.engine
 
-    def check(self) -> None:
-        """Raise ``PenstockError`` (``unavailable``) where no engine is there."""
+    def check(self) -> wire.Ready:
+        """The engine that serves; raises ``PenstockError`` (``unavailable``) where there is none."""
         if self.engine is None:
             raise PenstockError.of(self._failure)
+        return self.engine
 
     def add(self, request: EngineRequest) -> None:
         """Raises ``PenstockError`` (``unavailable``) where no engine is there to take it."""

@@ -13,7 +13,7 @@ from penstock.ops import Ops
 
 from .flatten import Flattener, prompt_tokens
 from .plan import Draw, Outcome, Plan
-from .sampler import logprobs, sample
+from .sampler import logprobs, sample, wants_likeliest
 from .sequence import Sequence
 
 ROWS_AT_ONCE = 256
@@ -79,8 +79,18 @@ class Runner:
             sequences += item.samples
         draws: list[Draw] = []
         if sequences:
-            draws = sample(self._model.scores(hidden[last_rows]), sequences)
+            draws = self._sample(hidden, last_rows, sequences)
         return Outcome(draws, prompts)
+
+    def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence]) -> list[Draw]:
+        """Most want no more than the likeliest token, for which scores need not be kept."""
+        plain = [wants_likeliest(sequence) for sequence in sequences]
+        chosen = [row for row, own in zip(rows, plain, strict=True) if own]
+        token_ids = iter(self._model.likeliest(hidden[chosen]).tolist() if chosen else [])
+        others = [i for i, own in enumerate(plain) if not own]
+        scores = self._model.scores(hidden[[rows[i] for i in others]]) if others else None
+        drawn = iter(sample(scores, [sequences[i] for i in others]) if scores is not None else [])
+        return [Draw([next(token_ids)]) if own else next(drawn) for own in plain]
 
     def _prompt_logprobs(self, hidden: Tensor, tokens: list[int], sequence: Sequence) -> list[list[Logprob]]:
         wanted = sequence.request.sampling.prompt_logprobs or 0

@@ -108,6 +108,12 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 """Who needs it, and what it does to a row of scores; in this order."""
 
 
+def wants_likeliest(sequence: Sequence) -> bool:
+    """Whether its next token is the one of the best score as it is, and nothing else is asked for."""
+    sampling = sequence.request.sampling
+    return sampling.greedy and sampling.logprobs is None and not any(needed(sampling) for needed, _ in ADJUSTMENTS)
+
+
 # --- Choosing ---------------------------------------------------------------------------------------------------------
 
 

@@ -55,12 +55,25 @@ class Gateway:
         self._threads.shutdown(wait=False)
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt."""
+        """The token ids of a prompt.
+
+        Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
+        """
+        self._check_length(prompt)
         return await self._prepare(len(prompt), lambda: self.preparer.encode(prompt, add_special_tokens))
 
     async def conversation(self, messages: Messages, size: int, **options: object) -> Prompt:
-        """A conversation as a prompt; ``size`` is about how many characters it has, ``options`` the template's."""
-        return await self._prepare(size, lambda: self.preparer.conversation(messages, **options))
+        """A conversation as a prompt.
+
+        Args:
+            size: about how many characters it has.
+            options: those of ``ChatTemplate.render``.
+
+        Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
+        """
+        self.engine.check()
+        text = await self._prepare(size, lambda: self.preparer.render(messages, **options))
+        return {"prompt": text, "prompt_token_ids": await self.encode(text, add_special_tokens=False)}
 
     async def generate(
         self,
@@ -82,7 +95,6 @@ class Gateway:
 
         Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
         """
-        self.engine.check()
         arrived = time.monotonic()
         deadline = None
         if timeout is not None:
@@ -90,8 +102,7 @@ class Gateway:
                 raise invalid("timeout", f"must be a number of seconds from 0 on, is {timeout}", 0)
             deadline = arrived + timeout
         name = str(next(self._ids))  # the engine's own name for it: the caller's may come twice
-        if isinstance(prompt, str):
-            self._check_length(prompt)
+        self._check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
         assembler = await self._prepare(
             size, lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt)
@@ -119,12 +130,12 @@ class Gateway:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _check_length(self, prompt: str) -> None:
+    def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that no tokens could hold before anything is computed over it."""
-        assert self.engine.engine is not None
-        most = self.engine.engine.max_model_len
-        if len(prompt) > most * self._longest_token * SPARE:
-            raise invalid("prompt", f"has {len(prompt)} characters, far more than {most} tokens can hold", most)
+        engine = self.engine.check()
+        if isinstance(prompt, str) and len(prompt) > engine.max_model_len * self._longest_token * SPARE:
+            words = f"has {len(prompt)} characters, far more than {engine.max_model_len} tokens can hold"
+            raise invalid("prompt", words, engine.max_model_len)
 
     @cached_property
     def _longest_token(self) -> int:

@@ -60,10 +60,14 @@ class Preparer:
 
     def conversation(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""
+        text = self.render(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def render(self, messages: Messages, **options: Any) -> str:
+        """A conversation as text."""
         if wrong := options.keys() & {"messages", "self"}:
             raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
-        text = self.tokenizer.render(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return self.tokenizer.render(messages, **options)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""

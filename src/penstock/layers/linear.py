@@ -56,3 +56,7 @@ class Embedding:
     def scores(self, x: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
         return self._matrix.multiply(x, wide=True)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64, without keeping the others."""
+        return self._matrix.likeliest(x)

@@ -107,3 +107,8 @@ class Decoder:
     def scores(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to a score for each token of the vocabulary, ``[rows, vocabulary]`` float32."""
         return (self._head or self._embedding).scores(hidden)
+
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64."""
+        return (self._head or self._embedding).likeliest(hidden)

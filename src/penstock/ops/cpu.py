@@ -96,6 +96,15 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
     return out
 
 
+def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], dtype=torch.int64)
+    bias = 0 if matrix.bias is None else matrix.bias.data_ptr()
+    sizes = x.shape[0], matrix.inputs, matrix.outputs
+    _kernels.likeliest(x.data_ptr(), matrix.panels.data_ptr(), bias, out.data_ptr(), *sizes, TYPES[x.dtype])
+    return out
+
+
 def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
     rows, kind = token_ids.shape[0], TYPES[matrix.panels.dtype]
     out = torch.empty((rows, matrix.inputs), dtype=matrix.panels.dtype)

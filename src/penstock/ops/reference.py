@@ -43,6 +43,11 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
     return out.float() if wide else out
 
 
+def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
+    """The output that is largest, the first where several are: ``[tokens, in]`` to ``[tokens]`` int64."""
+    return linear(x, matrix, wide=True).argmax(-1)
+
+
 def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
     """Rows ``[tokens]`` int64 of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``."""
     return matrix[0][token_ids]

@@ -18,6 +18,10 @@ class Dense:
         """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""
         return self._ops.linear(x, self._matrix, wide)
 
+    def likeliest(self, x: Tensor) -> Tensor:
+        """``[tokens, in]`` to the largest output of each, ``[tokens]`` int64."""
+        return self._ops.likeliest(x, self._matrix)
+
     def gather(self, rows: Tensor) -> Tensor:
         """The rows ``[tokens]`` of the matrix, as an embedding tied to it needs them."""
         return self._ops.embedding(rows, self._matrix)

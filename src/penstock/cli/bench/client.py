@@ -17,7 +17,7 @@ from .events import DONE, Chunk, EventReader, decode_chunk, error_message
 from .sample import Outcome, Sample
 from .workload import Request
 
-AHEAD = 0.5  # seconds before its time that a request's prompt is made
+AHEAD = 0.25  # seconds before its time that a request's prompt is made
 CONNECT_TIMEOUT = 30.0  # seconds; answers may take as long as they like
 KEEPALIVE = 3.0  # seconds; servers close idle connections (uvicorn after 5), and what is sent just then is lost
 
@@ -40,7 +40,7 @@ class Client:
         self.url = base_url + endpoint
         self._base_url = base_url
         self._chat = endpoint.endswith("/chat/completions")
-        self._body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        self._body = {"stream": True, "stream_options": {"include_usage": True}} | body
         self._seed, self._vocab_size = seed, vocab_size
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE),
@@ -67,7 +67,9 @@ class Client:
                     answer = await response.read()
                 self._body["model"] = msgspec.json.decode(answer)["data"][0]["id"]
             except (aiohttp.ClientError, OSError) as error:
-                raise PenstockError(Code.UNAVAILABLE, f"no server answers at {self._base_url}: {error}") from error
+                raise PenstockError(
+                    Code.UNAVAILABLE, f"no server answers at {self._base_url}: {_told(error)}"
+                ) from error
             except (msgspec.DecodeError, LookupError, TypeError) as error:
                 said = f"{url} lists no model, name one with --model: {response.status} {error_message(answer)}"
                 raise PenstockError(Code.NOT_FOUND, said) from error
@@ -84,17 +86,19 @@ class Client:
         Returns:
             The samples in the order of the requests.
         """
-        begun = time.perf_counter()
-        samples: list[Sample] = [Sample(request.input_len) for request in requests]
+        begun = time.perf_counter() + AHEAD  # so that the first ones are ready as well
+        samples = [Sample(request.input_len) for request in requests]
         queue = iter(zip(requests, samples, strict=True))
 
         async def work() -> None:
+            free = 0.0
             for request, sample in queue:
-                sample.due = max(request.at, time.perf_counter() - begun)
+                sample.due = max(request.at, free)
                 await _sleep_until(begun + sample.due - AHEAD)
                 body = self._encode(request)
                 await _sleep_until(begun + sample.due)
                 await self._measure(body, sample, begun)
+                free = time.perf_counter() - begun
                 tell(sample)
 
         await asyncio.gather(*[work() for _ in range(min(concurrency or len(requests), len(requests)))])
@@ -118,7 +122,7 @@ class Client:
                     sample.outcome = Outcome.REFUSED if response.status in (429, 503) else Outcome.FAILED
                     sample.reason = f"{response.status} {error_message(await response.read())}"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            sample.outcome, sample.reason = Outcome.FAILED, str(error) or type(error).__name__
+            sample.outcome, sample.reason = Outcome.FAILED, _told(error)
         if sample.outcome is not Outcome.OK:
             sample.last = time.perf_counter() - begun
 
@@ -158,6 +162,11 @@ def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
         if choice.says or (finished and not sample.chunks):  # an answer whose tokens are no text ends all the same
             sample.chunks.append(now)
     return finished
+
+
+def _told(error: Exception) -> str:
+    """What an error says; of aiohttp's own words around the system's, only the system's."""
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 
 async def _sleep_until(moment: float) -> None:

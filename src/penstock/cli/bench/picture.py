@@ -49,24 +49,27 @@ def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | Non
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     _bare(axes)
-    values = np.sort(values[values > 0])  # chunks that came together have no gap that a logarithm could show
-    if not len(values):
+    if not values.any():
         axes.set_title(f"{title}\nnone", loc="left", fontsize="medium")
         return
     middle, tail = np.percentile(values, [50, 99])
-    axes.set_title(f"{title}\np50 {middle:,.3g}, p99 {tail:,.3g} ms", loc="left", fontsize="medium")
-    axes.plot(values, np.arange(1, len(values) + 1) / len(values), color=LINE, drawstyle="steps-post")
-    axes.plot([middle, tail], [0.5, 0.99], "o", color=LINE, markersize=4)
+    axes.set_title(f"{title}\np50 {_short(middle)}, p99 {_short(tail)} ms", loc="left", fontsize="medium")
+    if limit is not None:
+        axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1)
+        kept = f"{np.mean(values <= limit):.0%} within {limit:,g} ms"
+        axes.set_title(kept, loc="right", fontsize="small", color=LIMIT)
+    shares = np.arange(1, len(values) + 1) / len(values)
+    values = np.sort(values)
+    shown = values > 0  # chunks that came together have a gap that a logarithm cannot show; they count all the same
+    values, shares = values[shown], shares[shown]
+    axes.plot(values, shares, color=LINE, drawstyle="steps-post")
+    axes.plot(np.maximum([middle, tail], values[0]), [0.5, 0.99], "o", color=LINE, markersize=4)
     if values[-1] > 10 * values[0]:  # within one power of ten a logarithmic scale has hardly a number to show
         axes.set_xlabel("milliseconds (log scale)")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if values[-1] < 500 * values[0] else (1,)))
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    if limit is not None:
-        axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1)
-        kept = f"{np.mean(values <= limit):.0%} within {limit:,g} ms"
-        axes.set_title(kept, loc="right", fontsize="small", color=LIMIT)
 
 
 def _course(above: Any, below: Any, good: Sequence[Sample]) -> None:
@@ -91,3 +94,7 @@ def _course(above: Any, below: Any, good: Sequence[Sample]) -> None:
 def _bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=QUIET, alpha=0.25, linewidth=0.6)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -133,5 +133,5 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
     if found["without_usage"]:
         notes.append(f"{found['without_usage']:,} answers came without usage: their chunks were counted for tokens")
     if found["client_cpu"] > BUSY or found["p99_send_lag_ms"] > LATE:
-        notes.append("the client could not keep up: part of these times is its own")
+        notes.append("the client could not keep up: it sent late, or part of these times is its own")
     return ["", *notes] if notes else []

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"{'seconds until':<16}{'first':>8}" + (f"{f'median of {len(others)} more':>20}" if median else ""))
     for name, seconds in first.items():
-        print(f"{name:<16}{seconds:>8.3f}" + (f"{median[name]:>20.3f}" if median else ""))
+        print(f"{name.replace('_', ' '):<16}{seconds:>8.3f}" + (f"{median[name]:>20.3f}" if median else ""))
     return 0
 
 

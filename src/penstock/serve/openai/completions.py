@@ -49,15 +49,14 @@ class Answering:
         self.id = f"cmpl-{record.request_id}"
         self._created = int(time.time())
 
-    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
-        return together(
-            [
-                generate(self._service, self._record, self._prompt(prompt), self._sampling, **options)
-                for prompt in self._prompts
-            ]
-        )
+        prompts = [await self._prompt(prompt) for prompt in self._prompts]
+        streams = [generate(self._service, self._record, prompt, self._sampling, **options) for prompt in prompts]
+        async with aclosing(together(streams)) as outputs:
+            async for numbered in outputs:
+                yield numbered
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         last: dict[int, RequestOutput] = {}
@@ -85,11 +84,11 @@ class Answering:
             yield event(self._answer([], usage=usage_of(list(last.values()), self._untold)))
         yield DONE
 
-    def _prompt(self, prompt: Prompt) -> Prompt:
-        if self._request.add_special_tokens is False and isinstance(prompt, str):
-            ids = self._service.gateway.preparer.encode(prompt, add_special_tokens=False)
-            return {"prompt": prompt, "prompt_token_ids": ids}
-        return prompt
+    async def _prompt(self, prompt: Prompt) -> Prompt:
+        if self._request.add_special_tokens is not False or not isinstance(prompt, str):
+            return prompt
+        token_ids = await self._service.gateway.encode(prompt, add_special_tokens=False)
+        return {"prompt": prompt, "prompt_token_ids": token_ids}
 
     def _new(
         self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress

@@ -104,12 +104,12 @@ def add_routes(app: FastAPI, service: Service) -> None:
             raise invalid("prompt", "give either prompt or messages")
         if wanted.messages is not None:
             options = template_options(wanted, tokenizer.calls_tools)
-            prompt = await gateway.conversation(messages_of(wanted.messages), size, **options)
-            tokens = await gateway.encode(prompt)
+            conversation = await gateway.conversation(messages_of(wanted.messages), size, **options)
+            tokens = await gateway.encode(conversation)
         else:
             tokens = await gateway.encode(wanted.prompt or "", wanted.add_special_tokens is not False)
         spelled = [tokenizer.token(token_id) for token_id in tokens] if wanted.return_token_strs else None
-        most = (await gateway.engine.ready()).max_model_len
+        most = gateway.engine.check().max_model_len
         return Json(Tokenized(count=len(tokens), max_model_len=most, tokens=tokens, token_strs=spelled))
 
     async def detokenize(request: Request) -> Response:
