@@ -1,15 +1,22 @@
-# `make test` and `make ask` each build what they need in .venv; a second run starts at once.
+# `make serve` and `make test` each build what they need in .venv; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
 export Q ?= What is the capital of Canada?
 
-.PHONY: test exactness lint ask train clean
+.PHONY: serve test exactness reliability lint ask train clean
+
+# Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
+serve: .venv/ready
+	@exec $(BIN)/penstock serve $(ARGS)
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest
 
 exactness: .venv/ready
 	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py
+
+reliability: .venv/ready
+	$(BIN)/python benchmarks/reliability.py
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -60,3 +60,19 @@ def test_help_loads_no_torch_and_names_units() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     assert "--max-num-batched-tokens TOKENS" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("penstock.serve.worker", "torch"),
+        ("penstock.serve.supervisor", "torch fastapi uvicorn"),
+        ("penstock.cli.main", "torch fastapi huggingface_hub asyncio"),
+        ("penstock.engine.process", "fastapi starlette uvicorn prometheus_client huggingface_hub tokenizers"),
+        ("penstock.engine.engine", "fastapi starlette uvicorn prometheus_client tokenizers"),
+    ],
+)
+def test_a_process_loads_only_what_it_needs(module: str, absent: str) -> None:
+    code = f"import sys, {module}\nsys.exit(' '.join(sys.modules.keys() & set('{absent}'.split())))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stderr.strip() == ""
