@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 
 import msgspec
@@ -31,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     logs.set_up(configuration.log, "serve")
     model, source = configuration.engine.model, configuration.model
     folder = resolve(
-        model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
+        model,
+        revision=source.revision,
+        token=source.hf_token or None,
+        cache_dir=source.download_dir or None,
+        progress=sys.stderr.isatty(),
     )
     names = configuration.server.served_model_name or (model or DEMO,)
     engine = msgspec.structs.replace(configuration.engine, model=str(folder))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock import __version__
@@ -70,13 +71,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return JSONResponse(found)
 
     async def metrics() -> Response:
-        return PlainTextResponse(service.metrics.page(engine.stats), media_type="text/plain; version=1.0.0")
+        return Response(service.metrics.page(engine.stats), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
     app.add_api_route("/ready", health, summary="Requests are welcome", response_class=Response)
     app.add_api_route("/version", version, summary="Version, and the kernels that decide a result's bits")
-    app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=PlainTextResponse)
+    app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
 
 
 class _Refused(Response):

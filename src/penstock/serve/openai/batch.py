@@ -1,0 +1,97 @@
+"""OpenAI's batch format: a request a line in, a result a line out, answered as over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import aclosing
+from typing import Annotated, Literal
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.serve.record import Record
+from penstock.serve.reply import INTERNAL
+from penstock.serve.service import Service
+from penstock.serve.status import STATUS
+
+from . import chat, completions
+from .answers import encode, error_of
+from .parse import parse
+from .schema import ChatRequest, CompletionRequest, Request
+
+logger = logging.getLogger(__name__)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A request."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+    """What its sender knows it by."""
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+    """JSON, read only when it is answered."""
+
+
+class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a line is no request."""
+
+    code: str
+    message: str
+    line: int
+    """Its number, from 1 on."""
+
+
+class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a line: a response, be it a good one or not, or the error that it is."""
+
+    id: str
+    custom_id: str | None
+    """None for what is no request."""
+    response: BatchResponse | None
+    error: BatchError | None
+
+
+async def answer(service: Service, record: Record, url: str, body: bytes) -> tuple[int, bytes]:
+    """Answer a request whole.
+
+    Args:
+        record: learns the counts of tokens, or the failure.
+        url: the path alone.
+
+    Returns the status and the body that the server would send.
+    """
+    try:
+        async with aclosing(_answering(service, record, url, body).whole()) as pieces:
+            return 200, await anext(pieces)
+    except PenstockError as error:
+        record.failure = error.failure
+    except Exception:
+        logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+        record.failure = INTERNAL
+    return STATUS[record.failure.code], encode(error_of(record.failure))
+
+
+def _answering(service: Service, record: Record, url: str, body: bytes) -> chat.Answering | completions.Answering:
+    if url == CHAT:
+        asked = parse(body, ChatRequest)
+        _refuse_stream(asked)
+        return chat.Answering(service, record, asked, len(body))
+    if url == COMPLETIONS:
+        wanted = parse(body, CompletionRequest)
+        _refuse_stream(wanted)
+        return completions.Answering(service, record, wanted)
+    raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {CHAT} and {COMPLETIONS} do", "url")
+
+
+def _refuse_stream(request: Request) -> None:
+    if request.stream:
+        raise PenstockError(Code.UNSUPPORTED, "stream: a batch is answered whole; leave it out", "stream")
