@@ -141,7 +141,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0
     timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
-    max_body_size: Annotated[int, option("Of a request.", "bytes", ge=1)] = 32 * 2**20
+    max_body_size: Annotated[
+        int, option("Of a request; 0 is 64 bytes for each token of the context, and at least 1 MiB.", "bytes", ge=0)
+    ] = 0
     max_header_size: Annotated[int, option("Of a request's headers together.", "bytes", ge=256)] = 64 * 2**10
     ssl_certfile: Annotated[str, option("Certificate chain (PEM); with it the server speaks HTTPS.")] = ""
     ssl_keyfile: Annotated[str, option("The certificate's private key (PEM).")] = ""

@@ -11,8 +11,8 @@ from .errors import Code, PenstockError, invalid
 MOST_LOGPROBS = 20
 """Alternatives a position may list; the widest any dialect offers."""
 MOST_SEQUENCES = 128
-MOST_ADJUSTED = 1024
-"""Entries of what is applied to every row of scores one by one."""
+MOST = {"logit_bias": 1024, "bad_word_ids": 1024, "bad_words": 512, "stop_token_ids": 1024, "stop": 128}
+"""Entries of what is looked through at every step."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -89,9 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)
-        for field in ("logit_bias", "bad_word_ids"):
-            if len(getattr(self, field)) > MOST_ADJUSTED:
-                raise invalid(field, f"must hold at most {MOST_ADJUSTED} entries", MOST_ADJUSTED)
+        for field, most in MOST.items():
+            if len(getattr(self, field)) > most:
+                raise invalid(field, f"must hold at most {most} entries", most)
         for bias in self.logit_bias.values():
             between("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

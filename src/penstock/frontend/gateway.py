@@ -71,7 +71,8 @@ class Gateway:
 
         Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
         """
-        self.engine.check()
+        if len(messages) > (most := self.engine.check().max_model_len):
+            raise invalid("messages", f"{len(messages)} of them are more than {most} tokens can hold", most)
         text = await self._prepare(size, lambda: self.preparer.render(messages, **options))
         return {"prompt": text, "prompt_token_ids": await self.encode(text, add_special_tokens=False)}
 

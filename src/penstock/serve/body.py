@@ -7,12 +7,13 @@ import asyncio
 from starlette.requests import ClientDisconnect, Request
 
 from penstock.core import Code, PenstockError
-from penstock.core.options import ServerOptions
 
 
-async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """Raises ``PenstockError`` where the body is too large, or its client falls silent or goes in the middle of it."""
-    most = options.max_body_size
+async def read_body(request: Request, most: int, patience: float) -> bytes:
+    """At most so many bytes, from a client that is silent for no more than ``patience`` seconds.
+
+    Raises ``PenstockError`` where the body is too large, or its client falls silent or goes in the middle of it.
+    """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(most)
@@ -21,7 +22,7 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     stream = request.stream()
     try:
         while True:
-            part = await asyncio.wait_for(anext(stream, None), options.client_timeout)
+            part = await asyncio.wait_for(anext(stream, None), patience)
             if part is None:
                 return b"".join(parts)
             parts.append(part)
@@ -29,8 +30,8 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
             if size > most:
                 raise _too_large(most)
     except TimeoutError as error:
-        words = f"no more of it came for {options.client_timeout:g} seconds"
-        raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", options.client_timeout) from error
+        words = f"no more of it came for {patience:g} seconds"
+        raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", patience) from error
     except ClientDisconnect as error:
         raise PenstockError(Code.CANCELLED, "the client has gone in the middle of its request") from error
 

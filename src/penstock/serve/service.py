@@ -12,6 +12,8 @@ from penstock.frontend.gateway import Gateway
 
 from .metrics import Metrics
 
+LEAST_BODY, BYTES_A_TOKEN = 2**20, 64
+"""Of what a context can hold, with all there is around it in JSON."""
 DEFAULT_NAME = "default"
 """A model's name that every server knows."""
 
@@ -39,6 +41,14 @@ class Service:
     def timeout(self) -> float | None:
         """Seconds a request may take."""
         return self.options.request_timeout or None
+
+    @property
+    def max_body_size(self) -> int:
+        """Bytes a request may have.
+
+        Raises ``PenstockError`` (``unavailable``) while there is no engine to tell how long its context is.
+        """
+        return self.options.max_body_size or max(LEAST_BODY, BYTES_A_TOKEN * self.gateway.engine.check().max_model_len)
 
     def check_model(self, name: str | None) -> None:
         """Raises ``PenstockError`` (``not_found``) for a model that is not here."""

@@ -29,7 +29,7 @@ from .answers import (
     usage_of,
 )
 from .parse import completion_sampling
-from .schema import CompletionRequest
+from .schema import MOST_PROMPTS, CompletionRequest
 
 
 class Answering:
@@ -177,4 +177,8 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
         return [prompt]
     if len({type(entry) for entry in prompt}) > 1:
         raise invalid("prompt", "mixes texts, token ids and lists of token ids")
-    return [cast(list[int], prompt)] if isinstance(prompt[0], int) else cast(list[Prompt], prompt)
+    if isinstance(prompt[0], int):
+        return [cast(list[int], prompt)]
+    if len(prompt) > MOST_PROMPTS:
+        raise invalid("prompt", f"holds {len(prompt)} prompts, and at most {MOST_PROMPTS} are taken", MOST_PROMPTS)
+    return cast(list[Prompt], prompt)

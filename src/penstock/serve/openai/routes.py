@@ -68,7 +68,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """Everything OpenAI's clients call; what they send is described in the app's OpenAPI document."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await read_body(request, service.options)
+        body = await read_body(request, service.max_body_size, service.options.client_timeout)
         return parse(body, schema), len(body)
 
     async def create_completion(request: Request) -> Response:

@@ -71,13 +71,15 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default"] | None = None
 
 
+MOST_PROMPTS = 2048
 PROMPTS = [
     {"type": "string"},
-    {"type": "array", "minItems": 1, "items": {"type": "string"}},
+    {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
     {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
     {
         "type": "array",
         "minItems": 1,
+        "maxItems": MOST_PROMPTS,
         "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
     },
 ]
