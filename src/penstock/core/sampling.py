@@ -11,8 +11,17 @@ from .errors import Code, PenstockError, invalid
 MOST_LOGPROBS = 20
 """Alternatives a position may list; the widest any dialect offers."""
 MOST_SEQUENCES = 128
-MOST = {"logit_bias": 1024, "bad_word_ids": 1024, "bad_words": 512, "stop_token_ids": 1024, "stop": 128}
+MOST = {
+    "logit_bias": 1024,
+    "bad_word_ids": 1024,
+    "bad_words": 512,
+    "stop_token_ids": 1024,
+    "stop": 128,
+    "allowed_token_ids": 4096,
+}
 """Entries of what is looked through at every step."""
+MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
+"""Of all entries together."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,8 +99,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)
         for field, most in MOST.items():
-            if len(getattr(self, field)) > most:
+            if len(getattr(self, field) or ()) > most:
                 raise invalid(field, f"must hold at most {most} entries", most)
+        for field, most in MOST_CHARACTERS.items():
+            if sum(map(len, getattr(self, field))) > most:
+                raise invalid(field, f"must have at most {most} characters together", most)
         for bias in self.logit_bias.values():
             between("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -54,15 +54,18 @@ class Gateway:
         await self.engine.close()
         self._threads.shutdown(wait=False)
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, prompt: Prompt, add_special_tokens: bool = True, size: int = 0) -> list[int]:
         """The token ids of a prompt.
+
+        Args:
+            size: characters that are to be encoded at the same time, where there are more than its own.
 
         Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
         """
         self._check_length(prompt)
-        return await self._prepare(len(prompt), lambda: self.preparer.encode(prompt, add_special_tokens))
+        return await self._prepare(max(size, len(prompt)), lambda: self.preparer.encode(prompt, add_special_tokens))
 
-    async def conversation(self, messages: Messages, size: int, **options: object) -> Prompt:
+    async def conversation(self, messages: Messages, size: int, options: Mapping[str, Any]) -> Prompt:
         """A conversation as a prompt.
 
         Args:
@@ -73,7 +76,7 @@ class Gateway:
         """
         if len(messages) > (most := self.engine.check().max_model_len):
             raise invalid("messages", f"{len(messages)} of them are more than {most} tokens can hold", most)
-        text = await self._prepare(size, lambda: self.preparer.render(messages, **options))
+        text = await self._prepare(size, lambda: self.preparer.render(messages, options))
         return {"prompt": text, "prompt_token_ids": await self.encode(text, add_special_tokens=False)}
 
     async def generate(

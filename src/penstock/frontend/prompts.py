@@ -60,11 +60,11 @@ class Preparer:
 
     def conversation(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""
-        text = self.render(messages, **options)
+        text = self.render(messages, options)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
-    def render(self, messages: Messages, **options: Any) -> str:
-        """A conversation as text."""
+    def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
+        """A conversation as text; ``options`` are those of ``ChatTemplate.render``."""
         if wrong := options.keys() & {"messages", "self"}:
             raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
         return self.tokenizer.render(messages, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -81,14 +82,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 class _Refused(Response):
-    def __init__(self, failure: Failure, status: int | None = None) -> None:
+    def __init__(self, failure: Failure, status: int | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._failure = failure
         self._status = status
+        self._more = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).failure = self._failure
-        await refuse(send, self._failure, SHAPE.error, self._status)
+        await refuse(send, self._failure, SHAPE.error, self._status, self._more)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -98,7 +100,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         return _Refused(INTERNAL)
     words = f"{request.method} {request.url.path}: {error.detail}"
     code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
-    return _Refused(Failure(code, words), error.status_code)
+    return _Refused(Failure(code, words), error.status_code, error.headers)
 
 
 async def _no_key(scope: Scope, send: Send) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -102,10 +102,16 @@ class Reply(Response):
         return {"type": "http.response.start", "status": status, "headers": [kind, more]}
 
 
-async def refuse(send: Send, failure: Failure, shape: Callable[[Failure], bytes], status: int | None = None) -> None:
-    """Send an error response, by default with the code's own status."""
+async def refuse(
+    send: Send,
+    failure: Failure,
+    shape: Callable[[Failure], bytes],
+    status: int | None = None,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Send an error response, by default with the code's own status; ``more`` are further headers."""
     body = shape(failure)
-    given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure)}
+    given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     await send({"type": "http.response.start", "status": status or STATUS[failure.code], "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -13,12 +13,20 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from penstock.core import PenstockError, logs
+from penstock.core import logs
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration, EngineOptions
+from penstock.engine.launcher import EngineProcess
+from penstock.frontend.gateway import Gateway
+from penstock.frontend.hub import resolve
+from penstock.frontend.prompts import Preparer
+from penstock.serve.metrics import Metrics
+from penstock.serve.openai.batch import BatchError, BatchResponse
+from penstock.serve.service import Service
 
 from ..flags import add_options, configure
-from .files import Results, Survey, requests, survey
+from ..serve import DEMO
+from .files import Results, Survey, check_input, requests, survey
 from .work import Work
 
 
@@ -50,13 +58,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 when every line has a good answer, else 1."""
+    """Returns 0 where every line has a good answer, now or from an earlier run."""
     configuration = configure(args).configuration
     at_once = most_at_once(configuration.engine) if args.at_once is None else args.at_once
     if at_once < 1:
         raise invalid("max_concurrency", f"must be at least 1, is {at_once}", 1)
     logs.set_up(configuration.log, "run-batch")
-    with Results(args.output_file, args.input_file) as results:
-        found = survey(args.input_file, results)
-        return asyncio.run(_answer(configuration, args.input_file, results, found, at_once)) if found.left else
-'''
+    check_input(args.input_file)
+    with Results(args.output_file) as results:
+        found = survey(requests(args.input_file), results)
+        if not found.left:
+            words = f"all {found.skipped} lines have their result, {found.failed} of them no good one"
+            print(f"penstock run-batch: {words}", file=sys.stderr)
+            return int(found.failed > 0)
+        good = asyncio.run(_answer(configuration, args.input_file, results, found, min(at_once, found.left)))
+    return int(found.failed > 0 or not good)
+
+
+def most_at_once(options: EngineOptions) -> int:
+    """Requests that keep an engine full, and that it has room for."""
+    return options.max_num_seqs + min(options.max_num_seqs, options.max_waiting)
+
+
+async def _answer(configuration: Configuration, path: Path, results: Results, found: Survey, at_once: int) -> bool:
+    """Whether every line got a good answer."""
+    async with _engine(configuration) as (service, watch):
+        with tqdm(total=found.left, desc="requests", unit="request") as bar:
+
+            def tell(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
+                results.add(custom_id, response, error)
+                bar.update()
+
+            work, begun = Work(service, watch, tell), time.monotonic()
+            left = (line for line in requests(path) if results.find(line) is None)
+            try:
+                await work.run(left, at_once)
+            finally:
+                bar.close()
+                print(_summary(work, found, time.monotonic() - begun), file=sys.stderr)
+    return work.failed == 0 and not work.stopped
+
+
+@asynccontextmanager
+async def _engine(configuration: Configuration) -> AsyncIterator[tuple[Service, asyncio.Task[None]]]:
+    """A running engine as the server's dialects see it, and the task that starts it again while it is worth it."""
+    model, source = configuration.engine.model, configuration.model
+    folder = resolve(
+        model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
+    )
+    preparer = Preparer(folder, source.tokenizer, source.chat_template)
+    process = EngineProcess(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
+    await process.start()
+    gateway = Gateway(process.address, preparer)
+    watch = asyncio.create_task(process.watch())
+    names = configuration.server.served_model_name or (model or DEMO,)
+    try:
+        await gateway.engine.ready()
+        yield Service(gateway, configuration.server, names, Metrics(names[0])), watch
+    finally:
+        await process.close()
+        await watch
+        await gateway.close()
+
+
+def _summary(work: Work, found: Survey, seconds: float) -> str:
+    facts = f"{work.answered} answered, {work.failed} failed, {found.skipped} skipped"
+    if found.failed:
+        facts += f" ({found.failed} of them failed earlier)"
+    facts += f"; {work.tokens} tokens, {work.tokens / seconds:.1f} tokens/s"
+    left = found.left - work.answered - work.failed
+    if work.stopped:
+        facts += f"; the engine has died too often, {left} left: the same command goes on with them"
+    elif left:
+        facts += f"; {left} left: the same command goes on with them"
+    return f"penstock run-batch: {facts}"

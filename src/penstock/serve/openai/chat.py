@@ -62,7 +62,7 @@ class Answering:
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         request = self._request
-        prompt = await self._service.gateway.conversation(self._messages, self._size, **self._options)
+        prompt = await self._service.gateway.conversation(self._messages, self._size, self._options)
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:

@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from penstock.core import SamplingParams
 from penstock.core.errors import invalid
+from penstock.frontend.gateway import AT_ONCE
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
 from penstock.frontend.prompts import Prompt
 from penstock.serve.generation import Progress, generate, together
@@ -45,6 +46,7 @@ class Answering:
         self._untold = 1 if request.max_tokens == 0 else 0
         """Tokens that had to be computed and are not asked for."""
         self._prompts = _prompts(request)
+        self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
         self._offsets = [0] * (len(self._prompts) * self._sampling.n)
         self.id = f"cmpl-{record.request_id}"
         self._created = int(time.time())
@@ -85,9 +87,11 @@ class Answering:
         yield DONE
 
     async def _prompt(self, prompt: Prompt) -> Prompt:
-        if self._request.add_special_tokens is not False or not isinstance(prompt, str):
+        """Encoded already where it must not be encoded like others, or not one after the other in one go."""
+        special, size = self._request.add_special_tokens is not False, self._size
+        if not isinstance(prompt, str) or (special and size <= AT_ONCE):
             return prompt
-        token_ids = await self._service.gateway.encode(prompt, add_special_tokens=False)
+        token_ids = await self._service.gateway.encode(prompt, special, size)
         return {"prompt": prompt, "prompt_token_ids": token_ids}
 
     def _new(

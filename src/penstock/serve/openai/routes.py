@@ -104,7 +104,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             raise invalid("prompt", "give either prompt or messages")
         if wanted.messages is not None:
             options = template_options(wanted, tokenizer.calls_tools)
-            conversation = await gateway.conversation(messages_of(wanted.messages), size, **options)
+            conversation = await gateway.conversation(messages_of(wanted.messages), size, options)
             tokens = await gateway.encode(conversation)
         else:
             tokens = await gateway.encode(wanted.prompt or "", wanted.add_special_tokens is not False)

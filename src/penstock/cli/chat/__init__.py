@@ -1,0 +1,69 @@
+"""``penstock chat``: a conversation in the terminal, with an engine of one's own or a server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import invalid
+
+from ..flags import add_options, options_of
+from ..serve import DEMO
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .server import Server
+
+SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens", "sampling_seed": "seed"}
+"""Flags, and the fields that they set."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
+    parser.add_argument(
+        "--top-p", type=float, help="least share of probability to draw from (default: the model's own)"
+    )
+    parser.add_argument("--max-tokens", type=int, help="tokens of an answer at most (default: what the context holds)")
+    parser.add_argument("--sampling-seed", type=int, help="makes the draws repeatable")
+    server = parser.add_argument_group("a server instead of an engine of one's own")
+    server.add_argument("--url", help="of any server with OpenAI's API: http://HOST:8000/v1")
+    server.add_argument("--api-key", dest="key", metavar="KEY", help="(default: the environment's OPENAI_API_KEY)")
+    server.add_argument("--model-name", metavar="NAME", help="(default: the first that the server lists)")
+    add_options(parser, ("model", "engine"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until told to stop. Returns 1 where a pipe's question was not answered."""
+    from .background import Background
+    from .conversation import Conversation
+    from .session import Session
+    from .terminal import Terminal
+
+    conversation = Conversation(args.system)
+    for flag, name in SAMPLING.items():
+        if (value := getattr(args, flag)) is not None:
+            conversation.set(name, value)
+    terminal = Terminal()
+    voice = _voice(args)
+    with Background(voice) as background:
+        return Session(voice, background, conversation, terminal).run()
+
+
+def _voice(args: argparse.Namespace) -> Engine | Server:
+    if args.url is None:
+        if args.model_name is not None or args.key is not None:
+            raise invalid("url", "is missing: --model-name and --api-key are a server's")
+        from .engine import Engine
+
+        if args.model_tag is not None:
+            args.model = args.model_tag
+        options = options_of(args)
+        return Engine(options, options["model"] or DEMO)
+    if args.model_tag is not None or hasattr(args, "model"):
+        raise invalid("url", "goes with --model-name; MODEL is for an engine of one's own")
+    from .server import Server
+
+    return Server(args.url, os.environ.get("OPENAI_API_KEY") if args.key is None else args.key, args.model_name)

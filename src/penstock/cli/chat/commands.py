@@ -1,0 +1,101 @@
+"""What can be done between questions: lines that begin with a slash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.core.errors import invalid
+
+from .conversation import FIELDS
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+class Command(NamedTuple):
+    takes: str
+    about: str
+    run: Callable[[Session, str], None]
+
+
+def _help(session: Session, rest: str) -> None:
+    for name, command in COMMANDS.items():
+        session.terminal.tell(f"{f'/{name} {command.takes}':<22}{command.about}")
+    session.terminal.tell('A line that ends with \\ goes on in the next; """ begins and ends several.')
+
+
+def _clear(session: Session, rest: str) -> None:
+    session.conversation.clear()
+
+
+def _system(session: Session, rest: str) -> None:
+    session.conversation.system = rest
+
+
+def _undo(session: Session, rest: str) -> None:
+    session.terminal.note(f"taken back: {session.conversation.undo()}")
+
+
+def _retry(session: Session, rest: str) -> None:
+    session.ask(session.conversation.again())
+
+
+def _set(session: Session, rest: str) -> None:
+    name, _, text = rest.partition(" ")
+    if name:
+        session.conversation.set(name, _value(text.strip()) if text.strip() else None)
+        return
+    for field in FIELDS:
+        value = session.conversation.sampling.get(field)
+        session.terminal.tell(f"{field:<28}{'default' if value is None else json.dumps(value, ensure_ascii=False)}")
+
+
+def _save(session: Session, rest: str) -> None:
+    session.conversation.save(_path("save", rest))
+
+
+def _load(session: Session, rest: str) -> None:
+    session.conversation.load(_path("load", rest))
+
+
+def _info(session: Session, rest: str) -> None:
+    tally, of = session.tally, f" of {session.voice.context}" if session.voice.context else ""
+    used = "unknown" if session.used is None else f"{session.used}{of} tokens after the last answer"
+    session.terminal.tell(f"{'model':<10}{session.voice.about}")
+    session.terminal.tell(f"{'context':<10}{used}")
+    session.terminal.tell(f"{'answers':<10}{tally.answers}, {tally.tokens} tokens, {tally.speed:.1f} tokens/s")
+
+
+def _exit(session: Session, rest: str) -> None:
+    session.leaving = True
+
+
+COMMANDS = {
+    "help": Command("", "show this", _help),
+    "clear": Command("", "begin a new conversation", _clear),
+    "system": Command("TEXT", "set the system prompt, or without TEXT none", _system),
+    "undo": Command("", "drop the last question and its answer", _undo),
+    "retry": Command("", "ask the last question again", _retry),
+    "set": Command("NAME VALUE", "draw answers differently; without VALUE the model's own, without NAME a list", _set),
+    "save": Command("FILE", "write the messages as JSON", _save),
+    "load": Command("FILE", "go on with messages that were saved", _load),
+    "info": Command("", "the model, tokens and speed", _info),
+    "exit": Command("", "leave, as Ctrl-D does", _exit),
+}
+
+
+def _value(text: str) -> Any:
+    """JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _path(command: str, rest: str) -> Path:
+    if not rest:
+        raise invalid(command, f"which file? /{command} FILE")
+    return Path(rest).expanduser()

@@ -1,0 +1,113 @@
+"""What was said, and how answers are to be drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from penstock.core import Code, PenstockError, SamplingParams
+from penstock.core.errors import invalid
+from penstock.core.settings import nearest
+
+FIELDS = (
+    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed max_tokens min_tokens "
+    "ignore_eos stop stop_token_ids include_stop_str_in_output logit_bias bad_words allowed_token_ids "
+    "skip_special_tokens"
+).split()
+"""Of ``SamplingParams``, those that make sense where one answer is read."""
+LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+
+
+class Message(TypedDict):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Conversation:
+    """Turns of a person and a model, behind a system prompt or none."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self.sampling: dict[str, Any] = {}
+        """Fields that differ from the model's own, as JSON has them."""
+        self._turns: list[Message] = []
+        self._unanswered: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self._turns
+
+    def ask(self, question: str) -> list[Message]:
+        """Everything up to a new question, which is part of the conversation only once it is answered."""
+        self._unanswered = question
+        return [*self.messages, {"role": "user", "content": question}]
+
+    def answered(self, text: str) -> None:
+        """The question has its answer, or the beginning of one."""
+        assert self._unanswered is not None, "ask first"
+        self._turns += [{"role": "user", "content": self._unanswered}, {"role": "assistant", "content": text}]
+        self._unanswered = None
+
+    def undo(self) -> str:
+        """Take the last question back, with its answer; returns it. Raises ``PenstockError`` where there is none."""
+        asked = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
+        if not asked:
+            raise PenstockError(Code.NOT_FOUND, "nothing was said yet")
+        question = self._turns[asked[-1]]["content"]
+        del self._turns[asked[-1] :]
+        return question
+
+    def again(self) -> str:
+        """The question to ask once more: one that got no answer, or else the last one, whose answer goes."""
+        return self.undo() if self._unanswered is None else self._unanswered
+
+    def clear(self) -> None:
+        """Forget all but the system prompt."""
+        self._turns, self._unanswered = [], None
+
+    def set(self, name: str, value: Any) -> None:
+        """Draw answers differently; None is the model's own way.
+
+        Raises ``PenstockError`` (``invalid``) for an unknown field, with the nearest known one, or a wrong value.
+        """
+        if name not in FIELDS:
+            raise invalid("set", f"no such field as {name}{nearest(name, FIELDS)}")
+        rest = {other: kept for other, kept in self.sampling.items() if other != name}
+        value = [value] if name in LISTS and not isinstance(value, list | None) else value
+        changed = rest if value is None else rest | {name: value}
+        checked(changed)
+        self.sampling = changed
+
+    def save(self, path: Path) -> None:
+        """Write all messages as JSON; raises ``PenstockError`` (``invalid``) where that is impossible."""
+        text = json.dumps(self.messages, ensure_ascii=False, indent=1)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise invalid("save", f"{path} cannot be written: {error.strerror}") from error
+
+    def load(self, path: Path) -> None:
+        """Go on with saved messages; raises ``PenstockError`` (``invalid``) where there are none."""
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=list[Message])
+        except OSError as error:
+            raise invalid("load", f"{path} cannot be read: {error.strerror}") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise invalid("load", f"{path} holds no messages: {error}") from error
+        self.clear()
+        self.system = found.pop(0)["content"] if found and found[0]["role"] == "system" else ""
+        self._turns = found
+
+
+def checked(sampling: Mapping[str, Any]) -> SamplingParams:
+    """Fields as the engine has them; raises ``PenstockError`` (``invalid``) for a value that cannot be."""
+    try:
+        return msgspec.convert({"max_tokens": None} | dict(sampling), SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        words, _, path = str(error).partition(" - at `$")
+        raise invalid(path.strip(".`") or "set", words) from error

@@ -1,0 +1,104 @@
+"""A conversation under way: questions, their answers, and how they went."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from penstock.core import Code, PenstockError
+from penstock.core.settings import nearest
+
+from .background import Background
+from .commands import COMMANDS
+from .conversation import Conversation
+from .terminal import Terminal
+from .voice import Answer, ContextFull, Voice
+
+FULL = "the context is full; /undo drops the last turn, /clear begins anew"
+
+
+@dataclass
+class Tally:
+    """What was generated since the beginning."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Session:
+    """Talks until told to stop."""
+
+    def __init__(self, voice: Voice, background: Background, conversation: Conversation, terminal: Terminal) -> None:
+        self.voice = voice
+        self.conversation = conversation
+        self.terminal = terminal
+        self.tally = Tally()
+        self.used: int | None = None
+        """Tokens of the context after the last answer; None where nobody told."""
+        self.leaving = False
+        self._background = background
+        self._unanswered = 0
+
+    def run(self) -> int:
+        """Returns 1 where a pipe's question was not answered, else 0."""
+        self.terminal.note(f"{self.voice.about}; /help tells what can be done here")
+        for line in self.terminal.lines():
+            try:
+                if line.startswith("/"):
+                    self._command(line)
+                else:
+                    self.ask(line.strip())
+            except PenstockError as error:
+                self.terminal.complain(str(error))
+                self._unanswered += 1
+            if self.leaving:
+                break
+        return int(self._unanswered > 0 and not self.terminal.with_person)
+
+    def ask(self, question: str) -> None:
+        """Ask and print the answer as it comes; raises ``PenstockError`` where there is none, or not all of it."""
+        messages = self.conversation.ask(question)
+        answer, said, begun = Answer(), 0, time.monotonic()
+        stream = self._background.stream(self.voice.answer(messages, self.conversation.sampling))
+        try:
+            with stream, self.terminal.interruptible(stream.stop):
+                for answer in stream:
+                    self.terminal.say(answer.text[said:])
+                    said = len(answer.text)
+        except ContextFull as error:
+            raise PenstockError(Code.TOO_LARGE, f"{FULL} ({error})") from error
+        finally:
+            if said or answer.finish_reason:
+                self.terminal.tell("")
+                self.conversation.answered(answer.text)
+                self._note(answer, time.monotonic() - begun)
+            elif stream.stopped:
+                self.terminal.tell("")
+
+    def _note(self, answer: Answer, seconds: float) -> None:
+        tokens = answer.output_tokens
+        if tokens is not None:
+            self.tally.answers += 1
+            self.tally.tokens += tokens
+            self.tally.seconds += seconds
+            self.used = (answer.prompt_tokens or 0) + tokens
+            self.terminal.note(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s")
+        most = self.conversation.sampling.get("max_tokens", math.inf)
+        if answer.finish_reason == "length" and (tokens is None or tokens < most):
+            self.terminal.complain(FULL)
+        elif answer.finish_reason == "length":
+            self.terminal.note(f"cut at max_tokens {most}")
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.removeprefix("/").partition(" ")
+        if name not in COMMANDS:
+            words = f"there is no /{name}{nearest(name, COMMANDS)} (to say it, put a space before it)"
+            raise PenstockError(Code.NOT_FOUND, words)
+        COMMANDS[name].run(self, rest.strip())

@@ -1,0 +1,103 @@
+"""Where lines come from and answers go: a person at a terminal, or a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PROMPT, MORE = "> ", ". "
+QUOTES = '"""'
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+HISTORY = 1000
+"""Lines that are kept."""
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+"""What a model might steer a terminal with."""
+
+
+class Terminal:
+    """Standard input and output."""
+
+    def __init__(self) -> None:
+        self.with_person = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def lines(self) -> Iterator[str]:
+        """What is said, one piece after the other, until the end of input or an interrupt at the prompt.
+
+        A person may end a line with a backslash to go on in the next, or put several between triple quotes; of a pipe,
+        every line that is not blank is one.
+        """
+        if not self.with_person:
+            yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+            return
+        with _history(), suppress(EOFError):
+            while True:
+                try:
+                    text = self._read()
+                except KeyboardInterrupt:
+                    break
+                if text.strip():
+                    yield text
+        print()
+
+    def say(self, text: str) -> None:
+        """Some text of an answer, at once."""
+        print(text.translate(CONTROLS) if self.with_person else text, end="", flush=True)
+
+    def tell(self, text: str) -> None:
+        """Something that is not an answer."""
+        print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Something by the way, for a person only."""
+        if self.with_person:
+            print(f"{DIM}{text}{NORMAL}", flush=True)
+
+    def complain(self, text: str) -> None:
+        print(f"penstock chat: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:
+        """A person's Ctrl-C calls ``stop``; that of a pipe ends it all."""
+        if not self.with_person:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda number, frame: stop())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _read(self) -> str:
+        line = input(PROMPT)
+        if line.startswith(QUOTES):
+            text = line.removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES):
+                text += "\n" + input(MORE)
+            return text.rstrip().removesuffix(QUOTES)
+        while line.endswith("\\"):
+            line = line[:-1] + "\n" + input(MORE)
+        return line
+
+
+@contextmanager
+def _history() -> Iterator[None]:
+    """Line editing with what was typed before, here and in earlier conversations."""
+    try:
+        import readline
+    except ImportError:  # a Python without it still reads lines
+        yield
+        return
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock" / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(HISTORY)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a home that cannot be written
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)

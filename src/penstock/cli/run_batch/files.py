@@ -1,0 +1,149 @@
+"""The two files of a batch: requests that are read as they are needed, results that outlive the process."""
+
+from __future__ import annotations
+
+import fcntl
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+import msgspec
+
+from penstock.core.errors import invalid
+from penstock.serve.openai.batch import BatchError, BatchLine, BatchResponse, BatchResult
+
+PREFIX = "batch_req_"
+BEGINNING = f'{{"id":"{PREFIX}'.encode()
+"""Of every result that is written here."""
+
+_line = msgspec.json.Decoder(BatchLine).decode
+_result = msgspec.json.Decoder(BatchResult).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def requests(path: Path) -> Iterator[BatchLine | BatchError]:
+    """The lines of an input file, but for blank ones; an error for each that is no request, or repeats a custom_id."""
+    seen: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = _line(text)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                yield BatchError(code="invalid_line", message=f"line {number}: {error}", line=number)
+                continue
+            first = seen.setdefault(line.custom_id, number)
+            if first == number:
+                yield line
+            else:
+                words = f"line {number}: custom_id {line.custom_id!r} is that of line {first}"
+                yield BatchError(code="duplicate_custom_id", message=words, line=number)
+
+
+class Results:
+    """The output file: what it holds already, and what is added to it. To be entered; then nobody else may write it.
+
+    Results are appended and flushed one by one. Of a process that was killed in the middle of a line, that line is
+    dropped.
+
+    Raises ``PenstockError`` (``invalid``) where the file cannot be had, or holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._good: dict[str, bool] = {}
+        self._errors: set[int] = set()
+
+    def __enter__(self) -> Self:
+        if self._path.exists() and not self._path.is_file():
+            raise invalid("output_file", f"{self._path} is no file, so that nobody could go on with it")
+        try:
+            self._file = self._path.open("a+b")
+        except OSError as error:
+            raise invalid("output_file", f"{self._path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_up()
+        except BlockingIOError as error:
+            self._file.close()
+            raise invalid("output_file", f"{self._path} is being written by another run") from error
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # what could not be written was told when it was added
+            self._file.close()
+
+    def find(self, line: BatchLine | BatchError) -> bool | None:
+        """Whether a line has a good result here; None where it has none at all."""
+        if isinstance(line, BatchLine):
+            return self._good.get(line.custom_id)
+        return False if line.line in self._errors else None
+
+    def add(self, custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
+        """Raises ``PenstockError`` (``invalid``) where it cannot be written."""
+        result = BatchResult(id=PREFIX + uuid4().hex, custom_id=custom_id, response=response, error=error)
+        try:
+            self._file.write(_encode(result) + b"\n")
+            self._file.flush()
+        except OSError as failed:
+            raise invalid("output_file", f"{self._path} cannot be written: {failed.strerror}") from failed
+
+    def _take_up(self) -> None:
+        self._file.seek(0)
+        whole = 0
+        for number, text in enumerate(self._file, 1):
+            if not text.endswith(b"\n"):
+                if not BEGINNING.startswith(text[: len(BEGINNING)]):
+                    raise invalid("output_file", f"{self._path} holds something else than results of a batch")
+                self._file.truncate(whole)
+                break
+            try:
+                self._note(_result(text))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                words = f"{self._path} holds something else than results of a batch: line {number}: {error}"
+                raise invalid("output_file", words) from error
+            whole += len(text)
+
+    def _note(self, result: BatchResult) -> None:
+        if result.custom_id is not None:
+            self._good[result.custom_id] = result.response is not None and result.response.status_code == 200
+        if result.error is not None:
+            self._errors.add(result.error.line)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What there is to do."""
+
+    left: int
+    skipped: int
+    """Lines that have their result already,"""
+    failed: int
+    """and those of them whose result is not a good one."""
+
+
+def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> Survey:
+    """Look through all lines."""
+    counts = Counter(map(results.find, lines))
+    return Survey(left=counts[None], skipped=counts[True] + counts[False], failed=counts[False])
+
+
+def check_input(path: Path) -> None:
+    """Raises ``PenstockError`` (``invalid``) unless it is a file, which can be read more than once."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise invalid("input_file", f"{path} cannot be read: {error.strerror}") from error
+    if not path.is_file():
+        raise invalid("input_file", f"{path} is no file; a pipe could not be counted first")

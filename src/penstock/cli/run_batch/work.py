@@ -1,0 +1,101 @@
+"""Lines of a batch on their way through an engine, so many at a time, and again where that may help."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from uuid import uuid4
+
+import msgspec
+
+from penstock.core import Code, Failure
+from penstock.serve.openai.batch import BatchError, BatchLine, BatchResponse, answer
+from penstock.serve.record import Record
+from penstock.serve.service import Service
+
+TRIES = 3
+"""Engines that a request may see dying. It may be what kills them."""
+
+Tell = Callable[[str | None, BatchResponse | None, BatchError | None], None]
+
+
+class Work:
+    """Answers lines.
+
+    Args:
+        watch: ends when the engine is not started again any more.
+        tell: called with each line's custom_id, response and error as they come.
+    """
+
+    def __init__(self, service: Service, watch: asyncio.Task[None], tell: Tell) -> None:
+        self._service = service
+        self._watch = watch
+        self._tell = tell
+        self._open = 0
+        self._one_ended = asyncio.Condition()
+        self.answered = self.failed = 0
+        """Lines with a good result, and with another."""
+        self.tokens = 0
+        """Generated for them."""
+        self.stopped = False
+        """Whether lines are left for want of an engine."""
+
+    async def run(self, lines: Iterator[BatchLine | BatchError], at_once: int) -> None:
+        """Returns when there is no line left, or no engine."""
+        workers = [asyncio.create_task(self._work(lines)) for _ in range(at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(self, lines: Iterator[BatchLine | BatchError]) -> None:
+        for line in lines:
+            if isinstance(line, BatchError):
+                self.failed += 1
+                self._tell(None, None, line)
+                continue
+            response = await self._respond(line)
+            async with self._one_ended:
+                self._one_ended.notify()
+            if response is None:
+                self.stopped = True
+                return
+            if response.status_code == 200:
+                self.answered += 1
+            else:
+                self.failed += 1
+            self._tell(line.custom_id, response, None)
+
+    async def _respond(self, line: BatchLine) -> BatchResponse | None:
+        """None where there is no engine any more."""
+        request_id, deaths = uuid4().hex, 0
+        while True:
+            record = Record(request_id)
+            self._open += 1
+            status, body = await answer(self._service, record, line.url, bytes(line.body))
+            self._open -= 1
+            if _is(record.failure, Code.UNAVAILABLE):
+                deaths += 1
+                if not await self._engine_is_back():
+                    return None
+                if deaths < TRIES:
+                    continue
+            elif _is(record.failure, Code.OVERLOADED) and self._open:
+                async with self._one_ended:
+                    await self._one_ended.wait()
+                continue
+            self.tokens += record.facts.get("output", 0)
+            return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
+
+    async def _engine_is_back(self) -> bool:
+        """Wait for the next engine; false where none will come."""
+        ready = asyncio.ensure_future(self._service.gateway.engine.ready())
+        await asyncio.wait({ready, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return not self._watch.done()
+
+
+def _is(failure: Failure | None, code: Code) -> bool:
+    return failure is not None and failure.code is code

@@ -1,0 +1,140 @@
+"""``penstock serve`` as people run it: a process of its own, its log, and nothing left of it at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+READY = r"ready: (\S+) at (http[^\s\"]+)"
+TO_START = 60.0
+TO_STOP = 60.0
+MODULES = {"penstock.serve.worker": "api", "penstock.engine.process": "engine"}
+
+
+class Served:
+    """A server on a free port. Leaving stops it with SIGTERM: then its status is 0 and no process is left of it.
+
+    Args:
+        arguments: of ``penstock serve``.
+        environment: what is added to this process's own.
+    """
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--host", "127.0.0.1", "--port", "0", *arguments]
+        self._process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, env={**os.environ, **(environment or {})}, start_new_session=True
+        )
+        self.pid = self._process.pid
+        """The supervisor's."""
+        self.lines: list[str] = []
+        """What all its processes have written to standard error."""
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        try:
+            self.name, self.url = self.find(READY, limit=TO_START).groups()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._process.poll() is None:
+                self.terminate()
+                assert self.ended() == 0, "\n".join(self.lines[-50:])
+        finally:
+            self.kill()
+
+    @property
+    def root(self) -> str:
+        """The address without ``/v1``."""
+        return self.url.removesuffix("/v1")
+
+    @property
+    def pids(self) -> dict[str, list[int]]:
+        """The processes that run now: ``engine`` and ``api``."""
+        found: dict[str, list[int]] = {"engine": [], "api": []}
+        for pid in processes(self.pid):
+            for word in _file(pid, "cmdline").split("\0"):
+                if word in MODULES:
+                    found[MODULES[word]].append(pid)
+        return found
+
+    def find(self, pattern: str, after: int = 0, limit: float = 10.0) -> re.Match[str]:
+        """Wait until a line of the log has ``pattern``, from line ``after`` on."""
+        deadline = time.monotonic() + limit
+        with self._more:
+            while True:
+                for line in self.lines[after:]:
+                    if found := re.search(pattern, line):
+                        return found
+                after = max(after, len(self.lines))
+                if not self._reader.is_alive() or not self._more.wait(max(0.0, deadline - time.monotonic())):
+                    raise AssertionError("\n".join([f"no line has {pattern!r}:", *self.lines[-50:]]))
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def ended(self, limit: float = TO_STOP) -> int:
+        """Wait for its end; its exit status. No process may be left of it."""
+        status = self._process.wait(limit)
+        deadline = time.monotonic() + 10
+        while (left := processes(self.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)  # whose parent was killed die by themselves, and tell nobody
+        assert not left, [_file(pid, "cmdline") for pid in left]
+        return status
+
+    def kill(self) -> None:
+        """End whatever is still there."""
+        for pid in processes(self.pid):
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(10)
+        if self._process.stderr:
+            self._process.stderr.close()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            with self._more:
+                self.lines.append(line.decode(errors="backslashreplace").rstrip("\n"))
+                self._more.notify_all()
+        with self._more:
+            self._more.notify_all()
+
+
+def processes(session: int) -> list[int]:
+    """Those of a session that live."""
+    found = []
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
+        fields = _file(pid, "stat").rpartition(")")[2].split()
+        if fields and fields[3] == str(session) and fields[0] != "Z":
+            found.append(pid)
+    return found
+
+
+def belongings(pid: int) -> tuple[int, int]:
+    """How many files and threads a process has."""
+    folder = Path("/proc") / str(pid)
+    return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))
+
+
+def _file(pid: int, name: str) -> str:
+    try:
+        return (Path("/proc") / str(pid) / name).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

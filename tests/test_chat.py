@@ -1,0 +1,229 @@
+"""``penstock chat`` through a pipe and through a terminal, with an engine of its own and with a server."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+from serving import Served
+
+HERE = ("--num-gpu-blocks-override", "200", "--temperature", "0")
+KEY = "a-key-for-tests"
+CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
+NO_TORCH = "import sys; from penstock.cli.main import main; sys.exit(main() or 99 * ('torch' in sys.modules))"
+NAMED = ["My name is Anna.", "What is my name?"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "200", "--api-key", KEY) as server:
+        yield server
+
+
+def piped(*arguments: str, lines: list[str], command: list[str] = CHAT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OPENAI_API_KEY": KEY}
+    stdin = "".join(f"{line}\n" for line in lines)
+    return subprocess.run([*command, *arguments], input=stdin, capture_output=True, text=True, env=environment)
+
+
+class Person:
+    """Someone at a terminal."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        self._terminal, theirs = pty.openpty()
+        environment = os.environ | {"XDG_STATE_HOME": str(home), "OPENAI_API_KEY": KEY, "TERM": "xterm"}
+        self._process = subprocess.Popen(
+            [*CHAT, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C it gets
+        )
+        os.close(theirs)
+        self.seen = ""
+        """Since it was last typed."""
+        self.reads = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._terminal)
+
+    def type(self, text: str) -> None:
+        self.seen, self.reads = "", 0
+        os.write(self._terminal, text.encode())
+
+    def see(self, pattern: str, limit: float = 30.0) -> re.Match[str]:
+        """Wait until it is on the screen."""
+        deadline = time.monotonic() + limit
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            assert self._read(deadline), f"no {pattern!r} in {self.seen!r}"
+        return found
+
+    def leave(self) -> int:
+        """Its exit status, once it has ended."""
+        deadline = time.monotonic() + 30
+        while self._read(deadline):
+            pass
+        return self._process.wait(30)
+
+    def _read(self, deadline: float) -> bool:
+        ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
+        try:
+            self.seen += os.read(self._terminal, 65536).decode(errors="replace") if ready else ""
+        except OSError:  # the other end is closed
+            return False
+        self.reads += 1
+        return bool(ready)
+
+
+def test_a_pipe_is_a_conversation_without_torch() -> None:
+    lines = [*NAMED, "", "/clear", NAMED[1], "/system You speak Chinese.", "/set max_tokens 2", "你好"]
+    said = piped(*HERE, lines=lines, command=[sys.executable, "-c", NO_TORCH, "chat"])
+    assert said.returncode == 0, said.stderr
+    answers = said.stdout.splitlines()
+    assert len(answers) == 4
+    assert "Anna" in answers[1]
+    assert "Anna" not in answers[2]
+    assert "\x1b" not in said.stdout
+
+
+def test_commands_take_back_save_and_load(tmp_path: Path) -> None:
+    file = tmp_path / "conversation.json"
+    lines = [*NAMED, "/undo", f"/save {file}", "/clear", NAMED[1], f"/load {file}", NAMED[1], "/set temperature 1"]
+    lines += ["/set seed 3", "/retry", "/retry", "/info", "/exit", "never asked"]
+    said = piped(*HERE, "--system", "You are kind.", lines=lines)
+    assert said.returncode == 0, said.stderr
+    answers = said.stdout.splitlines()
+    assert "Anna" in answers[1]
+    assert "Anna" not in answers[2]
+    assert answers[3] == answers[1]
+    assert answers[4] == answers[5], "of the same seed and the same messages"
+    assert answers[6].startswith("model     penstock-demo")
+    assert re.fullmatch(r"context   \d+ of 2048 tokens after the last answer", answers[7])
+    assert re.fullmatch(r"answers   6, \d+ tokens, .* tokens/s", answers[8])
+    assert len(answers) == 9
+    messages = json.loads(file.read_text())
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert messages[1]["content"] == NAMED[0]
+
+
+def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text('[{"role": "stranger", "content": "Hi"}]')
+    wrong = {
+        "/retrx": "did you mean retry",
+        "/undo": "nothing was said yet",
+        "/set temprature 1": "did you mean temperature",
+        "/set top_p much": "top_p: Expected `float`",
+        "/set min_p 2": "min_p: must be at most 1",
+        f"/load {tmp_path / 'none.json'}": "cannot be read",
+        f"/load {tmp_path / 'odd.json'}": "holds no messages",
+        f"/save {tmp_path}": "cannot be written",
+        "/save": "which file?",
+        "What is this? " * 20: "the context is full; /undo drops the last turn, /clear begins anew (prompt: has",
+    }
+    short = ("--max-model-len", "60")
+    said = piped(*HERE, *short, lines=[*wrong, "/set ignore_eos true", "Hi"])
+    assert said.returncode == 1
+    told = said.stderr.splitlines()[1:]
+    for words, line in zip([*wrong.values(), "the context is full; /undo"], told, strict=True):
+        assert line.startswith("penstock chat: ")
+        assert words in line
+    assert len(said.stdout) > 20
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue("served") if elsewhere else None
+    arguments = ("--url", server.url, "--temperature", "0") if server else HERE
+    with Person(tmp_path, *arguments) as person:
+        person.see(r"penstock-demo .*/help tells.*> ", limit=60)
+        person.type("/set ignore_eos true\n")
+        person.see("\n.*> ")
+        person.type("Tell me a story.\n")
+        person.see(r"story\.\r\n.*\w{3,} \w+ .* \w+ .* \w+ ")
+        assert person.reads > 3, "it came in pieces"
+        person.type("\x03")
+        person.see("\n.*> ")
+        person.type(f"/save {tmp_path / 'told.json'}\n")
+        person.see("\n.*> ")
+        question, answer = json.loads((tmp_path / "told.json").read_text())
+        assert question["content"] == "Tell me a story."
+        assert 10 < len(answer["content"]) < 5000
+        person.type('/clear\n/set ignore_eos\n"""What is the\ncapital of Canada?"""\n')
+        person.see(r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s\x1b\[0m")
+        person.type("/retry\n")
+        person.see(r"Ottawa\..*tokens/s.*> ")
+        person.type("What is the capital \\\nof France?\n")
+        person.see(r"Paris.*tokens/s.*> ")
+        person.type("\x03" if elsewhere else "\x04")
+        assert person.leave() == 0
+    kept = (tmp_path / "penstock" / "chat_history").read_text().splitlines()
+    assert "Tell me a story." in kept
+    assert "of France?" in kept
+
+
+def test_a_server_answers_as_an_engine_does(served: Served) -> None:
+    lines = [*NAMED, "/clear", "What is this? " * 1000, "Hi", "/info"]
+    here, there = piped(*HERE, lines=lines), piped("--url", served.url, "--temperature", "0", lines=lines)
+    assert here.returncode == there.returncode == 1
+    assert here.stdout.splitlines()[:3] == there.stdout.splitlines()[:3]
+    assert f"penstock-demo at {served.url}" in there.stdout
+    assert "of 2048 tokens" in there.stdout
+    assert here.stderr.splitlines()[-1].startswith("penstock chat: the context is full; /undo")
+    assert there.stderr == here.stderr.splitlines()[-1] + "\n"
+
+
+def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
+    cases = [
+        (["--url", served.url, "--api-key", "wrong"], "answered 401: an API key is missing or wrong"),
+        (["--url", f"{served.root}/v2"], "answered 404"),
+        (["--url", "http://127.0.0.1:9/v1"], "does not answer"),
+        (["--url", served.url, "a-model"], "goes with --model-name"),
+        (["--model-name", "some"], "url: is missing"),
+        (["--temperature", "-1"], "temperature: must be at least 0"),
+    ]
+    for arguments, words in cases:
+        said = piped(*arguments, lines=["Hi"])
+        assert said.returncode == 2
+        assert words in said.stderr
+        assert len(said.stderr.splitlines()) == 1
+    said = piped("--url", served.url, "--model-name", "other", lines=["Hi", "/set top_k -7"])
+    assert said.returncode == 1
+    assert "the model 'other' is not here" in said.stderr
+
+
+def test_a_pipe_is_left_with_ctrl_c() -> None:
+    process = subprocess.Popen(
+        [*CHAT, *HERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(b"/set ignore_eos true\nTell me a story.\n")
+    process.stdin.flush()
+    assert process.stdout.read(20)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in told

@@ -1,0 +1,197 @@
+"""``penstock run-batch``: files of requests, killed in the middle and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+QUESTIONS = ["What is the capital of Canada?", "加拿大的首都是哪里?", "Tell me a story."]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    files = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    return [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "run-batch",
+        *files,
+        "--num-gpu-blocks-override",
+        "200",
+        *arguments,
+    ]
+
+
+def run_batch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *arguments), capture_output=True, text=True)
+
+
+def request(custom_id: str, body: dict[str, Any], url: str = CHAT) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id: str, content: str, **fields: Any) -> dict[str, Any]:
+    return request(custom_id, {"messages": [{"role": "user", "content": content}], **fields})
+
+
+def write(folder: Path, lines: list[dict[str, Any] | str]) -> None:
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
+    (folder / "in.jsonl").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def summary(said: subprocess.CompletedProcess[str]) -> str:
+    return said.stderr.splitlines()[-1]
+
+
+def test_answers_are_those_of_the_engine(tmp_path: Path) -> None:
+    lines = [chat(str(i), question, **GREEDY) for i, question in enumerate(QUESTIONS)]
+    several = request("both", {"prompt": ["Once upon a time", "The"], "model": "mine", **GREEDY}, COMPLETIONS)
+    write(tmp_path, [*lines, "", several])
+    said = run_batch(tmp_path, "--served-model-name", "mine", "--max-concurrency", "2")
+    assert said.returncode == 0, said.stderr
+    assert "4 answered, 0 failed, 0 skipped" in summary(said)
+    answers = {result["custom_id"]: result["response"]["body"] for result in results(tmp_path)}
+    llm, params = LLM(num_gpu_blocks_override=200), SamplingParams(**GREEDY)
+    chats = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS], params, use_tqdm=False)
+    for i, output in enumerate(chats):
+        (choice,) = answers[str(i)]["choices"]
+        assert choice["message"]["content"] == output.outputs[0].text
+        assert choice["finish_reason"] == output.outputs[0].finish_reason
+        assert answers[str(i)]["usage"]["completion_tokens"] == len(output.outputs[0].token_ids)
+    texts = [output.outputs[0].text for output in llm.generate(["Once upon a time", "The"], params, use_tqdm=False)]
+    assert [choice["text"] for choice in answers["both"]["choices"]] == texts
+    assert answers["both"]["model"] == "mine"
+
+
+def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
+    bad = {
+        "stream": (chat("stream", "Hi", stream=True), 400, "stream"),
+        "typo": (chat("typo", "Hi", temperatur=0), 400, "temperatur"),
+        "model": (chat("model", "Hi", model="other"), 404, "model"),
+        "url": (request("url", {"input": "Hi"}, "/v1/embeddings"), 404, "url"),
+        "long": (request("long", {"prompt": "word " * 4000}, COMPLETIONS), 400, "prompt"),
+        "body": ({**chat("body", "Hi"), "body": 5}, 400, "body"),
+    }
+    unreadable = ['{"custom_id": "torn", "meth', json.dumps(chat("good", "Again")), json.dumps({"custom_id": "empty"})]
+    good = chat("good", QUESTIONS[0], **GREEDY)
+    write(tmp_path, [good, *(line for line, _, _ in bad.values()), *unreadable])
+    said = run_batch(tmp_path)
+    assert said.returncode == 1
+    assert "1 answered, 9 failed, 0 skipped" in summary(said)
+    found = results(tmp_path)
+    responses = {result["custom_id"]: result["response"] for result in found if result["response"]}
+    for custom_id, (_, status, param) in bad.items():
+        response = responses[custom_id]
+        assert (response["status_code"], response["body"]["error"]["param"]) == (status, param)
+        assert param in response["body"]["error"]["message"]
+    assert responses["good"]["status_code"] == 200
+    errors = {result["error"]["line"]: result["error"]["code"] for result in found if result["error"]}
+    assert errors == {8: "invalid_line", 9: "duplicate_custom_id", 10: "invalid_line"}
+    assert all(result["custom_id"] is None for result in found if result["error"])
+
+    write(tmp_path, [good, *(line for line, _, _ in bad.values()), chat("mended", QUESTIONS[0]), *unreadable[1:]])
+    said = run_batch(tmp_path)
+    assert said.returncode == 1
+    assert "1 answered, 0 failed, 9 skipped (8 of them failed earlier)" in summary(said)
+    assert results(tmp_path)[:-1] == found
+    assert results(tmp_path)[-1]["custom_id"] == "mended"
+
+
+def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
+    write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, max_tokens=30) for i in range(60)])
+    process = subprocess.Popen(command(tmp_path, "--max-concurrency", "4"), stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(lines_of(tmp_path)) >= 5, process)
+    refused = run_batch(tmp_path)
+    assert refused.returncode == 2
+    assert "is being written by another run" in refused.stderr
+    process.kill()
+    process.wait()
+    before = [line for line in lines_of(tmp_path) if line.endswith(b"\n")]
+    assert 5 <= len(before) < 60
+    with (tmp_path / "out.jsonl").open("wb") as file:
+        file.write(b"".join(before) + before[0][:100])  # and the power went in the middle of a line
+
+    said = run_batch(tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert f"{60 - len(before)} answered, 0 failed, {len(before)} skipped" in summary(said)
+    assert lines_of(tmp_path)[: len(before)] == before
+    assert sorted(result["custom_id"] for result in results(tmp_path)) == sorted(f"question {i}" for i in range(60))
+
+    again = run_batch(tmp_path)
+    assert again.returncode == 0
+    assert "all 60 lines have their result" in again.stderr
+
+
+def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
+    """More sequences than may run or wait, and an engine killed in the middle of them."""
+    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=40, seed=i) for i in range(24)])
+    narrow = ("--max-num-seqs", "4", "--max-waiting", "1", "--max-concurrency", "12")
+    process = subprocess.Popen(command(tmp_path, *narrow), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
+    for pid in children(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    _, told = process.communicate()
+    assert process.returncode == 0, told
+    assert "killed by SIGKILL" in told
+    assert {result["custom_id"] for result in results(tmp_path)} == set(map(str, range(24)))
+    assert all(len(result["response"]["body"]["choices"]) == 4 for result in results(tmp_path))
+
+
+def test_ctrl_c_leaves_what_can_be_gone_on_with(tmp_path: Path) -> None:
+    write(tmp_path, [chat(str(i), "Tell me a story.", seed=i) for i in range(60)])
+    process = subprocess.Popen(
+        command(tmp_path, "--max-concurrency", "2"), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "left: the same command goes on with them" in told
+    assert "Traceback" not in told
+    assert results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"), [("notes of mine\n", "line 1"), ("notes", "something else"), (json.dumps({"a": 1}), "something")]
+)
+def test_what_holds_something_else_is_left_alone(tmp_path: Path, held: str, words: str) -> None:
+    write(tmp_path, [chat("a", "Hi")])
+    (tmp_path / "out.jsonl").write_text(held)
+    said = run_batch(tmp_path)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert (tmp_path / "out.jsonl").read_text() == held
+
+
+def lines_of(folder: Path) -> list[bytes]:
+    path = folder / "out.jsonl"
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def children(pid: int) -> Iterator[int]:
+    yield from map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], limit: float = 60.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert process.poll() is None, "it ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

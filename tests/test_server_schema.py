@@ -1,0 +1,276 @@
+"""The server against its own OpenAPI document, and against bytes that nobody described.
+
+Whatever comes in, nothing fails inside, nothing hangs, nobody else waits, and who is refused is told in one shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from serving import Served
+
+LIMIT = 20.0
+"""Seconds that the slowest of these requests may take."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Tell me", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "Tell me"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+PATHS = st.sampled_from(sorted(GOOD))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "400", "--max-model-len", "64") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.root, timeout=LIMIT) as found:
+        yield found
+
+
+def drawn(examples: int) -> Any:
+    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=quiet)
+
+
+# --- As described ---------------------------------------------------------------------------------------------------
+
+
+def schemathesis(server: Served, folder: Path, checks: str, *arguments: str) -> None:
+    document = httpx.get(f"{server.root}/openapi.json").json()
+    for path in (COMPLETIONS, CHAT):  # of streams it knows only what OpenAPI 3.2 calls itemSchema
+        del document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    (folder / "openapi.json").write_text(json.dumps(document))
+    command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.root, "--no-color"]
+    command += ["--seed=1", "--generation-database=none", f"--request-timeout={LIMIT}", f"--checks={checks}"]
+    said = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
+    assert said.returncode == 0, said.stdout[-8000:] + said.stderr[-2000:]
+
+
+def test_answers_are_as_described(server: Served, tmp_path: Path) -> None:
+    """What the document cannot say (fields that exclude each other) is refused, so refusing a drawn request is right.
+
+    That wrong ones are refused is checked.
+    """
+    checks = ["not_a_server_error", "status_code_conformance", "content_type_conformance", "negative_data_rejection"]
+    checks += ["response_headers_conformance", "response_schema_conformance"]
+    schemathesis(server, tmp_path, ",".join(checks), "--phases=coverage,fuzzing", "--max-examples=40")
+
+
+def test_other_methods_are_refused_with_those_that_are_there(server: Served, tmp_path: Path) -> None:
+    schemathesis(server, tmp_path, "unsupported_method,allow_header_conformance", "--phases=coverage")
+
+
+# --- Any bytes ------------------------------------------------------------------------------------------------------
+
+
+def well(response: httpx.Response) -> None:
+    """Answered, or refused in the shape that errors have."""
+    assert response.status_code < 500, response.text
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert response.headers["x-request-id"]
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
+)
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+"""As Python's JSON writes them: with NaN, infinities and lone surrogates."""
+
+
+TEMPLATE_OPTIONS = (
+    "messages tools system loop range namespace raise_exception strftime_now bos_token options context kwargs prompt "
+    "enable_thinking add_generation_prompt continue_final_message chat_template documents work tokenize"
+).split()
+
+
+@given(PATHS, st.binary(max_size=200))
+@example(CHAT, b"")
+@example(CHAT, b"\xef\xbb\xbf{}")
+@example(CHAT, b"\xff\xfe{\x00}\x00")
+@example(CHAT, b"[" * 200_000)
+@example(CHAT, b'{"a":' * 200_000)
+@example(COMPLETIONS, b'{"prompt":' * 900 + b"1" + b"}" * 900)
+@example(COMPLETIONS, b'{"prompt":"a","seed":' + b"9" * 100_000 + b"}")
+@example(COMPLETIONS, b'{"prompt":"a","temperature":1e99999}')
+@example(COMPLETIONS, b'{"prompt":"a","temperature":NaN}')
+@example(COMPLETIONS, b'{"prompt":"\\ud800","max_tokens":1}')
+@example(COMPLETIONS, b'{"prompt":"\xed\xa0\x80","max_tokens":1}')
+@example(COMPLETIONS, b'{"\\ud800":1}')
+@example(COMPLETIONS, b'{"":1}')
+@drawn(60)
+def test_any_bytes_are_answered(client: httpx.Client, path: str, body: bytes) -> None:
+    well(client.post(path, content=body))
+
+
+@given(PATHS, st.data())
+@drawn(60)
+def test_a_part_of_a_request_is_answered(client: httpx.Client, path: str, data: st.DataObject) -> None:
+    body = json.dumps(GOOD[path]).encode()
+    begin, end = (data.draw(st.integers(0, len(body))) for _ in range(2))
+    well(client.post(path, content=body[:begin] + data.draw(st.binary(max_size=3)) + body[end:]))
+
+
+@given(PATHS, st.data())
+@drawn(250)
+def test_any_value_of_any_field_is_answered(client: httpx.Client, path: str, data: st.DataObject) -> None:
+    fields = data.draw(st.lists(st.sampled_from(fields_of(client, path)), min_size=1, max_size=3))
+    body = GOOD[path] | {field: data.draw(VALUES, label=field) for field in fields}
+    well(client.post(path, content=json.dumps(body).encode("utf-8", "surrogatepass")))
+
+
+@given(
+    st.lists(
+        VALUES
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+                "content": VALUES,
+                "tool_calls": VALUES,
+                "name": VALUES,
+            },
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@drawn(100)
+def test_any_messages_are_answered(client: httpx.Client, messages: list[Any]) -> None:
+    body = {"messages": messages, "max_tokens": 1}
+    well(client.post(CHAT, content=json.dumps(body).encode("utf-8", "surrogatepass")))
+
+
+@given(st.text('abc{}[]":,\\ud8', max_size=40))
+@example('{"a":' * 100_000)
+@example('{"a":' + "9" * 5000 + "}")
+@example('{"\\ud800": NaN}')
+@drawn(40)
+def test_any_arguments_of_a_call_are_answered(client: httpx.Client, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    well(client.post(CHAT, json={"messages": messages, "max_tokens": 1}))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("name", ["self", "size"])
+def test_names_inside_the_server_can_be_given_to_a_template(client: httpx.Client, path: str, name: str) -> None:
+    body = {"messages": GOOD[CHAT]["messages"], "chat_template_kwargs": {name: 1}}
+    well(client.post(path, json=body | ({"max_tokens": 1} if path == CHAT else {})))
+
+
+@given(st.dictionaries(st.sampled_from(TEMPLATE_OPTIONS), VALUES, max_size=4))
+@drawn(60)
+def test_any_template_options_are_answered(client: httpx.Client, options: dict[str, Any]) -> None:
+    body = GOOD[CHAT] | {"chat_template_kwargs": options}
+    well(client.post(CHAT, content=json.dumps(body).encode("utf-8", "surrogatepass")))
+
+
+@given(st.sampled_from(["GET", "POST", "DELETE"]), st.text(min_size=1, max_size=20))
+@drawn(40)
+def test_any_path_is_answered(client: httpx.Client, method: str, path: str) -> None:
+    well(client.request(method, httpx.URL(str(client.base_url)).copy_with(raw_path=b"/" + quoted(path))))
+
+
+def quoted(path: str) -> bytes:
+    return "".join(f"%{byte:02x}" for byte in path.encode("utf-8", "replace")).encode()
+
+
+def fields_of(client: httpx.Client, path: str) -> list[str]:
+    document = document_of(client)
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = content["schema"]["$ref"].rpartition("/")[2]
+    return sorted(document["components"]["schemas"][name]["properties"])
+
+
+def document_of(client: httpx.Client, known: dict[str, Any] = {}) -> dict[str, Any]:  # noqa: B006
+    if str(client.base_url) not in known:
+        known[str(client.base_url)] = client.get("/openapi.json").json()
+    found: dict[str, Any] = known[str(client.base_url)]
+    return found
+
+
+# --- Nobody else waits ----------------------------------------------------------------------------------------------
+
+BODY = 8 * 2**20
+"""Bytes: what a server takes whose model has a context of 131,072 tokens."""
+FORCED = {"prompt": "x", "logit_bias": {"3583": 100}, "max_tokens": 200}
+"""The model says </think> all the time."""
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a long prompt": (COMPLETIONS, {"prompt": "x" * 5_000_000}),
+    "many token ids": (COMPLETIONS, {"prompt": [5] * 2_000_000}),
+    "a long text without special tokens": (COMPLETIONS, {"prompt": "x" * 5_000_000, "add_special_tokens": False}),
+    "a long message": (CHAT, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}),
+    "many messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 100_000}),
+    "a long text to tokenize": ("/tokenize", {"prompt": "x" * 5_000_000}),
+    "many tokens to detokenize": ("/detokenize", {"tokens": [5] * 1_000_000}),
+    "many prompts": (COMPLETIONS, {"prompt": ["x"] * 20_000}),
+    "many long prompts": (COMPLETIONS, {"prompt": ["x" * 8000] * 800}),
+    "many stop strings": (COMPLETIONS, {"prompt": "x", "stop": ["zq"] * 500_000}),
+    "long stop strings": (COMPLETIONS, FORCED | {"stop": ["</think>" * 2000, *(f"{i:16000}" for i in range(127))]}),
+    "many bad words": (COMPLETIONS, {"prompt": "x", "bad_words": ["zq"] * 300_000}),
+    "long bad words": (COMPLETIONS, {"prompt": "x", "bad_words": ["zq" * 250_000] * 2}),
+    "many allowed tokens": (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5] * 2_500_000, "max_tokens": 4}),
+    "many stop tokens": (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5] * 2_000_000}),
+    "a long name of a model": (COMPLETIONS, {"prompt": "x", "model": "x" * 5_000_000}),
+    "a long salt": (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 5_000_000}),
+}
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "400", "--max-body-size", str(BODY)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_request_holds_nobody_up(roomy: Served, name: str) -> None:
+    path, body = LARGE[name]
+    content = json.dumps(body).encode()
+    waits: list[float] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def probe() -> None:
+        with httpx.Client(base_url=roomy.root, timeout=LIMIT) as other:
+            while not ended.is_set():
+                at = time.monotonic()
+                answer = other.post(COMPLETIONS, json={"prompt": "Hi", "max_tokens": 2, "temperature": 0})
+                waits.append(time.monotonic() - at)
+                begun.set()
+                assert answer.status_code == 200, answer.text
+
+    with httpx.Client(base_url=roomy.root, timeout=5) as client, ThreadPoolExecutor() as threads:
+        probing = threads.submit(probe)
+        try:
+            begun.wait(LIMIT)
+            with contextlib.suppress(httpx.ReadTimeout):  # then it goes on, and whether others do is to be seen
+                well(client.post(path, content=content))
+        finally:
+            ended.set()
+        probing.result()
+    assert max(waits) < 1.0
