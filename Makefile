@@ -1,6 +1,7 @@
 # `make serve` and `make test` each build what they need in .venv; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
 .PHONY: serve test exactness reliability lint ask train clean
@@ -9,16 +10,16 @@ export Q ?= What is the capital of Canada?
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
-test: .venv/ready lint
+test: .venv/tools lint
 	$(BIN)/python -m pytest
 
-exactness: .venv/ready
+exactness: .venv/tools
 	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py
 
-reliability: .venv/ready
+reliability: .venv/tools
 	$(BIN)/python benchmarks/reliability.py
 
-lint: .venv/ready
+lint: .venv/tools
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -27,14 +28,19 @@ lint: .venv/ready
 ask: .venv/ready
 	@$(BIN)/penstock generate --chat --temperature 0 "$$Q"
 
-train: .venv/ready
+train: .venv/tools
 	$(BIN)/python examples/demo_model/train.py all --out build
 
 # The exact torch release is named so that a CPU machine takes its CPU build where one is at hand.
 .venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	touch $@
+
+.venv/tools: .venv/ready
+	$(PIP) --group test
 	touch $@
 
 clean:
