@@ -36,6 +36,9 @@ MESSAGES_A_STEP = 256
 """Handled at most between two steps, so that a flood of requests does not hold up those that run."""
 
 
+SILENT = Failure(Code.UNAVAILABLE, "the process that asked for it fell silent")
+
+
 class Server:
     """An engine and the clients it serves."""
 
@@ -154,7 +157,7 @@ class Server:
             del self._heard[client]
             for request_id in self._engine.scheduler.requests():
                 if _outside(request_id)[0] == client:
-                    self._send(self._engine.abort(request_id))
+                    self._send(self._engine.scheduler.abort(request_id, SILENT))
 
     def _stats(self) -> wire.Stats:
         scheduler = self._engine.scheduler

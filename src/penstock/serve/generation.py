@@ -7,12 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from penstock.core import PenstockError, SamplingParams
+from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
 from penstock.frontend.prompts import Prompt
 
 from .record import Record
 from .service import Service
+
+CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 
 
 async def generate(
@@ -27,8 +29,9 @@ async def generate(
     try:
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                if failure := next((made.failure for made in output.outputs if made.failure), None):
-                    raise PenstockError.of(failure)
+                for made in output.outputs:
+                    if made.failure or made.finish_reason == FinishReason.CANCELLED:
+                        raise PenstockError.of(made.failure or CANCELLED)
                 tokens = sum([len(made.token_ids) for made in output.outputs])
                 if tokens > told:
                     if not told:
