@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +25,13 @@ from serving import Served
 HERE = ("--num-gpu-blocks-override", "200", "--temperature", "0")
 KEY = "a-key-for-tests"
 CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
-NO_TORCH = "import sys; from penstock.cli.main import main; sys.exit(main() or 99 * ('torch' in sys.modules))"
+UNTORCHED = """
+import sys
+from penstock.cli.main import main
+
+status = main()
+sys.exit(99 if "torch" in sys.modules else status)
+"""
 NAMED = ["My name is Anna.", "What is my name?"]
 
 
@@ -58,7 +65,6 @@ class Person:
         os.close(theirs)
         self.seen = ""
         """Since it was last typed."""
-        self.reads = 0
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +77,7 @@ class Person:
         os.close(self._terminal)
 
     def type(self, text: str) -> None:
-        self.seen, self.reads = "", 0
+        self.seen = ""
         os.write(self._terminal, text.encode())
 
     def see(self, pattern: str, limit: float = 30.0) -> re.Match[str]:
@@ -81,12 +87,16 @@ class Person:
             assert self._read(deadline), f"no {pattern!r} in {self.seen!r}"
         return found
 
-    def leave(self) -> int:
-        """Its exit status, once it has ended."""
-        deadline = time.monotonic() + 30
-        while self._read(deadline):
-            pass
-        return self._process.wait(30)
+    def leave(self, key: str) -> int:
+        """Press a key until it ends, as readline may lose a Ctrl-C right after its prompt; the exit status."""
+        for _ in range(6):
+            self.type(key)
+            deadline = time.monotonic() + 5
+            while self._read(deadline):
+                pass
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(5)
+        raise AssertionError(f"it does not end: {self.seen!r}")
 
     def _read(self, deadline: float) -> bool:
         ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
@@ -94,26 +104,14 @@ class Person:
             self.seen += os.read(self._terminal, 65536).decode(errors="replace") if ready else ""
         except OSError:  # the other end is closed
             return False
-        self.reads += 1
         return bool(ready)
 
 
-def test_a_pipe_is_a_conversation_without_torch() -> None:
-    lines = [*NAMED, "", "/clear", NAMED[1], "/system You speak Chinese.", "/set max_tokens 2", "你好"]
-    said = piped(*HERE, lines=lines, command=[sys.executable, "-c", NO_TORCH, "chat"])
-    assert said.returncode == 0, said.stderr
-    answers = said.stdout.splitlines()
-    assert len(answers) == 4
-    assert "Anna" in answers[1]
-    assert "Anna" not in answers[2]
-    assert "\x1b" not in said.stdout
-
-
-def test_commands_take_back_save_and_load(tmp_path: Path) -> None:
+def test_commands_take_back_save_and_load(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "conversation.json"
     lines = [*NAMED, "/undo", f"/save {file}", "/clear", NAMED[1], f"/load {file}", NAMED[1], "/set temperature 1"]
     lines += ["/set seed 3", "/retry", "/retry", "/info", "/exit", "never asked"]
-    said = piped(*HERE, "--system", "You are kind.", lines=lines)
+    said = piped("--url", served.url, "--temperature", "0", "--system", "You are kind.", lines=lines)
     assert said.returncode == 0, said.stderr
     answers = said.stdout.splitlines()
     assert "Anna" in answers[1]
@@ -163,32 +161,40 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
         person.see("\n.*> ")
         person.type("Tell me a story.\n")
         person.see(r"story\.\r\n.*\w{3,} \w+ .* \w+ .* \w+ ")
-        assert person.reads > 3, "it came in pieces"
         person.type("\x03")
         person.see("\n.*> ")
         person.type(f"/save {tmp_path / 'told.json'}\n")
         person.see("\n.*> ")
         question, answer = json.loads((tmp_path / "told.json").read_text())
         assert question["content"] == "Tell me a story."
-        assert 10 < len(answer["content"]) < 5000
+        assert 10 < len(answer["content"]) < 5000, "it came in pieces, and was stopped long before the context is full"
         person.type('/clear\n/set ignore_eos\n"""What is the\ncapital of Canada?"""\n')
         person.see(r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s\x1b\[0m")
         person.type("/retry\n")
         person.see(r"Ottawa\..*tokens/s.*> ")
-        person.type("What is the capital \\\nof France?\n")
-        person.see(r"Paris.*tokens/s.*> ")
-        person.type("\x03" if elsewhere else "\x04")
-        assert person.leave() == 0
+        person.type("What is the capital\\\nof Canada?\n")
+        person.see(r"tokens/s.*> ")
+        person.type(f"/save {tmp_path / 'told.json'}\n")
+        person.see("\n.*> ")
+        asked = [message["content"] for message in json.loads((tmp_path / "told.json").read_text())[::2]]
+        assert asked == ["What is the\ncapital of Canada?", "What is the capital\nof Canada?"]
+        assert person.leave("\x03" if elsewhere else "\x04") == 0
     kept = (tmp_path / "penstock" / "chat_history").read_text().splitlines()
     assert "Tell me a story." in kept
-    assert "of France?" in kept
+    assert "of Canada?" in kept
 
 
-def test_a_server_answers_as_an_engine_does(served: Served) -> None:
-    lines = [*NAMED, "/clear", "What is this? " * 1000, "Hi", "/info"]
-    here, there = piped(*HERE, lines=lines), piped("--url", served.url, "--temperature", "0", lines=lines)
-    assert here.returncode == there.returncode == 1
-    assert here.stdout.splitlines()[:3] == there.stdout.splitlines()[:3]
+def test_a_pipe_is_a_conversation_here_and_elsewhere(served: Served) -> None:
+    lines = [*NAMED, "", "/clear", NAMED[1], "/set max_tokens 2", "你好", "What is this? " * 1000, "Hi", "/info"]
+    here = piped(*HERE, lines=lines, command=[sys.executable, "-c", UNTORCHED, "chat"])
+    there = piped("--url", served.url, "--temperature", "0", lines=lines)
+    assert here.returncode == there.returncode == 1, here.stderr + there.stderr
+    answers = here.stdout.splitlines()
+    assert len(answers) == 8
+    assert "Anna" in answers[1]
+    assert "Anna" not in answers[2]
+    assert "\x1b" not in here.stdout
+    assert answers[:5] == there.stdout.splitlines()[:5]
     assert f"penstock-demo at {served.url}" in there.stdout
     assert "of 2048 tokens" in there.stdout
     assert here.stderr.splitlines()[-1].startswith("penstock chat: the context is full; /undo")

@@ -141,7 +141,7 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
     """More sequences than may run or wait, and an engine killed in the middle of them."""
-    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=40, seed=i) for i in range(24)])
+    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=20, seed=i) for i in range(16)])
     narrow = ("--max-num-seqs", "4", "--max-waiting", "1", "--max-concurrency", "12")
     process = subprocess.Popen(command(tmp_path, *narrow), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
@@ -150,7 +150,7 @@ def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
     _, told = process.communicate()
     assert process.returncode == 0, told
     assert "killed by SIGKILL" in told
-    assert {result["custom_id"] for result in results(tmp_path)} == set(map(str, range(24)))
+    assert {result["custom_id"] for result in results(tmp_path)} == set(map(str, range(16)))
     assert all(len(result["response"]["body"]["choices"]) == 4 for result in results(tmp_path))
 
 

@@ -17,7 +17,7 @@ TITLES = {
     "server": "server options",
     "log": "log options",
 }
-FOR_AN_ENGINE = ("model", "engine", "log")
+FOR_AN_ENGINE = ("model", "engine")
 
 
 def add_options(parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR_AN_ENGINE) -> None:
@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of options, which the environment and flags override"
     )
+    parser.set_defaults(options=[setting.name for setting in settings().values() if setting.section in sections])
     for section in sections:
         group = parser.add_argument_group(TITLES[section])
         for setting in settings().values():
@@ -37,7 +38,7 @@ def configure(args: argparse.Namespace) -> Configured:
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
-    return read({name: getattr(args, name) for name in settings() if hasattr(args, name)}, args.config)
+    return read({name: getattr(args, name) for name in args.options if hasattr(args, name)}, args.config)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

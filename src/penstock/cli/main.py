@@ -32,20 +32,24 @@ def main(arguments: list[str] | None = None) -> int:
     for name, about in COMMANDS.items():
         words = f"{about[0].upper()}{about[1:]}."
         parsers[name] = commands.add_parser(name, help=about, description=words, allow_abbrev=False)
-        if arguments[:1] == [name]:
-            _module(name).add_arguments(parsers[name])
+    try:
+        if arguments and arguments[0] in parsers:
+            _module(arguments[0]).add_arguments(parsers[arguments[0]])
+        return _run(parser, parsers, arguments)
+    except PenstockError as error:
+        print(f"penstock {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser], arguments: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = nearest(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
         print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
         return 2
-    try:
-        return int(_module(args.command).run(args))
-    except PenstockError as error:
-        print(f"penstock {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return int(_module(args.command).run(args))
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

@@ -45,13 +45,15 @@ class EngineClient:
         self.stats = wire.Stats()
         """As the engine told last, at most some seconds ago."""
         self._found = asyncio.Event()
-        self._closed = False
+        self._over = self._closed = False
         self._connect()
         self._beat()
 
     async def ready(self) -> wire.Ready:
-        """Wait until an engine serves."""
+        """Wait until an engine serves; raises ``PenstockError`` (``unavailable``) where none will any more."""
         while self.engine is None:
+            if self._over:
+                raise PenstockError.of(self._failure)
             await self._found.wait()
         return self.engine
 
@@ -68,26 +70,27 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; one that has ended, be it with its engine, is no matter."""
-        if self.engine:
+        if self._pidfd >= 0:  # also while no requests are taken any more
             self._send(wire.Abort(request_id))
 
     def stop(self, request_id: str, sequence: int) -> None:
         """End a sequence whose text has come to a stop string."""
-        if self.engine:
+        if self._pidfd >= 0:
             self._send(wire.Stop(request_id, sequence))
 
     def refuse(self, failure: Failure) -> None:
         """Take no requests any more, and end what is open."""
-        self._failure, self.engine = failure, None
-        self._lost(failure)
+        self._over = True
+        self._found.set()  # who waits for an engine is told
+        self._lose(failure)
 
     async def close(self) -> None:
         await asyncio.sleep(LAST_WORDS)
         self._hear()
+        self.refuse(STOPPING)
         self._closed = True
         self._next_beat.cancel()
         self._disconnect()
-        self.refuse(STOPPING)
 
     # --- One engine after the other ---------------------------------------------------------------------------------
 
@@ -128,7 +131,7 @@ class EngineClient:
                     self._deliver(deltas)
                 case wire.Stats():
                     self.stats = heard
-                case wire.Ready() if self.engine is None and self._pidfd < 0:
+                case wire.Ready() if self._pidfd < 0 and not self._over:
                     self._meet(heard)
 
     def _meet(self, engine: wire.Ready) -> None:
@@ -151,8 +154,13 @@ class EngineClient:
             return
         self._hear()
         self._disconnect()
-        self._found.clear()
         self.stats = wire.Stats()
-        self.refuse(LOST)
+        if not self._over:
+            self._found.clear()
+            self._lose(LOST)
         self._connect()
         self._send(wire.Hello())
+
+    def _lose(self, failure: Failure) -> None:
+        self._failure, self.engine = failure, None
+        self._lost(failure)

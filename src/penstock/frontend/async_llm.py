@@ -54,10 +54,14 @@ class AsyncLLM:
         """Raises ``PenstockError`` with one sentence where the engine cannot start."""
         self._process = EngineProcess(self.options)
         self.ready: wire.Ready = await self._process.start()
-        self._gateway = Gateway(self._process.address, self._preparer)
         self._watch = asyncio.create_task(self._process.watch())
+        self._gateway = Gateway(self._process.address, self._preparer)
         self._watch.add_done_callback(self._give_up)
-        await self._gateway.engine.ready()
+        try:
+            await self._gateway.engine.ready()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="names by which requests may ask for the model (default: that of --model)",
     )
-    add_options(parser)
+    add_options(parser, ("model", "engine", "log"))
 
 
 def run(args: argparse.Namespace) -> int:
