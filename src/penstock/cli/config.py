@@ -69,4 +69,8 @@ def _print_yaml(configured: Configured) -> None:
             print(f"{section}:")
         unit = f" ({setting.unit})" if setting.unit else ""
         print(f"  # {setting.help}{unit}")
-        print(f"  {setting.name}: {json.dumps(value_of(configured, setting))}")
+        value = value_of(configured, setting)
+        if setting.secret and value:
+            print(f"  # {setting.name}: given by {configured.sources[setting.name]}")
+        else:
+            print(f"  {setting.name}: {json.dumps(value)}")

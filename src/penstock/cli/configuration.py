@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration
-from penstock.core.settings import nearest, settings
+from penstock.core.settings import Setting, nearest, settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +48,29 @@ def read(flags: Mapping[str, Any], file: str | Path | None, environment: Mapping
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
     for name, value, source in given:
-        try:
-            values[name] = msgspec.convert(value, known[name].annotated, strict=False)
-        except msgspec.ValidationError as error:
-            raise invalid(name, f"{error}, in {source}") from error
+        values[name] = _checked(known[name], value, source)
         sources[name] = source
     parts: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         parts[known[name].section][name] = value
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
     return Configured(Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS}), sources)
+
+
+def _checked(setting: Setting, value: Any, source: str) -> Any:
+    """The value in its own type."""
+    if setting.kind is tuple:
+        given = value if isinstance(value, list | tuple) else [value]
+        value = [part.strip() for entry in given for part in str(entry).split(",")]
+        if not all(value):
+            raise invalid(setting.name, f"holds nothing, in {source}; leave it out, or give a value")
+    try:
+        found = msgspec.convert(value, setting.annotated, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid(setting.name, f"{error}, in {source}") from error
+    if isinstance(found, float) and not math.isfinite(found):
+        raise invalid(setting.name, f"is {found}, in {source}; it must be a finite number")
+    return found
 
 
 def _of_file(file: str | Path | None) -> Given:
@@ -81,7 +95,7 @@ def _flat(found: Mapping[Any, Any], file: str) -> Given:
         elif name not in settings():
             raise invalid(str(key), f"no such option, in {file}{nearest(name, settings())}")
         elif value is not None:
-            yield name, [value] if settings()[name].kind is tuple and not isinstance(value, list) else value, file
+            yield name, value, file
 
 
 def _of(environment: Mapping[str, str]) -> Given:
@@ -95,4 +109,4 @@ def _of(environment: Mapping[str, str]) -> Given:
             logger.warning("%s=%s is not ours and was ignored", variable, text)
             continue
         name = names[variable]
-        yield name, [part for part in text.split(",") if part] if settings()[name].kind is tuple else text, variable
+        yield name, text, variable

@@ -57,6 +57,8 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
         names = names[:1]
     elif setting.choices:
         given["choices"] = setting.choices
+    elif setting.secret and setting.kind is tuple:
+        given |= {"action": "append", "metavar": "KEY[,KEY]"}
     elif setting.kind is tuple:
         given |= {"nargs": "+", "action": "extend", "metavar": setting.name.rpartition("_")[2].upper()}
     else:

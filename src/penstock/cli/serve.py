@@ -9,6 +9,8 @@ import time
 
 import msgspec
 
+from penstock.core.errors import invalid
+
 from .flags import TITLES, add_options, configure
 
 DEMO = "penstock-demo"
@@ -27,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from penstock.serve.supervisor import Supervisor
 
     if args.model_tag is not None:
+        if getattr(args, "model", args.model_tag) != args.model_tag:
+            raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
     configuration = configure(args).configuration
     logs.set_up(configuration.log, "serve")

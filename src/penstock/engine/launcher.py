@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -45,7 +46,7 @@ class EngineProcess:
     """Owns an engine process, which clients reach at ``address``."""
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
-        self._start = msgspec.json.encode(wire.Start(options, logs or LogOptions()))
+        self._start = msgspec.json.encode(wire.Start(options, logs or LogOptions(), os.getpid()))
         self._drain_timeout = options.drain_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self.address = f"ipc://{self._folder}/engine"
@@ -96,6 +97,12 @@ class EngineProcess:
             status = await end(self._process, self._drain_timeout + TO_END, kill=self.ready is None)
         shutil.rmtree(self._folder, ignore_errors=True)
         return status
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _launch(self) -> wire.Ready:
         command = [sys.executable, "-m", "penstock.engine.process", self.address]

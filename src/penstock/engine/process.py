@@ -51,6 +51,7 @@ class Server:
         self._options = options
         self._report = report
         self._heard: dict[bytes, float] = {}
+        self._looked = time.monotonic()
         self._parent = os.getppid()
         self._stopping = False
         self._deadline = float("inf")
@@ -152,6 +153,9 @@ class Server:
 
     def _end_leases(self) -> None:
         now = time.monotonic()
+        held_up, self._looked = now - self._looked > wire.LEASE, now
+        if held_up:  # then nothing is known of anybody's silence
+            self._heard = dict.fromkeys(self._heard, now)
         for client in [client for client, heard in self._heard.items() if now - heard > wire.LEASE]:
             logger.warning("client %s has fallen silent: its requests are cancelled", client.hex())
             del self._heard[client]
@@ -192,11 +196,18 @@ def _refusal(request_id: str, sequences: int, failure: Failure) -> list[TokenDel
     ]
 
 
-def main() -> None:
+def die_with(parent: int) -> None:
+    """End when the parent does, even if it has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints is not to be taken for the report
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=wire.Start)
+    die_with(start.parent)
     logs.set_up(start.logs, "engine")
     Server(sys.argv[1], start.options, report).run()
 

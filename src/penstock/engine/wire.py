@@ -82,6 +82,8 @@ class Start(msgspec.Struct, frozen=True):
 
     options: EngineOptions
     logs: LogOptions
+    parent: int
+    """The process without which this one must not be."""
 
 
 BEAT = 1.0

@@ -70,7 +70,7 @@ class Assembler:
 
     def _position(self, found: Sequence[EngineLogprob]) -> Position:
         def spelled(token_id: int) -> str:
-            return self._tokenizer.decode([token_id], skip_special_tokens=False) if self._tokenizer else ""
+            return self._tokenizer.spell(token_id) if self._tokenizer else ""
 
         position: Position = {}
         for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in found):

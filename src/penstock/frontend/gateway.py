@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -87,6 +87,7 @@ class Gateway:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        arrived: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
 
@@ -94,12 +95,13 @@ class Gateway:
 
         Args:
             request_id: what the outputs are called; by default a number.
-            timeout: seconds after which it fails.
+            timeout: seconds after its arrival after which it fails.
             cache_salt: shares cached prefixes only with requests of the same salt.
+            arrived: on the monotonic clock; None is now.
 
         Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
         """
-        arrived = time.monotonic()
+        arrived = time.monotonic() if arrived is None else arrived
         deadline = None
         if timeout is not None:
             if not 0 <= timeout < math.inf:
@@ -121,7 +123,7 @@ class Gateway:
                 delta = await deltas.get()
                 if isinstance(delta, Failure):
                     assembler.fail(delta)
-                elif assembler.add(delta) is not None:
+                elif await self._prepare(_size(delta), partial(assembler.add, delta)) is not None:
                     self.engine.stop(name, delta.sequence)
                 yield output
         finally:
@@ -152,5 +154,11 @@ class Gateway:
                 queue.put_nowait(delta)
 
     def _lost(self, failure: Failure) -> None:
-        for queue in self._open.values():
+        for name, queue in self._open.items():
+            self.engine.abort(name)
             queue.put_nowait(failure)
+
+
+def _size(delta: TokenDelta) -> int:
+    """How much work there is in it."""
+    return sum(map(len, delta.prompt_logprobs or ()))

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -69,9 +70,11 @@ class Log:
         level = logging.ERROR if status >= 500 else logging.INFO
         if route in OPEN_TO_ALL and status in (200, 503):
             level = logging.DEBUG  # probes, which ask every second
+        if record.failure and route not in OPEN_TO_ALL:
+            self._metrics.failed(record.failure)
         if record.failure:
             facts |= {"error": record.failure.code.value, "reason": record.failure.message}
-        logger.log(level, "%s %s", scope["method"], _clean(scope["path"]), extra={"facts": facts})
+        logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"facts": facts})
 
 
 class Keys:
@@ -91,9 +94,5 @@ class Keys:
     def _fits(self, scope: Scope) -> bool:
         given = Headers(scope=scope).get("authorization", "").strip()
         scheme, _, rest = given.partition(" ")
-        key = (rest.strip() if scheme.lower() == "bearer" else given).encode()
+        key = (rest.strip() if scheme.lower() == "bearer" else given).encode("latin-1")  # as it came
         return any([hmac.compare_digest(key, known) for known in self._keys])
-
-
-def _clean(path: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in path[:200])

@@ -14,6 +14,8 @@ from penstock.frontend.prompts import Prompt
 from .record import Record
 from .service import Service
 
+AT_ONCE = 64
+"""Prompts of one request that are with the engine at the same time, so that it fills no queue by itself."""
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 
 
@@ -24,28 +26,26 @@ async def generate(
 
     Raises ``PenstockError`` where the request fails, at its beginning or later.
     """
-    stream = service.gateway.generate(prompt, sampling, record.request_id, timeout=service.timeout, **options)
+    stream = service.gateway.generate(
+        prompt, sampling, record.request_id, timeout=service.timeout, arrived=record.begun, **options
+    )
     metrics, told, last = service.metrics, 0, None
-    try:
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                for made in output.outputs:
-                    if made.failure or made.finish_reason == FinishReason.CANCELLED:
-                        raise PenstockError.of(made.failure or CANCELLED)
-                tokens = sum([len(made.token_ids) for made in output.outputs])
-                if tokens > told:
-                    if not told:
-                        metrics.began(output)
-                    now = output.times.last_token
-                    metrics.generated(tokens - told, now - last if now and last and sampling.n == 1 else None)
-                    told, last = tokens, now
-                if output.finished:
-                    metrics.ended(output)
-                    record.note(output)
-                yield output
-    except PenstockError as error:
-        metrics.failed(error.failure)
-        raise
+    async with aclosing(stream) as outputs:
+        async for output in outputs:
+            for made in output.outputs:
+                if made.failure or made.finish_reason == FinishReason.CANCELLED:
+                    raise PenstockError.of(made.failure or CANCELLED)
+            tokens = sum([len(made.token_ids) for made in output.outputs])
+            if tokens > told:
+                if not told:
+                    metrics.began(output)
+                now = output.times.last_token
+                metrics.generated(tokens - told, now - last if now and last and sampling.n == 1 else None)
+                told, last = tokens, now
+            if output.finished:
+                metrics.ended(output)
+                record.note(output)
+            yield output
 
 
 async def together(
@@ -58,10 +58,11 @@ async def together(
                 yield 0, output
         return
     news: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    window = asyncio.Semaphore(AT_ONCE)
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
-            async with aclosing(stream) as outputs:
+            async with window, aclosing(stream) as outputs:
                 async for output in outputs:
                     news.put_nowait((index, output))
             news.put_nowait((index, None))

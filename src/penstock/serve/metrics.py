@@ -49,7 +49,9 @@ class Metrics:
         self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
         name = ["model_name"]
-        self._success = Counter("penstock:request_success", "Requests that were answered.", [*name, "finished_reason"])
+        self._success = Counter(
+            "penstock:request_success", "Sequences that came to their end.", [*name, "finished_reason"]
+        )
         self._failures = Counter("penstock:request_failures", "Requests that were not answered.", [*name, "code"])
         self.responses = Counter("penstock:http_responses", "HTTP responses.", ["path", "status"])
         self.open = Gauge(

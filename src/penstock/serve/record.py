@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from penstock.frontend.outputs import RequestOutput
 @dataclass(slots=True)
 class Record:
     request_id: str
+    begun: float = field(default_factory=time.monotonic)
+    """When it came, in seconds."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Counts of tokens; times in seconds."""
     failure: Failure | None = None

@@ -6,8 +6,13 @@ import msgspec
 
 from penstock.core.options import Configuration
 
+WRONG = 2
+"""Exit status of a worker that no other start would help."""
+
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    parent: int
+    """The process without which this one must not be."""
     number: int
     configuration: Configuration
     """Its model is a folder."""

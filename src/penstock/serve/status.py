@@ -21,4 +21,6 @@ RETRY_AFTER = "1"
 
 
 def headers(failure: Failure) -> dict[str, str]:
-    return {"retry-after": RETRY_AFTER} if failure.retryable else {}
+    if failure.retryable:
+        return {"retry-after": RETRY_AFTER}
+    return {"x-should-retry": "false"} if failure.code is Code.TIMEOUT else {}  # OpenAI's client retries every 408

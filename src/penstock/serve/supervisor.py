@@ -22,7 +22,7 @@ from penstock.core.errors import invalid
 from penstock.core.options import Configuration, ServerOptions
 from penstock.engine.launcher import Deaths, EngineProcess, end, in_words
 
-from .start import WorkerStart
+from .start import WRONG, WorkerStart
 
 logger = logging.getLogger("penstock")
 
@@ -47,11 +47,12 @@ class Supervisor:
         self._begun = begun
         self._engine = EngineProcess(configuration.engine, configuration.log)
         self._workers: dict[int, Process] = {}
-        self._deaths = Deaths()
+        self._met: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(configuration.server.api_server_count)}
+        """Set once the API process of this number has met the engine."""
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns the exit status: 0 when told to stop, 1 when a process has died too often.
+        """Returns the exit status: 0 when told to stop, 1 when a process has died too often, 2 when one cannot start.
 
         Raises ``PenstockError`` with one sentence where the server cannot start.
         """
@@ -70,7 +71,9 @@ class Supervisor:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                return 0 if told in done else 1
+                if told in done:
+                    return 0
+                return 2 if any(worker.returncode == WRONG for worker in self._workers.values()) else 1
             finally:
                 self._stop.set()
                 listener.close()
@@ -85,7 +88,9 @@ class Supervisor:
         if self._stop.is_set():
             logger.warning("told to stop again: stopping at once")
             for worker in self._workers.values():
-                worker.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    worker.kill()
+            self._engine.kill()
         else:
             logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
             self._stop.set()
@@ -93,6 +98,7 @@ class Supervisor:
     async def _run_engine(self, listener: socket.socket) -> None:
         """Returns when the engine dies too often."""
         ready = await self._engine.start()
+        await asyncio.gather(*(met.wait() for met in self._met.values()))
         facts = {"seconds": time.monotonic() - self._begun, "kv_blocks": ready.blocks, "kernels": ready.fingerprint}
         url = url_of(self._configuration.server, listener)
         logger.info("ready: %s at %s", ", ".join(self._names), url, extra={"facts": facts})
@@ -100,19 +106,26 @@ class Supervisor:
 
     async def _keep(self, number: int, listener: socket.socket) -> None:
         """Run an API process, and another when it dies; returns when they die too often."""
+        deaths = Deaths()
         while True:
             worker = self._workers[number] = await self._launch(number, listener)
+            assert worker.stdout is not None
+            if await worker.stdout.readline():
+                self._met[number].set()
             status = await worker.wait()
+            if status == WRONG:  # it has said why
+                return
             if self._stop.is_set():
                 await asyncio.Event().wait()
             _forget(worker.pid)
             logger.error("API process %d (process %d) ended: %s", number, worker.pid, in_words(status))
-            if self._deaths.too_many():
+            if deaths.too_many():
                 logger.error("API processes have died too often and are not started again")
                 return
 
     async def _launch(self, number: int, listener: socket.socket) -> Process:
         start = WorkerStart(
+            parent=os.getpid(),
             number=number,
             configuration=self._configuration,
             names=self._names,
@@ -120,7 +133,7 @@ class Supervisor:
             sockets=(listener.fileno(),),
         )
         command = [sys.executable, "-m", "penstock.serve.worker"]
-        worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, pass_fds=start.sockets)
+        worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
         assert worker.stdin is not None
         worker.stdin.write(msgspec.json.encode(start))
         worker.stdin.close()
@@ -164,7 +177,9 @@ def check_certificate(options: ServerOptions) -> None:
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:
     """What a client on this machine gives as ``base_url``."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(options.host, options.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(options.host, options.host)
+    if ":" in host:
+        host = f"[{host}]"
     return f"{'https' if options.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}/v1"
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import msgspec
 import uvicorn
 import uvloop
 
-from penstock.core import logs
+from penstock.core import PenstockError, logs
+from penstock.core.errors import invalid
 from penstock.engine.client import STOPPING
+from penstock.engine.process import die_with
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
 
@@ -29,9 +31,8 @@ from .app import build
 from .metrics import Metrics
 from .protocol import protocol
 from .service import Service
-from .start import WorkerStart
+from .start import WRONG, WorkerStart
 
-PR_SET_PDEATHSIG = 1
 LAST_WORDS = 5.0
 """Seconds that streams get to say that the server is stopping, after the time to drain."""
 
@@ -44,12 +45,16 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run(start: WorkerStart) -> None:
-    """Serve until told to stop."""
+async def run(start: WorkerStart, report: BinaryIO) -> None:
+    """Serve until told to stop; a line in the report says when requests are welcome.
+
+    Raises ``PenstockError`` with one sentence where the configuration does not allow it.
+    """
     configuration = start.configuration
     options, drain = configuration.server, configuration.engine.drain_timeout
     model = configuration.model
     preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template)
+    preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)
     service = Service(gateway, options, start.names, Metrics(start.names[0]))
     server = Server(
@@ -69,6 +74,16 @@ async def run(start: WorkerStart) -> None:
         )
     )
 
+    try:
+        server.config.load()
+    except OSError as error:  # ssl's own are of this kind
+        raise invalid("ssl_certfile", f"the certificate or its key cannot be used: {error}") from error
+
+    async def tell() -> None:
+        await gateway.engine.ready()
+        with contextlib.suppress(BrokenPipeError), report:
+            report.write(b"ready\n")
+
     def stop() -> None:
         server.should_exit = True
         loop.call_later(drain, gateway.engine.refuse, STOPPING)
@@ -76,17 +91,25 @@ async def run(start: WorkerStart) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
+    telling = asyncio.create_task(tell())
     gc.freeze()  # what is there now stays, and need not be looked through again and again
     await server.serve(sockets=[socket.socket(fileno=descriptor) for descriptor in start.sockets])
+    telling.cancel()
     await gateway.close()
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    report = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints is not to be taken for the report
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
+    die_with(start.parent)
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
-    uvloop.run(run(start))
+    try:
+        uvloop.run(run(start, report))
+    except PenstockError as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        sys.exit(WRONG)
 
 
 if __name__ == "__main__":

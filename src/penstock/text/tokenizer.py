@@ -81,6 +81,15 @@ class Tokenizer:
         """Whether the chat template teaches the model to call tools in the form that ``ToolCalls`` reads."""
         return OPEN in (self._template_source or "")
 
+    def check_template(self) -> None:
+        """Raises ``PenstockError`` (``invalid``) for a chat template that does not compile."""
+        if self._template_source is not None:
+            _ = self.template
+
+    def spell(self, token_id: int) -> str:
+        """The text of one token alone, with U+FFFD for parts of characters; nothing for an unknown id."""
+        return self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
+
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """A conversation as text, see ``ChatTemplate.render``."""
         return self.template.render(messages, **options)

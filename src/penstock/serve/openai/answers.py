@@ -153,6 +153,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
 
 class Model(msgspec.Struct, kw_only=True):

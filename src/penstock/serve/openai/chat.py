@@ -79,10 +79,8 @@ class Answering:
             model=self._service.name,
             choices=[self._choice(made) for made in last.outputs],
             usage=usage_of([last]),
-            prompt_logprobs=prompt_logprobs_of(last),
         )
-        if self._request.return_token_ids:
-            answer.prompt_token_ids = last.prompt_token_ids
+        self._add_prompt(answer, last)
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -91,6 +89,7 @@ class Answering:
         telling: dict[int, _Telling] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
+                begins = not telling
                 for made in output.outputs:
                     chunks = []
                     if made.index not in telling:
@@ -101,7 +100,11 @@ class Answering:
                     chunks += self._new(made, telling[made.index])
                     for chunk in chunks:
                         usage = usage_of([output]) if always else None if with_usage else UNSET
-                        yield event(self._chunk([chunk], usage))
+                        answer = self._chunk([chunk], usage)
+                        if begins:
+                            self._add_prompt(answer, output)
+                        yield event(answer)
+                        begins = False
         if with_usage:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
@@ -149,6 +152,12 @@ class Answering:
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(id=self.id, created=self._created, model=self._service.name, choices=choices, usage=usage)
+
+    def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
+        """What was asked for of the prompt; in a stream its first chunk has it."""
+        answer.prompt_logprobs = prompt_logprobs_of(output)
+        if self._request.return_token_ids:
+            answer.prompt_token_ids = output.prompt_token_ids
 
     def _logprobs(self, positions: list[Position]) -> ChatLogprobs:
         return ChatLogprobs(content=[self._position(position) for position in positions])

@@ -119,7 +119,7 @@ class Answering:
             choice.token_ids = ids
         if made.finished:
             self._finish(choice, made)
-        elif not choice.text and choice.logprobs is None and not ids_wanted:
+        elif not choice.text and choice.logprobs is None and not ids_wanted and choice.prompt_logprobs is UNSET:
             return None
         return choice
 

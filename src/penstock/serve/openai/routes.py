@@ -115,6 +115,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(request: Request) -> Response:
         wanted, _ = await read(request, DetokenizeRequest)
         service.check_model(wanted.model)
+        if len(wanted.tokens) > (most := service.gateway.engine.check().max_model_len):
+            raise invalid("tokens", f"{len(wanted.tokens)} are more than the {most} of the context", most)
         return Json(Detokenized(prompt=service.gateway.preparer.tokenizer.decode(wanted.tokens, False)))
 
     for path, endpoint, schema, answer in (

@@ -1,0 +1,65 @@
+"""What becomes of requests when clients leave, processes are killed and queues are full, as docs/reliability.md shows.
+
+python benchmarks/reliability.py        # about five minutes on two cores
+
+The scenarios are those of tests/storm.py, with more requests. Every one is greedy with a known right answer, and right
+means equal to the byte. After each scenario nothing may be left: no running or waiting request, no KV block in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import storm
+from storm import Outcome, Question, Tally
+from tqdm import tqdm
+
+COLUMNS = (Outcome.RIGHT, Outcome.LEFT, Outcome.REFUSED, Outcome.FAILED, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
+Scenario = Callable[[list[Question]], Coroutine[Any, Any, Tally]]
+SCENARIOS: dict[str, Scenario] = {
+    "clients leave in mid-answer": lambda asked: storm.leaving(asked, 1000),
+    "slow readers, and one who never reads": lambda asked: storm.reading(asked, slow=16, silent=2, others=200),
+    "1,000 connections at once, a queue for all": lambda asked: storm.connections(asked, 1000, "--max-waiting", "1000"),
+    "1,000 connections at once, a queue of 256": lambda asked: storm.connections(asked, 1000),
+    "more than the queue holds": lambda asked: storm.overload(asked, 400),
+    "kill -9 of the engine": lambda asked: storm.engine_killed(asked, 200),
+    "kill -9 of an API process, one of two": lambda asked: storm.api_killed(asked, 200),
+    "an API process stands still": lambda asked: storm.api_held_up(asked, 200),
+    "SIGTERM": lambda asked: storm.drained(asked, 200),
+    "SIGTERM with 0.2 s to drain": lambda asked: storm.cut_short(asked, 200),
+    "kill -9 of the engine, three times": lambda asked: storm.given_up(asked, 50),
+    "kill -9 of the server": lambda asked: storm.orphaned(asked, 50),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    asked = storm.questions()
+    lines = [
+        f"| scenario | sent | {' | '.join(COLUMNS)} |",
+        f"|---|---:|{'---:|' * len(COLUMNS)}",
+    ]
+    total = dict.fromkeys(COLUMNS, 0)
+    for name, scenario in tqdm(SCENARIOS.items(), desc="scenarios", unit="scenario"):
+        tally = storm.run(scenario(asked), limit=600)
+        lines.append(row(name, tally.counts))
+        for outcome in COLUMNS:
+            total[outcome] += tally.counts[outcome]
+        print(lines[-1], file=sys.stderr)
+    lines.append(row("**all**", total))
+    print("\n".join(lines))
+
+
+def row(name: str, counts: dict[Outcome, int]) -> str:
+    return f"| {name} | {sum(counts.values())} | {' | '.join(str(counts[outcome]) for outcome in COLUMNS)} |"
+
+
+if __name__ == "__main__":
+    main()
