@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -43,21 +46,44 @@ class Served:
 
     def __enter__(self) -> Self:
         try:
-            self.name, self.url = self.find(READY, limit=TO_START).groups()
+            self.start()
+            self._welcome()
         except BaseException:
             self.kill()
             raise
         return self
 
+    def start(self) -> None:
+        """Wait until it says that it is ready."""
+        self.name, self.url = self.find(READY, limit=TO_START).groups()
+
+    def _welcome(self) -> None:
+        """Wait until ``/ready`` says so, too, in every process: connections go to any."""
+        context = ssl._create_unverified_context()
+        deadline, good = time.monotonic() + TO_START, 0
+        while good < 4 * len(self.pids["api"]):
+            try:
+                urllib.request.urlopen(f"{self.root}/ready", context=context).close()
+                good += 1
+            except urllib.error.HTTPError as error:
+                assert error.code == 503, error
+                assert time.monotonic() < deadline, "\n".join(self.lines[-50:])
+                good = 0
+                time.sleep(0.02)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self._process.poll() is None:
+            if kind is None and self.running:
                 self.terminate()
                 assert self.ended() == 0, "\n".join(self.lines[-50:])
         finally:
             self.kill()
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def root(self) -> str:

@@ -1,0 +1,61 @@
+"""Nothing is lost: small storms over a real server. ``benchmarks/reliability.py`` makes large ones."""
+
+from __future__ import annotations
+
+import pytest
+import storm
+from storm import Outcome, Question
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Question]:
+    return storm.questions()
+
+
+def test_clients_who_leave(asked: list[Question]) -> None:
+    tally = storm.run(storm.leaving(asked, 120))
+    assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
+
+
+def test_slow_readers_are_answered_and_silent_ones_dropped(asked: list[Question]) -> None:
+    storm.run(storm.reading(asked, slow=4, silent=1, others=30))
+
+
+def test_all_wait_their_turn(asked: list[Question]) -> None:
+    tally = storm.run(storm.connections(asked, 100, "--max-num-seqs", "32", "--max-waiting", "100"))
+    tally.only(Outcome.RIGHT)
+
+
+def test_past_the_queue_requests_are_refused_at_once(asked: list[Question]) -> None:
+    assert storm.run(storm.overload(asked, 100)).slowest < 5
+
+
+def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question]) -> None:
+    assert storm.run(storm.engine_killed(asked, 30)).slowest < 5
+
+
+def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list[Question]) -> None:
+    tally = storm.run(storm.api_killed(asked, 30))
+    assert tally.counts[Outcome.RIGHT] >= 30
+
+
+def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question]) -> None:
+    tally = storm.run(storm.api_held_up(asked, 40))
+    assert tally.counts[Outcome.FAILED] > 0
+
+
+def test_sigterm_lets_requests_come_to_their_end(asked: list[Question]) -> None:
+    tally = storm.run(storm.drained(asked, 30))
+    assert tally.counts[Outcome.REFUSED] > 0
+
+
+def test_what_has_no_time_to_end_is_told(asked: list[Question]) -> None:
+    assert storm.run(storm.cut_short(asked, 30)).slowest < 5
+
+
+def test_an_engine_that_cannot_live_ends_the_server(asked: list[Question]) -> None:
+    storm.run(storm.given_up(asked, 10))
+
+
+def test_nothing_outlives_the_supervisor(asked: list[Question]) -> None:
+    storm.run(storm.orphaned(asked, 10))
