@@ -353,6 +353,11 @@ async def ask_all(tally: Tally, served: Served, asked: Sequence[Question], count
         tally.heard += await crowd(count, count, lambda i: client.ask(asked[i % len(asked)]))
 
 
+def unending(question: Question, stream: bool = True) -> Question:
+    """One that keeps the engine busy for much longer than anybody waits until all is put away."""
+    return replace(question, body=question.body | {"n": 4, "max_tokens": 1900, "stream": stream})
+
+
 def long_ones(asked: Sequence[Question]) -> list[Question]:
     most = max(question.body["max_tokens"] for question in asked)
     return [question for question in asked if question.body["stream"] and question.body["max_tokens"] == most]
@@ -376,7 +381,7 @@ async def leaving(asked: Sequence[Question], count: int, width: int = 64, seed: 
             question, leave = asked[number % len(asked)], plan[number]
             if leave is None:
                 return await client.ask(question)
-            endless = replace(question, body=question.body | {"n": 4, "max_tokens": 1900, "stream": bool(leave)})
+            endless = unending(question, stream=bool(leave))
             if leave:
                 return await client.ask(endless, leave=leave)
             with suppress(TimeoutError):
@@ -468,11 +473,13 @@ async def engine_killed(asked: Sequence[Question], count: int) -> Tally:
 async def api_killed(asked: Sequence[Question], count: int) -> Tally:
     """kill -9 of one of two API processes under load: its connections break, others go on, and it comes back."""
     tally = Tally("kill -9 of an API process")
+    endless = [unending(question) for question in asked]
     async with server(asked, "--api-server-count", "2") as served:
-        async with load(served, long_ones(asked), count) as tasks:
+        async with load(served, long_ones(asked), count) as tasks, load(served, endless, count // 2) as more:
             killed = served.pids["api"][0]
             os.kill(killed, signal.SIGKILL)
             tally.heard = await asyncio.gather(*tasks)
+            tally.heard += [task.result() if task.done() else Heard(Outcome.LEFT) for task in more]
 
         async def back() -> None:
             now = served.pids["api"]
@@ -481,7 +488,7 @@ async def api_killed(asked: Sequence[Question], count: int) -> Tally:
 
         await soon(back)
         await ask_all(tally, served, asked, count)
-    tally.only(Outcome.RIGHT, Outcome.BROKEN)
+    tally.only(Outcome.RIGHT, Outcome.BROKEN, Outcome.LEFT)
     return tally
 
 
