@@ -20,16 +20,25 @@ TITLES = {
 FOR_AN_ENGINE = ("model", "engine")
 
 
-def add_options(parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR_AN_ENGINE) -> None:
-    """Give the parser ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``."""
+def add_options(
+    parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR_AN_ENGINE, names: tuple[str, ...] = ()
+) -> None:
+    """Give the parser ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``.
+
+    Args:
+        sections: whose options are all taken.
+        names: of single options of other sections.
+    """
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of options, which the environment and flags override"
     )
-    parser.set_defaults(options=[setting.name for setting in settings().values() if setting.section in sections])
-    for section in sections:
-        group = parser.add_argument_group(TITLES[section])
-        for setting in settings().values():
-            if setting.section == section:
+    taken = [setting for setting in settings().values() if setting.section in sections or setting.name in names]
+    parser.set_defaults(options=[setting.name for setting in taken])
+    for section, title in TITLES.items():
+        own = [setting for setting in taken if setting.section == section]
+        if own:
+            group = parser.add_argument_group(title)
+            for setting in own:
                 _add(group, setting)
 
 

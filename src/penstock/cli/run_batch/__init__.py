@@ -47,14 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REQUESTS",
         help="requests at the same time (default: twice --max-num-seqs, as far as --max-waiting allows)",
     )
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="names by which requests may ask for the model (default: that of --model)",
-    )
-    add_options(parser, ("model", "engine", "log"))
+    add_options(parser, ("model", "engine", "log"), ("served_model_name",))
 
 
 def run(args: argparse.Namespace) -> int:
