@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
@@ -26,6 +28,8 @@ from .start import WRONG, WorkerStart
 
 logger = logging.getLogger("penstock")
 
+SO_ATTACH_FILTER = 26
+"""Linux's, which Python has no name for."""
 BACKLOG = 4096
 """Connections that wait to be accepted."""
 TO_END = 10.0
@@ -76,6 +80,7 @@ class Supervisor:
                 return 2 if any(worker.returncode == WRONG for worker in self._workers.values()) else 1
             finally:
                 self._stop.set()
+                turn_away(listener)
                 listener.close()
                 patience = self._configuration.engine.drain_timeout + TO_END
                 await asyncio.gather(*(end(worker, patience) for worker in self._workers.values()))
@@ -156,6 +161,23 @@ def listening(options: ServerOptions) -> Iterator[socket.socket]:
         ) from error
     with listener:
         yield listener
+
+
+def turn_away(listener: socket.socket) -> None:
+    """From now on no connection is made, and none that was made breaks.
+
+    Closing alone resets connections that nobody has accepted yet, of clients who may have sent their request. So the
+    first packet of a new one is dropped by a filter, those made before are accepted in the meantime, and the dropped
+    packet's repetition, a second later, finds the port closed. Where there are no such filters, closing must do.
+    """
+    load_byte, jump_if_set, give_back = 0x30, 0x45, 0x06  # classic BPF (McCanne and Jacobson, 1993)
+    flags, syn, drop, keep = 13, 0x02, 0, 0xFFFFFFFF
+    steps = [(load_byte, 0, 0, flags), (jump_if_set, 0, 1, syn), (give_back, 0, 0, drop), (give_back, 0, 0, keep)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    with contextlib.suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(steps), ctypes.addressof(program))
+        )
 
 
 @contextlib.contextmanager

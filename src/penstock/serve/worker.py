@@ -33,6 +33,8 @@ from .protocol import protocol
 from .service import Service
 from .start import WRONG, WorkerStart
 
+TO_ACCEPT = 0.2
+"""Seconds in which connections that had been made when the server was told to stop are accepted."""
 LAST_WORDS = 5.0
 """Seconds that streams get to say that the server is stopping, after the time to drain."""
 
@@ -85,7 +87,7 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
             report.write(b"ready\n")
 
     def stop() -> None:
-        server.should_exit = True
+        loop.call_later(TO_ACCEPT, setattr, server, "should_exit", True)
         loop.call_later(drain, gateway.engine.refuse, STOPPING)
 
     loop = asyncio.get_running_loop()
