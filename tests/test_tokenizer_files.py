@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import demo
@@ -50,6 +50,8 @@ def piece_model(
 
 
 @given(text=TEXT)
+@example(text="\x85")
+@example(text="  the\x85 \n river \n ")
 def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
     theirs, ours = piece_model
     text = text.replace("\u2581", "_")  # the mark of a space is no text

@@ -68,7 +68,8 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
     if charsmap := b"".join(map(_bytes, normalizer[2])):
         steps.append(normalizers.Precompiled(charsmap))
     if _number(normalizer, 4, 1):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        # Spaces alone, as SentencePiece has it: a strip would take other white space, too.
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if legacy:
         steps += [normalizers.Prepend(SPACE)] * prefixed + [normalizers.Replace(" ", SPACE)]
     else:  # as transformers does it: only this step knows where the text starts
