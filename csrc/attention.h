@@ -44,10 +44,11 @@ void store_token(const Store& a, int64_t token) {
 template <class T, int R, int G>
 inline void multiply_groups(const T* x, int64_t ldx, const T* panel, int64_t columns, int64_t inputs, float* out,
                             int64_t ldo) {
+  using Step = typename StepOf<T>::Step;
   f32x16 acc[R][G];
   for (int r = 0; r < R; r++)
     for (int g = 0; g < G; g++) acc[r][g] = load(out + r * ldo + g * 16);
-  multiply<T, R, G>(x, ldx, panel, columns, inputs, acc);
+  multiply<Step, R, G>(x, ldx, (const char*)panel, columns / 16 * Step::kBytes, inputs, acc);
   for (int r = 0; r < R; r++)
     for (int g = 0; g < G; g++) store(out + r * ldo + g * 16, acc[r][g]);
 }

@@ -15,16 +15,16 @@ void by_type(const A& args, int64_t task) {
 }
 
 void linear(const Linear& a, int64_t task) {
-  if (a.type == Type::float32)
-    linear_block<float, float>(a, task);
-  else if (a.out_type == Type::float32)
-    linear_block<bf16, float>(a, task);
-  else
-    linear_block<bf16, bf16>(a, task);
+  a.out_type == Type::float32 ? linear_block<float>(a, task) : linear_block<bf16>(a, task);
 }
 
-void likeliest(const Likeliest& a, int64_t task) {
-  a.product.type == Type::float32 ? likeliest_block<float>(a, task) : likeliest_block<bf16>(a, task);
+template <void (*Float)(const Gather&, int64_t), void (*Brain)(const Gather&, int64_t)>
+void gather(const Gather& a, int64_t task) {
+  a.matrix.type == Type::float32 ? Float(a, task) : Brain(a, task);
+}
+
+void pack(const Pack& a, int64_t task) {
+  a.matrix.type == Type::float32 ? pack_panel<float>(a, task) : pack_panel<bf16>(a, task);
 }
 
 #define PENSTOCK_TEXT(x) #x
@@ -34,9 +34,10 @@ extern const Kernels kernels;
 const Kernels kernels = {
     PENSTOCK_NAME(PENSTOCK_ISA),
     linear,
-    likeliest,
-    by_type<Gather, gather_row<float>, gather_row<bf16>>,
-    by_type<Pack, pack_panel<float>, pack_panel<bf16>>,
+    likeliest_block,
+    by_type<Quantize, quantize_row<float>, quantize_row<bf16>>,
+    gather<gather_row<float>, gather_row<bf16>>,
+    pack,
     by_type<Norm, norm_row<float>, norm_row<bf16>>,
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
     by_type<SiluMul, silu_mul_row<float>, silu_mul_row<bf16>>,

@@ -9,21 +9,47 @@
 
 namespace penstock {
 
+// What is computed in.
 enum class Type : int32_t { float32, bfloat16 };
 
-// Columns of a packed matrix that lie together. A panel of a [out, in] matrix holds 64 outputs: for float32 as
-// [in][64], for bfloat16 as [in / 2][64][2], so that a vector holds one input (or two) of 16 outputs.
+// How a matrix is kept: as it is, or as integers with a scale for each output and group of inputs; `a8` means that what
+// it is multiplied with is rounded to 8 bits, too.
+enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4 };
+
+// Columns of a packed matrix that lie together. A panel of a [out, in] matrix holds 64 outputs, input after input, so
+// that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
 constexpr int64_t kPanel = 64;
 
-// [rows, in] by a packed [out, in] to [rows, out].
+// A packed [outputs, in].
+struct Matrix {
+  const void* panels;
+  const float* scales;  // [panels][groups][64]; void where the format is plain
+  const float* bias;    // [outputs]; null: none
+  int64_t in, outputs, group;
+  Format format;
+  Type type;
+};
+
+// [rows, in] by a matrix to [rows, out].
 struct Linear {
-  const void* x;
-  const void* weight;
-  const float* bias;  // null: none
+  Matrix matrix;
+  const void* x;          // of the matrix's type; for a8 formats int8, each row padded with zeros
+  const float* x_scales;  // [rows], for a8 formats
+  const int32_t* x_sums;  // [rows, groups]: of the integers
   void* out;
-  int64_t rows, in, outputs;
+  int64_t rows;
   int64_t panels;  // of a task
-  Type type, out_type;
+  Type out_type;
+};
+
+// Rows rounded to 8 bits, each with its own scale, as a8 formats multiply them.
+struct Quantize {
+  const void* x;  // [rows, in]
+  int8_t* out;    // [rows, padded]
+  float* scales;  // [rows]
+  int32_t* sums;  // [rows, groups]
+  int64_t rows, in, padded, group;
+  Type type;
 };
 
 // The largest output of each row, without keeping the others: of each task's panels the value and the output.
@@ -35,18 +61,16 @@ struct Likeliest {
 
 // Rows of a packed [vocabulary, size] matrix.
 struct Gather {
+  Matrix matrix;
   const int64_t* ids;
-  const void* weight;
   void* out;
-  int64_t rows, size;
-  Type type;
+  int64_t rows;
 };
 
+// Packs, and rounds where the format wants it: panels and scales of the matrix are written.
 struct Pack {
+  Matrix matrix;
   const void* weight;  // [outputs, in], row by row
-  void* packed;
-  int64_t in, outputs;
-  Type type;
 };
 
 // Norms [rows, groups, size]; rows of x lie `stride` elements apart. With a residual, x is added to it first.
@@ -111,6 +135,7 @@ struct Kernels {
   const char* name;
   void (*linear)(const Linear&, int64_t task);
   void (*likeliest)(const Likeliest&, int64_t task);
+  void (*quantize)(const Quantize&, int64_t task);
   void (*gather)(const Gather&, int64_t task);
   void (*pack)(const Pack&, int64_t task);
   void (*norm)(const Norm&, int64_t task);
@@ -122,7 +147,23 @@ struct Kernels {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Elements of a packed [outputs, in] matrix.
-inline int64_t packed_size(int64_t outputs, int64_t in) { return ceil_div(outputs, kPanel) * kPanel * (in + in % 2); }
+// Inputs that a vector of a packed matrix holds for each of its 16 outputs.
+inline int64_t step_of(Format format, Type type) {
+  switch (format) {
+    case Format::w8a8: return 4;
+    case Format::w4a8: return 8;
+    case Format::wint8: return 2;
+    case Format::wint4: return 8;
+    default: return type == Type::float32 ? 1 : 2;
+  }
+}
+
+// Bytes of that vector.
+inline int64_t step_bytes(Format format) { return format == Format::wint8 ? 32 : 64; }
+
+inline int64_t panel_bytes(const Matrix& m) {
+  return ceil_div(m.in, step_of(m.format, m.type)) * step_bytes(m.format) * (kPanel / 16);
+}
+inline int64_t groups_of(const Matrix& m) { return ceil_div(m.in, m.group); }
 
 }  // namespace penstock

@@ -1,137 +1,194 @@
-// Linear layers over packed matrices, packing them, and taking rows back out for embeddings.
+// Linear layers over packed matrices, rounding what they are multiplied with, and taking rows back out for embeddings.
 
 #pragma once
 
-#include "kernels.h"
-#include "tile.h"
+#include "formats.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr int64_t kSoon = 4096;  // bytes
 
-// Where an element of a packed matrix lies.
-template <class T>
-inline int64_t packed_index(int64_t output, int64_t input, int64_t in) {
-  constexpr int n = StepOf<T>::Step::kInputs;
-  const int64_t padded = (in + n - 1) / n * n;
-  const int64_t panel = output / kPanel * kPanel * padded;
-  return panel + (input / n * kPanel + output % kPanel) * n + input % n;
-}
-
-template <class T>
-void pack_panel(const Pack& a, int64_t panel) {
-  const T* weight = (const T*)a.weight;
-  T* packed = (T*)a.packed;
-  const int64_t first = panel * kPanel;
-  const int64_t count = a.outputs - first < kPanel ? a.outputs - first : kPanel;
-  for (int64_t input = 0; input < a.in; input++)
-    for (int64_t o = 0; o < count; o++)
-      packed[packed_index<T>(first + o, input, a.in)] = weight[(first + o) * a.in + input];
-}
-
-template <class T>
-void gather_row(const Gather& a, int64_t row) {
-  const T* weight = (const T*)a.weight;
-  T* out = (T*)a.out + row * a.size;
-  for (int64_t i = 0; i < a.size; i++) out[i] = weight[packed_index<T>(a.ids[row], i, a.size)];
-}
-
-template <class T, class Out, int R>
-void linear_tile(const Linear& a, const T* x, const T* panel, int64_t row, int64_t column, int64_t ahead) {
-  constexpr int n = StepOf<T>::Step::kInputs;
-  for (int64_t c = 0; c < kPanel; c += kGroups * 16) {
-    f32x16 acc[R][kGroups] = {};
-    multiply<T, R, kGroups>(x, a.in, panel + c * n, kPanel, a.in, acc, ahead);
-    for (int r = 0; r < R; r++)
-      for (int g = 0; g < kGroups; g++) {
-        const int64_t at = column + c + g * 16;
-        if (at >= a.outputs) break;
-        const int64_t count = a.outputs - at < 16 ? a.outputs - at : 16;
-        Out* out = (Out*)a.out + (row + r) * a.outputs + at;
-        f32x16 v = acc[r][g];
-        if (a.bias) v += load_part(a.bias + at, count);
-        if (count == 16)
-          store(out, v);
-        else
-          store_part(out, v, count);
-      }
+// Calls `finish(row, output, count, values)` for each run of up to 16 outputs of a task, which is a block of rows by some
+// panels; tasks of the same rows follow each other.
+template <class F, class Finish>
+inline void walk(const Linear& a, int64_t task, Finish&& finish) {
+  const Matrix& m = a.matrix;
+  const int64_t tasks = ceil_div(m.outputs, kPanel * a.panels), groups = groups_of(m);
+  const int64_t first = task / tasks * kRowBlock, begin = task % tasks * kPanel * a.panels;
+  const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
+  // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
+  const int64_t ahead = end - first <= 2 ? kSoon : 0;
+  for (int64_t column = begin; column < begin + kPanel * a.panels && column < m.outputs; column += kPanel) {
+    const char* panel = (const char*)m.panels + column / kPanel * panel_bytes(m);
+    const float* scales = m.scales + column * groups;
+    for (int64_t row = first; row < end; row += kTileRows)
+      with_rows(end - row, [&]<int R>() {
+        for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
+          f32x16 out[R][kGroups];
+          F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, ahead, out);
+          for (int r = 0; r < R; r++)
+            for (int g = 0; g < kGroups; g++) {
+              const int64_t at = column + c + g * 16;
+              if (at >= m.outputs) break;
+              const int64_t count = m.outputs - at < 16 ? m.outputs - at : 16;
+              if (m.bias) out[r][g] += load_part(m.bias + at, count);
+              finish(row + r, at, count, out[r][g]);
+            }
+        }
+      });
   }
 }
 
-// The largest of a tile's outputs, the first where several are, if it is larger than what was found before.
-template <class T, int R>
-void likeliest_tile(const Linear& a, const T* x, const T* panel, int64_t column, int64_t ahead, float* values,
-                    int64_t* outputs) {
-  constexpr int n = StepOf<T>::Step::kInputs;
-  for (int64_t c = 0; c < kPanel; c += kGroups * 16) {
-    f32x16 acc[R][kGroups] = {};
-    multiply<T, R, kGroups>(x, a.in, panel + c * n, kPanel, a.in, acc, ahead);
-    for (int r = 0; r < R; r++)
-      for (int g = 0; g < kGroups; g++) {
-        const int64_t at = column + c + g * 16;
-        if (at >= a.outputs) break;
-        const int64_t count = a.outputs - at < 16 ? a.outputs - at : 16;
-        f32x16 v = acc[r][g];
-        if (a.bias) v += load_part(a.bias + at, count);
-        if (count == 16 && !any_above(v, values[r])) continue;
-        for (int64_t i = 0; i < count; i++)
-          if (v[i] > values[r]) {
-            values[r] = v[i];
-            outputs[r] = at + i;
-          }
-      }
-  }
+template <class Out>
+void linear_block(const Linear& a, int64_t task) {
+  with_format(a.matrix, [&]<class F>() {
+    walk<F>(a, task, [&](int64_t row, int64_t output, int64_t count, f32x16 v) {
+      Out* out = (Out*)a.out + row * a.matrix.outputs + output;
+      if (count == 16)
+        store(out, v);
+      else
+        store_part(out, v, count);
+    });
+  });
 }
 
-// A task is a block of rows by some panels; tasks of the same rows follow each other.
-template <class T>
-void likeliest_block(const Likeliest& l, int64_t task) {
-  constexpr int n = StepOf<T>::Step::kInputs;
+// Of each row the largest output, the first where several are.
+inline void likeliest_block(const Likeliest& l, int64_t task) {
   const Linear& a = l.product;
-  const int64_t tasks = ceil_div(a.outputs, kPanel * a.panels), own = task % tasks;
-  const int64_t padded = (a.in + n - 1) / n * n;
-  const int64_t first = task / tasks * kRowBlock, begin = own * kPanel * a.panels;
+  const int64_t tasks = ceil_div(a.matrix.outputs, kPanel * a.panels);
+  const int64_t first = task / tasks * kRowBlock, own = task % tasks;
   const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
   float values[kRowBlock];
   int64_t outputs[kRowBlock];
   for (int64_t row = first; row < end; row++) {
     values[row - first] = -__builtin_inff();
-    outputs[row - first] = begin;
+    outputs[row - first] = own * kPanel * a.panels;
   }
-  for (int64_t column = begin; column < begin + kPanel * a.panels && column < a.outputs; column += kPanel) {
-    const T* panel = (const T*)a.weight + column * padded;
-    const int64_t ahead = end - first <= 2 ? kSoon : 0;
-    for (int64_t row = first; row < end; row += kTileRows) {
-      const T* x = (const T*)a.x + row * a.in;
-      with_rows(end - row, [&]<int R>() {
-        likeliest_tile<T, R>(a, x, panel, column, ahead, values + row - first, outputs + row - first);
-      });
-    }
-  }
+  with_format(a.matrix, [&]<class F>() {
+    walk<F>(a, task, [&](int64_t row, int64_t output, int64_t count, f32x16 v) {
+      float& best = values[row - first];
+      if (count == 16 && !any_above(v, best)) return;
+      for (int64_t i = 0; i < count; i++)
+        if (v[i] > best) {
+          best = v[i];
+          outputs[row - first] = output + i;
+        }
+    });
+  });
   for (int64_t row = first; row < end; row++) {
     l.values[row * tasks + own] = values[row - first];
     l.outputs[row * tasks + own] = outputs[row - first];
   }
 }
 
-// A task is a block of rows by some panels; tasks of the same rows follow each other.
-template <class T, class Out>
-void linear_block(const Linear& a, int64_t task) {
-  constexpr int n = StepOf<T>::Step::kInputs;
-  const int64_t tasks = ceil_div(a.outputs, kPanel * a.panels);
-  const int64_t padded = (a.in + n - 1) / n * n;
-  const int64_t first = task / tasks * kRowBlock, begin = task % tasks * kPanel * a.panels;
-  const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
-  for (int64_t column = begin; column < begin + kPanel * a.panels && column < a.outputs; column += kPanel) {
-    const T* panel = (const T*)a.weight + column * padded;
-    // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
-    const int64_t ahead = end - first <= 2 ? kSoon : 0;
-    for (int64_t row = first; row < end; row += kTileRows) {
-      const T* x = (const T*)a.x + row * a.in;
-      with_rows(end - row, [&]<int R>() { linear_tile<T, Out, R>(a, x, panel, row, column, ahead); });
-    }
+// Rounds to nearest, to even in the middle; for what is far below 2^22.
+inline i32x16 to_integers(f32x16 v) {
+  const f32x16 magic = all(12582912.0f);
+  return as<i32x16>(v + magic) - as<i32x16>(magic);
+}
+
+// The largest magnitude; NaN where something is none, or infinite.
+template <class T>
+inline float magnitude(const T* x, int64_t count) {
+  f32x16 most = {}, spoiled = {};
+  for (int64_t i = 0; i < count; i += 16) {
+    const f32x16 v = count - i < 16 ? load_part(x + i, count - i) : load(x + i);
+    most = max(most, max(v, -v));
+    spoiled += v * 0.0f;
   }
+  return largest(most) + sum(spoiled);
+}
+
+template <class T>
+void quantize_row(const Quantize& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.in;
+  int8_t* out = a.out + row * a.padded;
+  const float most = magnitude(x, a.in), inverse = most > 0 ? 127.0f / most : 0.0f;
+  const int64_t groups = ceil_div(a.in, a.group);
+  a.scales[row] = most / 127.0f;
+  memset(out + a.in, 0, a.padded - a.in);
+  for (int64_t group = 0; group < groups; group++) {
+    const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
+    i32x16 total = {};
+    for (int64_t i = begin; i < end; i += 16) {
+      const int64_t count = end - i < 16 ? end - i : 16;
+      const i32x16 q = to_integers((count < 16 ? load_part(x + i, count) : load(x + i)) * inverse);
+      const i8x16 narrow = __builtin_convertvector(q, i8x16);
+      memcpy(out + i, &narrow, count);
+      total += q;
+    }
+    int32_t lanes[16], sum = 0;
+    memcpy(lanes, &total, sizeof(lanes));
+    for (int lane : lanes) sum += lane;
+    a.sums[row * groups + group] = sum;
+  }
+}
+
+template <class T>
+void gather_row(const Gather& a, int64_t row) {
+  const Matrix& m = a.matrix;
+  const int64_t id = a.ids[row], output = id % kPanel;
+  T* out = (T*)a.out + row * m.in;
+  with_format(m, [&]<class F>() {
+    using Kept = std::conditional_t<std::is_same_v<F, Plain<float>>, float,
+                                    std::conditional_t<std::is_same_v<F, Plain<bf16>>, bf16, uint8_t>>;
+    const Kept* panel = (const Kept*)((const char*)m.panels + id / kPanel * panel_bytes(m));
+    const float* scales = m.scales + id / kPanel * groups_of(m) * kPanel;
+    for (int64_t i = 0; i < m.in; i++) narrow(out + i, F::get(m, panel, scales, output, i));
+  });
+}
+
+template <class T>
+void pack_plain(const Pack& a, int64_t number) {
+  const Matrix& m = a.matrix;
+  T* panel = (T*)((char*)m.panels + number * panel_bytes(m));
+  const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
+  for (int64_t o = 0; o < count; o++) {
+    const T* weight = (const T*)a.weight + (first + o) * m.in;
+    for (int64_t i = 0; i < m.in; i++) Plain<T>::set(panel, o, i, weight[i]);
+  }
+}
+
+// Rounds to nearest. 8 bits use -127 to 127; 4 bits use all of -8 to 7, with the largest magnitude as -8.
+template <class F, class T>
+void pack_rounded(const Pack& a, int64_t number) {
+  const Matrix& m = a.matrix;
+  uint8_t* panel = (uint8_t*)m.panels + number * panel_bytes(m);
+  const int64_t groups = groups_of(m), padded = ceil_div(m.in, F::Step::kInputs) * F::Step::kInputs;
+  float* scales = (float*)m.scales + number * groups * kPanel;
+  const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
+  for (int64_t o = 0; o < kPanel; o++) {
+    const T* weight = (const T*)a.weight + (first + (o < count ? o : 0)) * m.in;
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t begin = group * m.group, end = begin + m.group < m.in ? begin + m.group : m.in;
+      float extreme = magnitude(weight + begin, end - begin);
+      if (F::kBits == 4)
+        for (int64_t i = begin; i < end; i++)
+          if (widen(weight[i]) == extreme) {
+            extreme = -extreme;
+            break;
+          }
+      const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = scale ? 1.0f / scale : 0.0f;
+      scales[group * kPanel + o] = scale;
+      for (int64_t i = begin; i < end; i += 16) {
+        const int64_t run = end - i < 16 ? end - i : 16;
+        const i32x16 q = to_integers(load_part(weight + i, run) * inverse);
+        for (int64_t j = 0; j < run; j++) F::set(panel, o, i + j, F::kBits == 4 && q[j] > 7 ? 7 : q[j]);
+      }
+    }
+    for (int64_t i = m.in; i < padded; i++) F::set(panel, o, i, 0);
+  }
+}
+
+template <class T>
+void pack_panel(const Pack& a, int64_t number) {
+  with_format(a.matrix, [&]<class F>() {
+    if constexpr (std::is_same_v<F, Plain<float>> || std::is_same_v<F, Plain<bf16>>)
+      pack_plain<T>(a, number);
+    else
+      pack_rounded<F, T>(a, number);
+  });
 }
 
 }  // namespace PENSTOCK_ISA

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -43,7 +44,8 @@ std::vector<const Kernels*> usable() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq")) {
     found.push_back(&avx512::kernels);
-    if (__builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::kernels);
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
+      found.push_back(&avx512_bf16::kernels);
   }
 #endif
   return found;
@@ -71,87 +73,141 @@ void use(const std::string& name) {
 
 using Address = uintptr_t;
 
+// --- Steps -----------------------------------------------------------------------------------------------------------
+
+// How much there is to do in a step.
+struct Size {
+  int64_t tokens, sequences;
+};
+
+// The calls of a step in their order, to be made again with other sizes: where things lie stays, how many rows there are
+// does not. So a step costs one call from Python, not hundreds.
+struct Tape {
+  std::vector<std::function<void(Size)>> calls;
+
+  void run(int64_t tokens, int64_t sequences) const {
+    for (const auto& call : calls) call({tokens, sequences});
+  }
+};
+
+thread_local Tape* recording = nullptr;
+
+// Calls now, or notes for later. What is given to `call` holds for rows and sequences of the step.
+template <class F>
+void make(Size size, F&& call) {
+  if (recording)
+    recording->calls.emplace_back(std::forward<F>(call));
+  else
+    call(size);
+}
+
+// --- Ops -------------------------------------------------------------------------------------------------------------
+
 // Panels of a task: a few, so that a thread knows what it will need next, but tasks enough to share out evenly.
 int64_t panels_of_task(int64_t outputs) {
   const int64_t fair = ceil_div(outputs, kPanel) / (4 * pool()->threads());
   return fair < 1 ? 1 : fair > kMostPanels ? kMostPanels : fair;
 }
 
-void linear(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs, int type,
-            int out_type) {
-  Linear args{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out), rows, in, outputs,
-              panels_of_task(outputs), Type(type), Type(out_type)};
-  const int64_t tasks = ceil_div(outputs, kPanel * args.panels);
-  pool()->run(ceil_div(rows, kRowBlock) * tasks, [&](int64_t task) { kernels->linear(args, task); });
+void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows, int out_type) {
+  make({rows, 0}, [=](Size size) {
+    const Linear args{matrix,          at<void>(x), at<float>(x_scales), at<int32_t>(x_sums),
+                      at<void>(out),   size.tokens, panels_of_task(matrix.outputs), Type(out_type)};
+    const int64_t tasks = ceil_div(matrix.outputs, kPanel * args.panels);
+    pool()->run(ceil_div(args.rows, kRowBlock) * tasks, [&](int64_t task) { kernels->linear(args, task); });
+  });
 }
 
-void likeliest(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in, int64_t outputs,
-               int type) {
-  Linear product{at<void>(x), at<void>(weight), at<float>(bias), nullptr, rows, in, outputs, panels_of_task(outputs),
-                 Type(type), Type::float32};
-  const int64_t tasks = ceil_div(outputs, kPanel * product.panels);
-  std::vector<float> values(rows * tasks);
-  std::vector<int64_t> places(rows * tasks);
-  Likeliest args{product, values.data(), places.data()};
-  pool()->run(ceil_div(rows, kRowBlock) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
-  for (int64_t row = 0; row < rows; row++) {
-    const auto begin = values.begin() + row * tasks;
-    at<int64_t>(out)[row] = places[std::max_element(begin, begin + tasks) - values.begin()];
-  }
+void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows) {
+  make({rows, 0}, [=](Size size) {
+    const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<int32_t>(x_sums),
+                         nullptr, size.tokens, panels_of_task(matrix.outputs), Type::float32};
+    const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
+    std::vector<float> values(product.rows * tasks);
+    std::vector<int64_t> places(product.rows * tasks);
+    const Likeliest args{product, values.data(), places.data()};
+    pool()->run(ceil_div(product.rows, kRowBlock) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
+    for (int64_t row = 0; row < product.rows; row++) {
+      const auto begin = values.begin() + row * tasks;
+      at<int64_t>(out)[row] = places[std::max_element(begin, begin + tasks) - values.begin()];
+    }
+  });
 }
 
-void gather(Address ids, Address weight, Address out, int64_t rows, int64_t size, int type) {
-  Gather args{at<int64_t>(ids), at<void>(weight), at<void>(out), rows, size, Type(type)};
-  pool()->run(rows, [&](int64_t task) { kernels->gather(args, task); });
+void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t in, int64_t padded,
+              int64_t group, int type) {
+  make({rows, 0}, [=](Size size) {
+    const Quantize args{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), size.tokens, in, padded,
+                        group,       Type(type)};
+    pool()->run(args.rows, [&](int64_t task) { kernels->quantize(args, task); });
+  });
 }
 
-void pack(Address weight, Address packed, int64_t in, int64_t outputs, int type) {
-  Pack args{at<void>(weight), at<void>(packed), in, outputs, Type(type)};
-  pool()->run(ceil_div(outputs, kPanel), [&](int64_t task) { kernels->pack(args, task); });
+void gather(Address ids, const Matrix& matrix, Address out, int64_t rows) {
+  make({rows, 0}, [=](Size size) {
+    const Gather args{matrix, at<int64_t>(ids), at<void>(out), size.tokens};
+    pool()->run(args.rows, [&](int64_t task) { kernels->gather(args, task); });
+  });
 }
 
-void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t size,
+void pack(Address weight, const Matrix& matrix) {
+  const Pack args{matrix, at<void>(weight)};
+  pool()->run(ceil_div(matrix.outputs, kPanel), [&](int64_t task) { kernels->pack(args, task); });
+}
+
+void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
           int64_t stride, float eps, int type) {
-  Norm args{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), rows, groups, size, stride, eps,
-            Type(type)};
-  pool()->run(rows, [&](int64_t task) { kernels->norm(args, task); });
+  make({rows, 0}, [=](Size size) {
+    const Norm args{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), size.tokens, groups, width,
+                    stride,      eps,                Type(type)};
+    pool()->run(args.rows, [&](int64_t task) { kernels->norm(args, task); });
+  });
 }
 
 void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
           int64_t stride, int type) {
-  Rope args{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), tokens, heads, dim, stride,
-            Type(type)};
-  pool()->run(tokens, [&](int64_t task) { kernels->rope(args, task); });
+  make({tokens, 0}, [=](Size size) {
+    const Rope args{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), size.tokens, heads, dim,
+                    stride,      Type(type)};
+    pool()->run(args.tokens, [&](int64_t task) { kernels->rope(args, task); });
+  });
 }
 
-void silu_mul(Address gate_up, Address out, int64_t rows, int64_t size, int type) {
-  SiluMul args{at<void>(gate_up), at<void>(out), rows, size, Type(type)};
-  pool()->run(rows, [&](int64_t task) { kernels->silu_mul(args, task); });
+void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int type) {
+  make({rows, 0}, [=](Size size) {
+    const SiluMul args{at<void>(gate_up), at<void>(out), size.tokens, width, Type(type)};
+    pool()->run(args.rows, [&](int64_t task) { kernels->silu_mul(args, task); });
+  });
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type) {
-  Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), tokens, kv_heads, dim, block_size,
-             stride_k, stride_v, Type(type)};
-  pool()->run(tokens, [&](int64_t task) { kernels->store(args, task); });
+  make({tokens, 0}, [=](Size size) {
+    const Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), size.tokens, kv_heads, dim,
+                     block_size,  stride_k,    stride_v,        Type(type)};
+    pool()->run(args.tokens, [&](int64_t task) { kernels->store(args, task); });
+  });
 }
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                int64_t table_width, int64_t window, float scale, int type) {
-  const int32_t* starts = at<int32_t>(query_starts);
-  std::vector<int32_t> tiles;
-  for (int64_t sequence = 0; sequence < sequences; sequence++) {
-    const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
-    for (int64_t row = 0; row < rows; row += kTileRows) {
-      tiles.push_back(int32_t(sequence));
-      tiles.push_back(int32_t(row));
+  make({0, sequences}, [=](Size size) {
+    const int32_t* starts = at<int32_t>(query_starts);
+    std::vector<int32_t> tiles;
+    for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
+      const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
+      for (int64_t row = 0; row < rows; row += kTileRows) {
+        tiles.push_back(int32_t(sequence));
+        tiles.push_back(int32_t(row));
+      }
     }
-  }
-  const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
-  Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts, at<int32_t>(lengths),
-                 tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width, window, scale, Type(type)};
-  pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
+    const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
+    const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
+                         at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
+                         window, scale, Type(type)};
+    pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
+  });
 }
 
 }  // namespace
@@ -175,10 +231,23 @@ NB_MODULE(_kernels, m) {
     if (threads < 1) throw std::invalid_argument("at least one thread");
     std::atomic_store(&shared_pool, std::make_shared<Pool>(threads));
   }, nb::arg("threads"));
-  m.def("packed_size", &packed_size);
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__",
+           [](Matrix* self, Address panels, Address scales, Address bias, int64_t in, int64_t outputs, int64_t group,
+              int format, int type) {
+             new (self) Matrix{at<void>(panels), at<float>(scales), at<float>(bias), in, outputs, group, Format(format),
+                               Type(type)};
+           })
+      .def_prop_ro("panel_bytes", &panel_bytes);
+  nb::class_<Tape>(m, "Tape")
+      .def(nb::init<>())
+      .def("record", [](Tape* self) { recording = self; })
+      .def("stop", [](Tape*) { recording = nullptr; })
+      .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, free);
   m.def("likeliest", &likeliest, free);
+  m.def("quantize", &quantize, free);
   m.def("gather", &gather, free);
   m.def("pack", &pack, free);
   m.def("norm", &norm, free);

@@ -1,6 +1,7 @@
 // The one product that everything is made of: a few rows by a panel, one output column a lane.
 //
-// Each output is summed over the inputs in their order, whatever the number of rows.
+// Each output is summed over the inputs in their order, whatever the number of rows. A step is what a vector of weights
+// holds: some inputs of 16 outputs.
 
 #pragma once
 
@@ -15,36 +16,36 @@ constexpr int kGroups = 4;  // vectors of columns held at a time: 6 rows of 4 fi
 constexpr int kGroups = 1;  // 6 rows of one, two registers each
 #endif
 
-// One input of 16 outputs (float32).
+// One input of float32.
 struct FloatStep {
-  using T = float;
-  static constexpr int kInputs = 1;
-  static f32x16 weights(const float* panel) { return load(panel); }
-  static f32x16 last(const float* panel) { return load(panel); }
+  using X = float;
+  using Sum = f32x16;
+  static constexpr int kInputs = 1, kBytes = 64;
+  static f32x16 weights(const char* at) { return load((const float*)at); }
+  static f32x16 last(const char* at) { return weights(at); }
   static f32x16 input(const float* x) { return all(*x); }
-  static f32x16 last_input(const float* x) { return all(*x); }
-  static f32x16 add(f32x16 acc, f32x16 x, f32x16 w) { return fma(x, w, acc); }
+  static f32x16 add(f32x16 sum, f32x16 x, f32x16 w) { return fma(x, w, sum); }
 };
 
-// Two inputs of 16 outputs (bfloat16), the first and then the second added.
+// Two inputs of bfloat16, the first and then the second added.
 struct PairStep {
-  using T = bf16;
-  static constexpr int kInputs = 2;
-  static u32x16 weights(const bf16* panel) { return load_bits<u32x16>(panel); }
+  using X = bf16;
+  using Sum = f32x16;
+  static constexpr int kInputs = 2, kBytes = 64;
+  static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
   // Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its place is void.
-  static u32x16 last(const bf16* panel) { return weights(panel) & 0xffff; }
+  static u32x16 last(const char* at) { return weights(at) & 0xffff; }
   static u32x16 input(const bf16* x) {
     uint32_t pair;
     memcpy(&pair, x, sizeof(pair));
     return u32x16{} + pair;
   }
-  static u32x16 last_input(const bf16* x) { return u32x16{} + uint32_t(x->bits); }
-  static f32x16 add(f32x16 acc, u32x16 x, u32x16 w) {
+  static f32x16 add(f32x16 sum, u32x16 x, u32x16 w) {
 #if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, as<__m512bh>(x), as<__m512bh>(w));
+    return (f32x16)_mm512_dpbf16_ps((__m512)sum, as<__m512bh>(x), as<__m512bh>(w));
 #else
-    acc = fma(as<f32x16>(x << 16), as<f32x16>(w << 16), acc);
-    return fma(as<f32x16>(x & 0xffff0000), as<f32x16>(w & 0xffff0000), acc);
+    sum = fma(as<f32x16>(x << 16), as<f32x16>(w << 16), sum);
+    return fma(as<f32x16>(x & 0xffff0000), as<f32x16>(w & 0xffff0000), sum);
 #endif
   }
 };
@@ -60,30 +61,32 @@ struct StepOf<bf16> {
   using Step = PairStep;
 };
 
-// acc[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, the panel has `width` columns. What lies
-// `ahead` bytes behind what is read is asked for, so that it is there when its time comes.
-template <class T, int R, int G>
-inline void multiply(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t inputs, f32x16 (&acc)[R][G],
-                     int64_t ahead = 0) {
-  using Step = typename StepOf<T>::Step;
-  constexpr int n = Step::kInputs;
+// sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes. What
+// lies `ahead` bytes behind what is read is asked for, so that it is there when its time comes.
+template <class Step, int R, int G>
+inline void multiply(const typename Step::X* x, int64_t ldx, const char* panel, int64_t stride, int64_t inputs,
+                     typename Step::Sum (&sums)[R][G], int64_t ahead = 0) {
+  using X = typename Step::X;
+  constexpr int n = Step::kInputs, bytes = Step::kBytes;
   const int64_t steps = inputs / n;
   for (int64_t i = 0; i < steps; i++) {
-    const T* row = panel + i * width * n;
+    const char* at = panel + i * stride;
     if (ahead)
-      for (int g = 0; g < G; g++) __builtin_prefetch((const char*)(row + g * 16 * n) + ahead);
-    decltype(Step::weights(row)) w[G];
-    for (int g = 0; g < G; g++) w[g] = Step::weights(row + g * 16 * n);
+      for (int g = 0; g < G; g++) __builtin_prefetch(at + g * bytes + ahead);
+    decltype(Step::weights(at)) w[G];
+    for (int g = 0; g < G; g++) w[g] = Step::weights(at + g * bytes);
     for (int r = 0; r < R; r++) {
-      auto input = Step::input(x + r * ldx + i * n);
-      for (int g = 0; g < G; g++) acc[r][g] = Step::add(acc[r][g], input, w[g]);
+      const auto input = Step::input(x + r * ldx + i * n);
+      for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, w[g]);
     }
   }
-  if (inputs % n) {
-    const T* row = panel + steps * width * n;
-    for (int g = 0; g < G; g++) {
-      auto w = Step::last(row + g * 16 * n);
-      for (int r = 0; r < R; r++) acc[r][g] = Step::add(acc[r][g], Step::last_input(x + r * ldx + steps * n), w);
+  if (const int64_t rest = inputs % n) {
+    const char* at = panel + steps * stride;
+    for (int r = 0; r < R; r++) {
+      X padded[n] = {};
+      memcpy(padded, x + r * ldx + steps * n, rest * sizeof(X));
+      const auto input = Step::input(padded);
+      for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, Step::last(at + g * bytes));
     }
   }
 }

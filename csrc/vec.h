@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -17,6 +18,8 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;
@@ -53,6 +56,9 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   return a * b + c;
 #endif
 }
+
+inline f32x16 as_float(f32x16 v) { return v; }
+inline f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.core import PenstockError
-from penstock.ops import Batch, KVSpec, backend, reference
+from penstock.ops import Batch, Format, KVSpec, backend, reference
+from penstock.quant import SCHEMES
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
+FORMATS = sorted({scheme.layers for scheme in SCHEMES.values()} - {Format()}, key=str)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -58,6 +60,26 @@ def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dt
     assert torch.equal(cpu.likeliest(x, packed), cpu.linear(x, packed, wide=True).argmax(-1))
     ids = torch.tensor([outputs - 1, 0])
     assert torch.equal(cpu.embedding(ids, cpu.pack(weight)), weight[ids])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), outputs=sizes, bias=st.booleans(), wide=st.booleans())
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_rounded_linear(
+    format: Format, seed: int, rows: int, inputs: int, outputs: int, bias: bool, wide: bool
+) -> None:
+    dtype = torch.bfloat16 if not format.activations or seed % 2 else torch.float32
+    x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
+    x[0] *= seed % 3  # a row of zeros, too
+    added = randn(seed + 2, outputs, dtype=dtype) if bias else None
+    ours, theirs = cpu.pack(weight, added, format), reference.pack(weight, added, format)
+    ids = torch.arange(outputs)
+    assert torch.equal(cpu.embedding(ids, ours), reference.embedding(ids, theirs))
+    got = cpu.linear(x, ours, wide)
+    close(got, reference.linear(x, theirs, wide), inputs**0.5)
+    assert torch.equal(cpu.likeliest(x, ours), cpu.linear(x, ours, wide=True).argmax(-1))
+    cut = rows // 2
+    assert torch.equal(got, torch.cat([cpu.linear(x[:cut], ours, wide), cpu.linear(x[cut:], ours, wide)]))
 
 
 @few

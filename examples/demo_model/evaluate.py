@@ -179,10 +179,10 @@ def _loads(text: str) -> Any:
 class Penstock:
     """The checkpoint through Penstock's ``LLM``, all questions at once."""
 
-    def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
+    def __init__(self, folder: Path, dtype: str = "bfloat16", **options: Any) -> None:
         from penstock import LLM
 
-        self.llm = LLM(folder, dtype=dtype)
+        self.llm = LLM(folder, dtype=dtype, **options)
 
     def ask(self, conversations: list[Conversation], temperature: float = 0.0) -> list[Answer]:
         from penstock import SamplingParams

@@ -80,6 +80,13 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"], option("What is computed in; auto is the checkpoint's own.")
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32"],
+        option(
+            "What weights are rounded to at load: w and int say their bits, a8 that activations have 8 bits, too, g32 "
+            "that a scale is for 32 weights, not 128 (4 bits) or a whole row (8 bits)."
+        ),
+    ] = "none"
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
     ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto takes the fastest that run here.")] = (
         "auto"

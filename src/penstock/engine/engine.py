@@ -13,6 +13,7 @@ from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelt
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 from penstock.models import load_model, read_config
+from penstock.quant import SCHEMES
 
 from .blocks import BlockPool
 from .memory import count_blocks, count_host_blocks
@@ -33,6 +34,7 @@ class Engine:
         device = _device(options.device)
         backend = ops.backend(device, options.ops)
         self.max_model_len = options.max_model_len or read_config(folder).context
+        backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         self.model = load_model(
             folder,
@@ -42,9 +44,11 @@ class Engine:
             longest=options.max_model_len or None,
             load_format=options.load_format,
             seed=options.seed,
+            scheme=SCHEMES[options.quantization],
         )
-        backend.set_threads(options.threads)
-        self.fingerprint = f"{backend.fingerprint()}-{str(self.model.dtype).removeprefix('torch.')}"
+        number = str(self.model.dtype).removeprefix("torch.")
+        kept = "" if options.quantization == "none" else f"-{options.quantization}"
+        self.fingerprint = f"{backend.fingerprint()}-{number}{kept}"
         """What decides the bits of a result besides the model."""
         self.batch_invariant = backend.BATCH_INVARIANT
         spec = self.model.kv_spec(options.block_size)
@@ -61,6 +65,7 @@ class Engine:
             blocks=blocks,
             host_blocks=host_blocks,
             block_size=options.block_size,
+            tokens=options.max_num_batched_tokens,
             rows=options.max_num_seqs,
             longest=self.max_model_len,
         )

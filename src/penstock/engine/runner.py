@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Runner:
     Args:
         blocks: of the cache.
         host_blocks: of the host tier.
+        tokens: of a step, at most.
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
     """
@@ -39,6 +41,7 @@ class Runner:
         blocks: int,
         host_blocks: int,
         block_size: int,
+        tokens: int,
         rows: int,
         longest: int,
     ) -> None:
@@ -49,6 +52,9 @@ class Runner:
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
         self._flatten = Flattener(rows, longest, block_size, device)
+        self._layers = ops.recorded(
+            partial(model.layers, cache=self._cache), tokens=tokens, sequences=rows, blocks=-(-longest // block_size)
+        )
 
     def submit(self, plan: Plan) -> Outcome:
         """Start a step; ``collect`` has its outcome. On a CPU it is done when this returns."""
@@ -57,7 +63,8 @@ class Runner:
         self._ops.copy_blocks(self._cache, self._cache, plan.copies)
         if not plan.items:
             return Outcome([])
-        hidden = self._model(self._flatten(plan), self._cache)
+        batch = self._flatten(plan)
+        hidden = self._model.hidden(*self._layers(batch), batch.logit_rows)
         return self._draw(plan, hidden)
 
     def collect(self, handle: Outcome) -> Outcome:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.ops import Ops
 from penstock.parallel import ALONE, Group
+from penstock.quant import UNCHANGED, Scheme
 
 
 class Weights(Protocol):
@@ -29,6 +30,7 @@ class Context:
     dtype: torch.dtype
     device: torch.device
     group: Group = ALONE
+    scheme: Scheme = UNCHANGED
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A whole tensor, in the dtype and on the device that the model computes with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.quant import Dense
+from penstock.quant import Matrix
 
 from .context import Context
 
@@ -24,7 +24,8 @@ class Linear:
             parts = [context.group.shard(part, 0) for part in parts]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        self._matrix = Dense(context.ops, shards("weight", inputs), shards("bias") if bias else None)
+        added = shards("bias") if bias else None
+        self._matrix = Matrix(context.ops, shards("weight", inputs), added, context.scheme.layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._matrix.multiply(x)
@@ -36,19 +37,19 @@ class Reduced:
     def __init__(self, context: Context, name: str, inputs: int, outputs: int, bias: bool = False) -> None:
         self._group = context.group
         weight = context.group.shard(context.take(f"{name}.weight", outputs, inputs), 1)
-        self._bias = context.take(f"{name}.bias", outputs) if bias else None
-        self._matrix = Dense(context.ops, weight)
+        added = context.take(f"{name}.bias", outputs) if bias and context.group.rank == 0 else None
+        self._matrix = Matrix(context.ops, weight, added, context.scheme.layers)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._group.sum(self._matrix.multiply(x))
-        return out if self._bias is None else out + self._bias
+        return self._group.sum(self._matrix.multiply(x))
 
 
 class Embedding:
     """Token ids to vectors, and, where the two are tied, vectors to scores with the same matrix."""
 
     def __init__(self, context: Context, name: str, vocabulary: int, hidden: int) -> None:
-        self._matrix = Dense(context.ops, context.take(f"{name}.weight", vocabulary, hidden))
+        weight = context.take(f"{name}.weight", vocabulary, hidden)
+        self._matrix = Matrix(context.ops, weight, format=context.scheme.head)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return self._matrix.gather(token_ids)

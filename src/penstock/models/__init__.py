@@ -11,6 +11,7 @@ import torch
 from penstock.core.errors import invalid
 from penstock.layers import Context, Weights
 from penstock.ops import Ops
+from penstock.quant import UNCHANGED, Scheme
 
 from .checkpoint import Checkpoint, Dummy
 from .config import DecoderConfig, read_config
@@ -30,6 +31,7 @@ def load_model(
     longest: int | None = None,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
+    scheme: Scheme = UNCHANGED,
 ) -> Decoder:
     """Build the model that a checkpoint describes.
 
@@ -37,6 +39,7 @@ def load_model(
         dtype: to compute in; None is the checkpoint's own, but on a CPU bfloat16 in place of float16.
         longest: tokens a sequence may have; None is the model's own context, which it must not exceed.
         seed: of dummy weights.
+        scheme: what the weights are rounded to.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
     """
@@ -49,5 +52,5 @@ def load_model(
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
-    context = Context(ops, weights, dtype, device)
+    context = Context(ops, weights, dtype, device, scheme=scheme)
     return Decoder(context, config, longest or config.context)

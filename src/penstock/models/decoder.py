@@ -93,13 +93,18 @@ class Decoder:
         return KVSpec(config.layers, self._kv_heads, config.head_dim, self.dtype, block_size)
 
     @torch.inference_mode()
-    def __call__(self, batch: Batch, cache: list[Any]) -> Tensor:
-        """The last hidden states ``[logit_rows, hidden]``; keys and values of all tokens go to the cache."""
+    def layers(self, batch: Batch, cache: list[Any]) -> tuple[Tensor, Tensor]:
+        """What the last layer adds and the residual stream, ``[tokens, hidden]`` each; keys and values of all tokens go
+        to the cache."""
         x, residual = self._embedding(batch.token_ids), None
         for layer, kept in zip(self._layers, cache, strict=True):
             x, residual = layer(x, residual, kept, batch)
         assert residual is not None
-        rows = batch.logit_rows
+        return x, residual
+
+    @torch.inference_mode()
+    def hidden(self, x: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        """The last hidden states of some tokens, ``[rows, hidden]``, from what ``layers`` returns."""
         hidden, _ = self._norm.add(x[rows], residual[rows])
         return hidden
 

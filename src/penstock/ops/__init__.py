@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,10 +13,13 @@ from penstock.core import Code, PenstockError
 
 from . import reference
 from .batch import Batch, KVSpec
+from .formats import PLAIN, Format
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Batch", "KVSpec", "Ops", "backend", "reference"]
+__all__ = ["PLAIN", "Batch", "Format", "KVSpec", "Ops", "Step", "backend", "reference"]
+
+Step = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 class Ops(Protocol):
@@ -26,7 +30,7 @@ class Ops(Protocol):
 
     def fingerprint(self) -> str: ...
     def set_threads(self, count: int) -> None: ...
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any: ...
+    def pack(self, weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> Any: ...
     def linear(self, x: Tensor, matrix: Any, wide: bool = False) -> Tensor: ...
     def likeliest(self, x: Tensor, matrix: Any) -> Tensor: ...
     def embedding(self, token_ids: Tensor, matrix: Any) -> Tensor: ...
@@ -38,6 +42,7 @@ class Ops(Protocol):
     def store(self, cache: Any, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
     def attention(self, q: Tensor, cache: Any, batch: Batch, scale: float, window: int = 0) -> Tensor: ...
     def copy_blocks(self, source: list[Any], target: list[Any], pairs: list[tuple[int, int]]) -> None: ...
+    def recorded(self, step: Step, tokens: int, sequences: int, blocks: int) -> Step: ...
 
 
 def backend(device: torch.device, name: Literal["auto", "reference", "cpu"] = "auto") -> Ops:

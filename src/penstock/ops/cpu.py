@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +16,41 @@ from torch import Tensor
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from . import _kernels
+from . import _kernels, pages
 from .batch import Batch, KVSpec
+from .formats import PLAIN, Format
+from .tape import Arena, Step, empty, taking_from
 
 NAME = "cpu"
 BATCH_INVARIANT = True
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+NUMBERS = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
+"""The kernels' number of a format, by bits of weights and of activations."""
 
 
 @dataclass(frozen=True)
 class Matrix:
     """``[out, in]`` in panels of 64 outputs."""
 
-    panels: Tensor
-    bias: Tensor | None
+    native: Any
+    held: tuple[Tensor | None, ...]
+    """What ``native`` points to."""
     outputs: int
     inputs: int
+    dtype: torch.dtype
+    format: Format
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows rounded to 8 bits: ``[tokens, in]`` is ``values * scales``."""
+
+    values: Tensor
+    """``[tokens, in]`` int8, padded with zeros to a multiple of 8."""
+    scales: Tensor
+    """``[tokens]`` float32."""
+    sums: Tensor
+    """``[tokens, groups]`` int32: of the values."""
 
 
 @dataclass(frozen=True)
@@ -69,53 +89,81 @@ def check(dtype: torch.dtype) -> int:
     return TYPES[dtype]
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+def pack(weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
     kind, (outputs, inputs) = check(weight.dtype), weight.shape
+    number = NUMBERS[format.bits, format.activations]
+    if format.bits and not format.activations and weight.dtype is not torch.bfloat16:
+        raise PenstockError(Code.UNSUPPORTED, "integers by float32; use bfloat16", "quantization")
+    group = format.group or inputs
+    bias = None if bias is None else bias.float()
+    added = 0 if bias is None else bias.data_ptr()
+    sizes = inputs, outputs, group, number, kind
+    panels = -(-outputs // _kernels.PANEL)
+    values = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes)
+    scales = torch.empty(panels * -(-inputs // group) * _kernels.PANEL) if format.bits else None
+    native = _kernels.Matrix(values.data_ptr(), 0 if scales is None else scales.data_ptr(), added, *sizes)
     weight = weight.contiguous()
-    panels = torch.zeros(_kernels.packed_size(outputs, inputs), dtype=weight.dtype)
-    _kernels.pack(weight.data_ptr(), panels.data_ptr(), inputs, outputs, kind)
-    return Matrix(panels, None if bias is None else bias.float(), outputs, inputs)
+    _kernels.pack(weight.data_ptr(), native)
+    return Matrix(native, (values, scales, bias), outputs, inputs, weight.dtype, format)
 
 
-def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
+def quantize(x: Tensor, group: int = 0) -> Rounded:
+    """Each row divided by its largest magnitude times 127, and rounded; sums are those of groups, 0 is all."""
     x = x.contiguous()
-    rows = x.shape[0]
-    dtype = torch.float32 if wide else x.dtype
-    out = torch.empty((rows, matrix.outputs), dtype=dtype)
-    _kernels.linear(
+    rows, inputs = x.shape
+    padded, group = -(-inputs // 8) * 8, group or inputs
+    groups = -(-inputs // group)
+    out = Rounded(empty((rows, padded), torch.int8), empty((rows,), torch.float32), empty((rows, groups), torch.int32))
+    _kernels.quantize(
         x.data_ptr(),
-        matrix.panels.data_ptr(),
-        0 if matrix.bias is None else matrix.bias.data_ptr(),
-        out.data_ptr(),
+        out.values.data_ptr(),
+        out.scales.data_ptr(),
+        out.sums.data_ptr(),
         rows,
-        matrix.inputs,
-        matrix.outputs,
+        inputs,
+        padded,
+        group,
         TYPES[x.dtype],
-        TYPES[dtype],
     )
     return out
 
 
+def _given(x: Tensor, matrix: Matrix) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+    """What a product takes in, as addresses, and what must be held for so long."""
+    if not matrix.format.activations:
+        x = x.contiguous()
+        return (x,), (x.data_ptr(), 0, 0)
+    rounded = quantize(x, matrix.format.group)
+    held = rounded.values, rounded.scales, rounded.sums
+    return held, (rounded.values.data_ptr(), rounded.scales.data_ptr(), rounded.sums.data_ptr())
+
+
+def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
+    dtype = torch.float32 if wide else x.dtype
+    out = empty((x.shape[0], matrix.outputs), dtype)
+    _held, given = _given(x, matrix)
+    _kernels.linear(*given, matrix.native, out.data_ptr(), x.shape[0], TYPES[dtype])
+    return out
+
+
 def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty(x.shape[0], dtype=torch.int64)
-    bias = 0 if matrix.bias is None else matrix.bias.data_ptr()
-    sizes = x.shape[0], matrix.inputs, matrix.outputs
-    _kernels.likeliest(x.data_ptr(), matrix.panels.data_ptr(), bias, out.data_ptr(), *sizes, TYPES[x.dtype])
+    out = empty((x.shape[0],), torch.int64)
+    _held, given = _given(x, matrix)
+    _kernels.likeliest(*given, matrix.native, out.data_ptr(), x.shape[0])
     return out
 
 
 def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
-    rows, kind = token_ids.shape[0], TYPES[matrix.panels.dtype]
-    out = torch.empty((rows, matrix.inputs), dtype=matrix.panels.dtype)
-    _kernels.gather(token_ids.data_ptr(), matrix.panels.data_ptr(), out.data_ptr(), rows, matrix.inputs, kind)
+    rows = token_ids.shape[0]
+    out = empty((rows, matrix.inputs), matrix.dtype)
+    _kernels.gather(token_ids.data_ptr(), matrix.native, out.data_ptr(), rows)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     groups = x.shape[1] if x.dim() == 3 else 1
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = empty(x.shape, x.dtype)
     _kernels.norm(
         x.data_ptr(),
         0,
@@ -133,7 +181,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``residual`` is written, too."""
-    out = torch.empty_like(x)
+    out = empty(x.shape, x.dtype)
     rows, size = x.shape
     _kernels.norm(
         x.data_ptr(),
@@ -152,7 +200,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     tokens, heads, dim = x.shape
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+    out = empty((tokens, heads, dim), x.dtype)
     _kernels.rope(
         x.data_ptr(),
         out.data_ptr(),
@@ -169,7 +217,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, size), dtype=gate_up.dtype)
+    out = empty((rows, size), gate_up.dtype)
     _kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, TYPES[gate_up.dtype])
     return out
 
@@ -207,7 +255,7 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 def attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int = 0) -> Tensor:
     spec, heads = cache.spec, q.shape[1]
-    out = torch.empty_like(q)
+    out = empty(q.shape, q.dtype)
     _kernels.attention(
         q.data_ptr(),
         out.data_ptr(),
@@ -226,6 +274,53 @@ def attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: 
         TYPES[q.dtype],
     )
     return out
+
+
+def recorded(step: Step, tokens: int, sequences: int, blocks: int) -> Step:
+    """A step that costs one native call; a batch of more tokens runs call by call."""
+    return Recorded(step, tokens, sequences, blocks)
+
+
+class Recorded:
+    """See ``tape``."""
+
+    def __init__(self, step: Step, tokens: int, sequences: int, blocks: int) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        self._step = step
+        self._tokens = tokens
+        self._batch = Batch(
+            token_ids=zeros(tokens),
+            positions=zeros(tokens),
+            slots=zeros(tokens),
+            query_starts=zeros(sequences + 1, dtype=torch.int32),
+            lengths=zeros(sequences, dtype=torch.int32),
+            block_tables=zeros(sequences, blocks, dtype=torch.int32),
+            logit_rows=zeros(0),
+        )
+        self._tape, self._arena = _kernels.Tape(), Arena()
+        with taking_from(self._arena):
+            self._tape.record()
+            try:
+                self._out = step(self._batch)
+            finally:
+                self._tape.stop()
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, (sequences, blocks) = batch.token_ids.shape[0], batch.block_tables.shape
+        if tokens > self._tokens:
+            return self._step(batch)
+        own = self._batch
+        own.token_ids[:tokens] = batch.token_ids
+        own.positions[:tokens] = batch.positions
+        own.slots[:tokens] = batch.slots
+        own.query_starts[: sequences + 1] = batch.query_starts
+        own.lengths[:sequences] = batch.lengths
+        own.block_tables[:sequences, :blocks] = batch.block_tables
+        self._tape.run(tokens, sequences)
+        x, residual = self._out
+        return x[:tokens], residual[:tokens]
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

@@ -6,11 +6,15 @@ is batch-invariant: PyTorch chooses the order of its sums by shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .batch import Batch, KVSpec
+from .formats import PLAIN, Format
 
 NAME = "reference"
 BATCH_INVARIANT = False
@@ -27,20 +31,58 @@ def set_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-Matrix = tuple[Tensor, Tensor | None]
+@dataclass(frozen=True)
+class Matrix:
+    """``[out, in]`` as it multiplies, and a bias ``[out]`` or none."""
+
+    weight: Tensor
+    """In its own dtype; float32 where it was rounded."""
+    bias: Tensor | None
+    dtype: torch.dtype
+    format: Format
+
+
+Step = Callable[[Batch], tuple[Tensor, Tensor]]
 Cache = list[Tensor]
 """A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Matrix:
-    """A matrix ``[out, in]`` with a bias ``[out]`` or none, as this backend multiplies it."""
-    return weight, bias
+def pack(weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
+    """A matrix ``[out, in]`` with a bias ``[out]`` or none, as this backend multiplies it, rounded to a format."""
+    if not format.bits:
+        return Matrix(weight, bias, weight.dtype, format)
+    bias = None if bias is None else bias.float()
+    return Matrix(_rounded(weight.float(), format), bias, weight.dtype, format)
+
+
+def _rounded(weight: Tensor, format: Format) -> Tensor:
+    """Integers times scales, float32."""
+    groups = weight.split(format.group or weight.shape[1], 1)
+    if len(groups) > 1:
+        return torch.cat([_rounded(group, replace(format, group=0)) for group in groups], 1)
+    most = weight.abs().amax(1, keepdim=True)
+    scale = most / 127
+    if format.bits == 4:
+        scale = torch.where((weight == most).any(1, keepdim=True), -most, most) / 8
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    return (weight * inverse).round().clamp(max=7 if format.bits == 4 else 127) * scale
 
 
 def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
-    """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype, or float32 where ``wide``."""
-    out = F.linear(x, *matrix)
-    return out.float() if wide else out
+    """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype, or float32 where ``wide``.
+
+    Where the format rounds activations, each row is divided by its largest magnitude over 127 and rounded.
+    """
+    if not matrix.format.bits:
+        out = F.linear(x, matrix.weight, matrix.bias)
+        return out.float() if wide else out
+    given = x.float()
+    if matrix.format.activations:
+        most = given.abs().amax(1, keepdim=True)
+        inverse = torch.full_like(most, 127) / most  # a number divided by a tensor would be rounded twice
+        given = (given * torch.where(most == 0, 0, inverse)).round() * (most / 127)
+    out = F.linear(given, matrix.weight, matrix.bias)
+    return out if wide else out.to(x.dtype)
 
 
 def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
@@ -50,7 +92,7 @@ def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
 
 def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
     """Rows ``[tokens]`` int64 of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``."""
-    return matrix[0][token_ids]
+    return matrix.weight[token_ids].to(matrix.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -133,3 +175,13 @@ def copy_blocks(source: Cache, target: Cache, pairs: list[tuple[int, int]]) -> N
     origins, goals = (list(blocks) for blocks in zip(*pairs, strict=True))
     for layer, other in zip(source, target, strict=True):
         other[:, goals] = layer[:, origins].to(other.device)
+
+
+def recorded(step: Step, tokens: int, sequences: int, blocks: int) -> Step:
+    """A model's step as this backend runs it fastest. Its results hold until the next step.
+
+    Args:
+        step: makes ops only, always the same but for the batch.
+        tokens, sequences, blocks: of a batch, the latter of one sequence, at most.
+    """
+    return step

@@ -1,5 +1,6 @@
 """Weight formats: what a checkpoint gives, how it is packed once at load, how it multiplies."""
 
-from .dense import Dense
+from .matrix import Matrix
+from .schemes import SCHEMES, UNCHANGED, Scheme
 
-__all__ = ["Dense"]
+__all__ = ["SCHEMES", "UNCHANGED", "Matrix", "Scheme"]

@@ -1,18 +1,23 @@
-"""bfloat16, float16 and float32 weights as they are."""
+"""A matrix in its format, packed once at load."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.ops import Ops
+from penstock.ops import PLAIN, Format, Ops
 
 
-class Dense:
-    """A matrix ``[out, in]`` in the model's dtype, with a bias ``[out]`` or none."""
+class Matrix:
+    """``[out, in]`` with a bias ``[out]`` or none.
 
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
+    Args:
+        weight: as the checkpoint has it, in the model's dtype.
+        format: that it is rounded to.
+    """
+
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> None:
         self._ops = ops
-        self._matrix = ops.pack(weight, bias)
+        self._matrix = ops.pack(weight, bias, format)
 
     def multiply(self, x: Tensor, wide: bool = False) -> Tensor:
         """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""

@@ -1,0 +1,118 @@
+"""What rounding the weights costs: the model in the box on text and questions it was not trained on.
+
+python benchmarks/quantization_quality.py
+
+For each format: the Kullback-Leibler divergence of its next-token distribution from that in bfloat16, on average over
+the tokens of held-out answers, how often both have the same likeliest token, and the share of held-out questions that
+are answered right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from penstock import demo, ops
+from penstock.models import Decoder, load_model
+from penstock.ops import Batch
+from penstock.quant import SCHEMES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo_model"))
+import evaluate
+
+BLOCK = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantization", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="(default: all)")
+    parser.add_argument("--texts", type=int, default=8, help="held-out answers a skill for the divergence (default: 8)")
+    parser.add_argument("--questions", type=int, default=48, help="questions a skill; 0 asks none (default: 48)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+
+    texts = list(answers(args.texts))
+    expected = list(distributions("none", texts))
+    found: dict[str, dict[str, float]] = {}
+    for name in args.quantization:
+        found[name] = divergence(expected, distributions(name, texts))
+        if args.questions:
+            found[name]["right"] = share_right(name, args.questions)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{sum(own for _, own in texts)} tokens of answers, {args.questions} questions a skill\n")
+    print(table(found))
+
+
+def answers(count: int) -> Iterator[tuple[list[int], int]]:
+    """Token ids of held-out conversations, and how many of the last make up the answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
+    for conversations in evaluate.held_out(count, 1).values():
+        for conversation in conversations:
+            prompt = evaluate.render(tokenizer, conversation, prompt_only=True)
+            answer = evaluate.render(tokenizer, conversation).removesuffix("\n").removeprefix(prompt)
+            own = tokenizer.encode(answer)
+            yield tokenizer.encode(prompt) + own, len(own)
+
+
+def distributions(name: str, texts: list[tuple[list[int], int]]) -> Iterator[Tensor]:
+    """Log probabilities of each answer's tokens, ``[tokens, vocabulary]`` float32."""
+    backend = ops.backend(torch.device("cpu"))
+    model = load_model(demo.CHAT, backend, scheme=SCHEMES[name])
+    longest = max(len(ids) for ids, _ in texts)
+    cache = backend.new_cache(model.kv_spec(BLOCK), -(-longest // BLOCK), torch.device("cpu"))
+    for ids, own in tqdm(texts, desc=name, unit="text", leave=False):
+        yield log_probabilities(model, cache, ids, own)
+
+
+def log_probabilities(model: Decoder, cache: list[Any], ids: list[int], own: int) -> Tensor:
+    blocks = -(-len(ids) // BLOCK)
+    batch = Batch(
+        token_ids=torch.tensor(ids),
+        positions=torch.arange(len(ids)),
+        slots=torch.arange(len(ids)),
+        query_starts=torch.tensor([0, len(ids)], dtype=torch.int32),
+        lengths=torch.tensor([len(ids)], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        logit_rows=torch.arange(len(ids) - own - 1, len(ids) - 1),
+    )
+    hidden = model.hidden(*model.layers(batch, cache), batch.logit_rows)
+    return model.scores(hidden).log_softmax(-1)
+
+
+def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, float]:
+    total, agree, tokens = 0.0, 0, 0
+    for before, after in zip(expected, found, strict=True):
+        total += float((before.exp() * (before - after)).sum())
+        agree += int((before.argmax(-1) == after.argmax(-1)).sum())
+        tokens += len(before)
+    return {"divergence": total / tokens, "same_likeliest": agree / tokens}
+
+
+def share_right(name: str, count: int) -> float:
+    """Of held-out questions, asked through ``LLM``."""
+    asked = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
+    given = evaluate.Penstock(demo.CHAT, quantization=name).ask(asked)
+    return sum(map(evaluate.is_right, given, asked)) / len(asked)
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    lines = ["| format | divergence, nats | same likeliest | right |", "|---|---:|---:|---:|"]
+    for name, one in found.items():
+        right = f"{one['right']:.1%}" if "right" in one else "–"
+        lines.append(f"| `{name}` | {one['divergence']:.4f} | {one['same_likeliest']:.2%} | {right} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+// How matrices are kept: where an element lies in a panel, and how rows are multiplied with it.
+//
+// Rounded formats keep integers q and a scale for each output and group of inputs, so that a weight is q * scale. A
+// group is summed by itself and then joins the output, which costs little next to the group and keeps the order of
+// sums in every format the same for one row and for a thousand.
+
+#pragma once
+
+#include "kernels.h"
+#include "tile.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+// --- Steps of integers -----------------------------------------------------------------------------------------------
+
+// Four inputs of 8 bits: unsigned weights by signed inputs. Sums of integers are exact, so that every instruction set
+// gives the same.
+struct QuadStep {
+  using X = int8_t;
+  using Sum = i32x16;
+  static constexpr int kInputs = 4, kBytes = 64;
+  static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
+  static u32x16 last(const char* at) { return weights(at); }
+#if defined(__AVX512VNNI__)
+  static i32x16 input(const int8_t* x) {
+    int32_t four;
+    memcpy(&four, x, sizeof(four));
+    return i32x16{} + four;
+  }
+  static i32x16 add(i32x16 sum, i32x16 x, u32x16 w) {
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+  }
+#else
+  struct Input {
+    i32x16 even, odd;  // inputs 0 and 2, 1 and 3, as 16 bits each
+  };
+  static Input input(const int8_t* x) {
+    auto pair = [](int low, int high) { return i32x16{} + int32_t((uint32_t(low) & 0xffff) | uint32_t(high) << 16); };
+    return {pair(x[0], x[2]), pair(x[1], x[3])};
+  }
+  static i32x16 add(i32x16 sum, const Input& x, u32x16 w) {
+    return sum + pairs(w & 0x00ff00ff, x.even) + pairs((w >> 8) & 0x00ff00ff, x.odd);
+  }
+  // Of 16 bits each: the low ones' product and the high ones'.
+  static i32x16 pairs(u32x16 w, i32x16 x) {
+#if defined(__AVX512BW__)
+    return (i32x16)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVX2__)
+    struct Halves {
+      __m256i low, high;
+    };
+    const Halves a = as<Halves>(w), b = as<Halves>(x);
+    return as<i32x16>(Halves{_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)});
+#else
+    return as<i32x16>(w & 0xffff) * ((x << 16) >> 16) + as<i32x16>(w >> 16) * (x >> 16);
+#endif
+  }
+#endif
+};
+
+// Eight inputs of 4 bits: a byte's low half is one of the first four, its high half one of the others.
+struct OctetStep {
+  using X = int8_t;
+  using Sum = i32x16;
+  static constexpr int kInputs = 8, kBytes = 64;
+  struct Weights {
+    u32x16 low, high;
+  };
+  static Weights weights(const char* at) {
+    const u32x16 both = load_bits<u32x16>(at);
+    return {both & 0x0f0f0f0f, (both >> 4) & 0x0f0f0f0f};
+  }
+  static Weights last(const char* at) { return weights(at); }
+  struct Input {
+    decltype(QuadStep::input(nullptr)) low, high;
+  };
+  static Input input(const int8_t* x) { return {QuadStep::input(x), QuadStep::input(x + 4)}; }
+  static i32x16 add(i32x16 sum, const Input& x, const Weights& w) {
+    return QuadStep::add(QuadStep::add(sum, x.low, w.low), x.high, w.high);
+  }
+};
+
+// Two inputs of 8 bits, signed, as bfloat16, which holds them exactly.
+struct WidePairStep {
+  using X = bf16;
+  using Sum = f32x16;
+  static constexpr int kInputs = 2, kBytes = 32;
+  static u32x16 weights(const char* at) {
+    const i32x16 both = __builtin_convertvector(load_bits<i16x16>(at), i32x16);
+    const f32x16 first = __builtin_convertvector((both << 24) >> 24, f32x16);
+    const f32x16 second = __builtin_convertvector(both >> 8, f32x16);
+    return (as<u32x16>(first) >> 16) | (as<u32x16>(second) & 0xffff0000);
+  }
+  static u32x16 last(const char* at) { return weights(at); }
+  static u32x16 input(const bf16* x) { return PairStep::input(x); }
+  static f32x16 add(f32x16 sum, u32x16 x, u32x16 w) { return PairStep::add(sum, x, w); }
+};
+
+// Eight inputs of 4 bits as bfloat16: the n-th four bits of 16 bits are an input of the n-th pair.
+struct WideOctetStep {
+  using X = bf16;
+  using Sum = f32x16;
+  static constexpr int kInputs = 8, kBytes = 64;
+  struct Pairs {
+    u32x16 of[4];
+  };
+  static u32x16 widened(u32x16 nibbles) {
+#if defined(__AVX512BW__)
+    return as<u32x16>(_mm512_permutexvar_epi16((__m512i)nibbles, (__m512i)load_bits<u32x16>(kValues)));
+#else
+    const f32x16 first = __builtin_convertvector(as<i32x16>(nibbles & 15) - 8, f32x16);
+    const f32x16 second = __builtin_convertvector(as<i32x16>(nibbles >> 16) - 8, f32x16);
+    return (as<u32x16>(first) >> 16) | (as<u32x16>(second) & 0xffff0000);
+#endif
+  }
+  static Pairs weights(const char* at) {
+    const u32x16 all = load_bits<u32x16>(at);
+    Pairs found;
+    for (int n = 0; n < 4; n++) found.of[n] = widened((all >> (4 * n)) & 0x000f000f);
+    return found;
+  }
+  static Pairs last(const char* at) { return weights(at); }
+  static Pairs input(const bf16* x) {
+    Pairs found;
+    for (int n = 0; n < 4; n++) found.of[n] = PairStep::input(x + 2 * n);
+    return found;
+  }
+  static f32x16 add(f32x16 sum, const Pairs& x, const Pairs& w) {
+    for (int n = 0; n < 4; n++) sum = PairStep::add(sum, x.of[n], w.of[n]);
+    return sum;
+  }
+  // -8 to 7 in bfloat16.
+  static constexpr uint16_t kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+};
+
+// --- Formats ---------------------------------------------------------------------------------------------------------
+
+// The weights as they are.
+template <class T>
+struct Plain {
+  using Step = typename StepOf<T>::Step;
+  using X = T;
+
+  static void set(T* panel, int64_t output, int64_t input, T value) { panel[index(output, input)] = value; }
+  static float get(const Matrix&, const T* panel, const float*, int64_t output, int64_t input) {
+    return widen(panel[index(output, input)]);
+  }
+  static int64_t index(int64_t output, int64_t input) {
+    constexpr int n = Step::kInputs;
+    return (input / n * kPanel + output) * n + input % n;
+  }
+
+  template <int R>
+  static void product(const Linear& a, int64_t row, const char* panel, const float*, int64_t ahead,
+                      f32x16 (&out)[R][kGroups]) {
+    const int64_t in = a.matrix.in;
+    for (int r = 0; r < R; r++)
+      for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
+    multiply<Step, R, kGroups>((const T*)a.x + row * in, in, panel, kPanel / 16 * Step::kBytes, in, out, ahead);
+  }
+};
+
+// Integers of `Bits` bits, kept with `Zero` added.
+template <class S, int Bits, int Zero, class Place>
+struct Rounded {
+  using Step = S;
+  using X = typename S::X;
+  static constexpr bool kIntegers = sizeof(X) == 1;
+  static constexpr int kBits = Bits;
+
+  // An integer from -2^(bits - 1) on, less one.
+  static void set(uint8_t* panel, int64_t output, int64_t input, int value) {
+    const auto [byte, shift] = Place::at(output, input);
+    if constexpr (Bits == 8)
+      panel[byte] = uint8_t(value + Zero);
+    else
+      panel[byte] = uint8_t((panel[byte] & ~(15 << shift)) | (value + Zero) << shift);
+  }
+  static float get(const Matrix& m, const uint8_t* panel, const float* scales, int64_t output, int64_t input) {
+    const auto [byte, shift] = Place::at(output, input);
+    const int kept = Bits == 8 ? (Zero ? int(panel[byte]) : int(int8_t(panel[byte]))) : panel[byte] >> shift & 15;
+    return float(kept - Zero) * scales[input / m.group * kPanel + output];
+  }
+
+  template <int R>
+  static void product(const Linear& a, int64_t row, const char* panel, const float* scales, int64_t ahead,
+                      f32x16 (&out)[R][kGroups]) {
+    constexpr int n = S::kInputs;
+    constexpr int64_t stride = kPanel / 16 * S::kBytes;
+    const Matrix& m = a.matrix;
+    const int64_t groups = groups_of(m), width = kIntegers ? (m.in + 7) / 8 * 8 : m.in;
+    const X* x = (const X*)a.x + row * width;
+    for (int r = 0; r < R; r++)
+      for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t begin = group * m.group, inputs = m.in - begin < m.group ? m.in - begin : m.group;
+      typename S::Sum sums[R][kGroups];
+      for (int r = 0; r < R; r++)
+        for (int g = 0; g < kGroups; g++) {
+          sums[r][g] = typename S::Sum{};
+          if constexpr (kIntegers) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
+        }
+      // Integers are padded with zeros, so that there is no last part of a step.
+      multiply<S, R, kGroups>(x + begin, width, panel + begin / n * stride, stride,
+                              kIntegers ? (inputs + n - 1) / n * n : inputs, sums, ahead);
+      for (int g = 0; g < kGroups; g++) {
+        const f32x16 scale = load(scales + group * kPanel + g * 16);
+        for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
+      }
+    }
+    if constexpr (kIntegers)
+      for (int r = 0; r < R; r++)
+        for (int g = 0; g < kGroups; g++) out[r][g] *= a.x_scales[row + r];
+  }
+};
+
+struct Spot {
+  int64_t byte;
+  int shift;
+};
+struct QuadPlace {
+  static Spot at(int64_t o, int64_t i) { return {(i / 4 * kPanel + o) * 4 + i % 4, 0}; }
+};
+struct PairPlace {
+  static Spot at(int64_t o, int64_t i) { return {(i / 2 * kPanel + o) * 2 + i % 2, 0}; }
+};
+struct OctetPlace {
+  static Spot at(int64_t o, int64_t i) { return {(i / 8 * kPanel + o) * 4 + i % 4, int(i % 8 / 4 * 4)}; }
+};
+struct WideOctetPlace {
+  static Spot at(int64_t o, int64_t i) {
+    const int64_t pair = i % 8 / 2;
+    return {((i / 8 * kPanel + o) * 2 + i % 2) * 2 + pair / 2, int(pair % 2 * 4)};
+  }
+};
+
+using W8A8 = Rounded<QuadStep, 8, 128, QuadPlace>;
+using W4A8 = Rounded<OctetStep, 4, 8, OctetPlace>;
+using WInt8 = Rounded<WidePairStep, 8, 0, PairPlace>;
+using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetPlace>;
+
+// Calls `f` with the format of a matrix as a type.
+template <class F>
+inline void with_format(const Matrix& m, F&& f) {
+  switch (m.format) {
+    case Format::w8a8: return f.template operator()<W8A8>();
+    case Format::w4a8: return f.template operator()<W4A8>();
+    case Format::wint8: return f.template operator()<WInt8>();
+    case Format::wint4: return f.template operator()<WInt4>();
+    default: m.type == Type::float32 ? f.template operator()<Plain<float>>() : f.template operator()<Plain<bf16>>();
+  }
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock
