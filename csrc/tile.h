@@ -61,6 +61,9 @@ struct StepOf<bf16> {
   using Step = PairStep;
 };
 
+// Unrolled before anything else is decided: else sums that fit into registers end up on the stack.
+#define PENSTOCK_UNROLL _Pragma("GCC unroll 32")
+
 // sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes. What
 // lies `ahead` bytes behind what is read is asked for, so that it is there when its time comes.
 template <class Step, int R, int G>
@@ -74,10 +77,10 @@ inline void multiply(const typename Step::X* x, int64_t ldx, const char* panel, 
     if (ahead)
       for (int g = 0; g < G; g++) __builtin_prefetch(at + g * bytes + ahead);
     decltype(Step::weights(at)) w[G];
-    for (int g = 0; g < G; g++) w[g] = Step::weights(at + g * bytes);
-    for (int r = 0; r < R; r++) {
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) w[g] = Step::weights(at + g * bytes);
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
       const auto input = Step::input(x + r * ldx + i * n);
-      for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, w[g]);
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, w[g]);
     }
   }
   if (const int64_t rest = inputs % n) {
