@@ -73,7 +73,8 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
   float out[R * kMaxHead] = {};
   float scores[R * kMaxBlock];
   T weights[R * kMaxBlock];
-  float top[R], total[R] = {};
+  float top[R];
+  f32x16 total[R] = {};
   int64_t seen[R], from[R];  // a row sees positions from..seen
   int64_t offsets[R], last = 0, earliest = length;
   for (int r = 0; r < R; r++) {
@@ -86,6 +87,8 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
     last = seen[r] > last ? seen[r] : last;
     earliest = from[r] < earliest ? from[r] : earliest;
   }
+  // e^(scale * x) is 2^(power * x).
+  const float power = a.scale * 1.44269504088896341f;
   for (int64_t block = earliest / size; block <= last / size; block++) {
     const int64_t number = a.block_tables[sequence * a.table_width + block];
     const T* keys = (const T*)a.cache + (number * a.kv_heads + kv_head) * 2 * dim * size;
@@ -96,41 +99,43 @@ void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first
     multiply_into<T, R>(q, dim, keys, size, dim, scores, size);
     for (int r = 0; r < R; r++) {
       float* row = scores + r * size;
-      const bool all_seen = begin >= from[r] && begin + size - 1 <= seen[r];
       f32x16 high = all(kNever);
-      for (int64_t p = 0; p < size; p += 16) {
-        f32x16 scaled = load(row + p) * a.scale;
-        if (!all_seen) {
+      if (begin >= from[r] && begin + size - 1 <= seen[r]) {
+        for (int64_t p = 0; p < size; p += 16) high = max(high, load(row + p));
+      } else {
+        for (int64_t p = 0; p < size; p += 16) {
           const i32x16 position = kLanes + int32_t(begin + p);
           const i32x16 visible = (position >= int32_t(from[r])) & (position <= int32_t(seen[r]));
-          scaled = visible ? scaled : all(kNever);
+          const f32x16 known = visible ? load(row + p) : all(kNever);
+          penstock::PENSTOCK_ISA::store(row + p, known);
+          high = max(high, known);
         }
-        penstock::PENSTOCK_ISA::store(row + p, scaled);
-        high = max(high, scaled);
       }
       const float block_top = largest(high);
-      const float new_top = top[r] > block_top ? top[r] : block_top;
-      const float base = new_top == kNever ? 0.0f : new_top;  // nothing seen yet: every weight is zero
-      const float keep = exp(all(top[r] - base))[0];
-      f32x16 mass = {};
-      for (int64_t p = 0; p < size; p += 16) {
-        f32x16 w = exp(load(row + p) - base);
-        mass += w;
-        penstock::PENSTOCK_ISA::store(weights + r * size + p, w);
+      if (block_top > top[r]) {  // what was summed so far shrinks
+        const f32x16 keep = exp2_of_negative<false>(all((top[r] - block_top) * power));
+        for (int64_t d = 0; d < dim; d += 16) {
+          float* o = out + r * dim + d;
+          penstock::PENSTOCK_ISA::store(o, load(o) * keep);
+        }
+        total[r] *= keep;
+        top[r] = block_top;
       }
-      total[r] = total[r] * keep + sum(mass);
-      top[r] = new_top;
-      for (int64_t d = 0; d < dim; d += 16) {
-        float* o = out + r * dim + d;
-        penstock::PENSTOCK_ISA::store(o, load(o) * keep);
+      const float base = top[r] == kNever ? 0.0f : -top[r] * power;  // nothing seen yet: every weight is zero
+      for (int64_t p = 0; p < size; p += 16) {
+        const f32x16 w = exp2_of_negative<sizeof(T) == 2>(fma(load(row + p), all(power), all(base)));
+        total[r] += w;
+        penstock::PENSTOCK_ISA::store(weights + r * size + p, w);
       }
     }
     // Only what is filled: beyond it lies what other sequences left, and zero times infinity is no zero.
     multiply_into<T, R>(weights, size, values, dim, filled, out, dim);
   }
-  for (int r = 0; r < R; r++)
+  for (int r = 0; r < R; r++) {
+    const float mass = sum(total[r]);
     for (int64_t d = 0; d < dim; d += 16)
-      penstock::PENSTOCK_ISA::store((T*)a.out + offsets[r] + d, load(out + r * dim + d) / total[r]);
+      penstock::PENSTOCK_ISA::store((T*)a.out + offsets[r] + d, load(out + r * dim + d) / mass);
+  }
 }
 
 // A task is a tile of one sequence and kv head; those of a head follow each other, so that its keys and values stay near.

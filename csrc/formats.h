@@ -143,13 +143,9 @@ struct Plain {
   using Step = typename StepOf<T>::Step;
   using X = T;
 
-  static void set(T* panel, int64_t output, int64_t input, T value) { panel[index(output, input)] = value; }
-  static float get(const Matrix&, const T* panel, const float*, int64_t output, int64_t input) {
-    return widen(panel[index(output, input)]);
-  }
-  static int64_t index(int64_t output, int64_t input) {
+  static float get(const Matrix&, const char* panel, const float*, int64_t output, int64_t input) {
     constexpr int n = Step::kInputs;
-    return (input / n * kPanel + output) * n + input % n;
+    return widen(((const T*)panel)[(input / n * kPanel + output) * n + input % n]);
   }
 
   template <int R>
@@ -162,26 +158,18 @@ struct Plain {
   }
 };
 
-// Integers of `Bits` bits, kept with `Zero` added.
-template <class S, int Bits, int Zero, class Place>
+// Integers of `Bits` bits, kept with `Zero` added; a unit holds those of a step for one output.
+template <class S, int Bits, int Zero, class U>
 struct Rounded {
   using Step = S;
   using X = typename S::X;
+  using Unit = U;
   static constexpr bool kIntegers = sizeof(X) == 1;
   static constexpr int kBits = Bits;
 
-  // An integer from -2^(bits - 1) on, less one.
-  static void set(uint8_t* panel, int64_t output, int64_t input, int value) {
-    const auto [byte, shift] = Place::at(output, input);
-    if constexpr (Bits == 8)
-      panel[byte] = uint8_t(value + Zero);
-    else
-      panel[byte] = uint8_t((panel[byte] & ~(15 << shift)) | (value + Zero) << shift);
-  }
-  static float get(const Matrix& m, const uint8_t* panel, const float* scales, int64_t output, int64_t input) {
-    const auto [byte, shift] = Place::at(output, input);
-    const int kept = Bits == 8 ? (Zero ? int(panel[byte]) : int(int8_t(panel[byte]))) : panel[byte] >> shift & 15;
-    return float(kept - Zero) * scales[input / m.group * kPanel + output];
+  static float get(const Matrix& m, const char* panel, const float* scales, int64_t output, int64_t input) {
+    const auto unit = ((const typename U::Bits*)panel)[input / S::kInputs * kPanel + output];
+    return float(U::get(unit, input % S::kInputs)) * scales[input / m.group * kPanel + output];
   }
 
   template <int R>
@@ -216,30 +204,49 @@ struct Rounded {
   }
 };
 
-struct Spot {
-  int64_t byte;
-  int shift;
-};
-struct QuadPlace {
-  static Spot at(int64_t o, int64_t i) { return {(i / 4 * kPanel + o) * 4 + i % 4, 0}; }
-};
-struct PairPlace {
-  static Spot at(int64_t o, int64_t i) { return {(i / 2 * kPanel + o) * 2 + i % 2, 0}; }
-};
-struct OctetPlace {
-  static Spot at(int64_t o, int64_t i) { return {(i / 8 * kPanel + o) * 4 + i % 4, int(i % 8 / 4 * 4)}; }
-};
-struct WideOctetPlace {
-  static Spot at(int64_t o, int64_t i) {
-    const int64_t pair = i % 8 / 2;
-    return {((i / 8 * kPanel + o) * 2 + i % 2) * 2 + pair / 2, int(pair % 2 * 4)};
+struct QuadUnit {
+  using Bits = uint32_t;
+  static Bits of(const int8_t* q) {
+    uint32_t bytes;
+    memcpy(&bytes, q, 4);
+    return bytes ^ 0x80808080;  // 128 added to each
   }
+  static int get(Bits unit, int64_t input) { return int(unit >> (8 * input) & 255) - 128; }
+};
+struct PairUnit {
+  using Bits = uint16_t;
+  static Bits of(const int8_t* q) {
+    uint16_t bytes;
+    memcpy(&bytes, q, 2);
+    return bytes;
+  }
+  static int get(Bits unit, int64_t input) { return int8_t(unit >> (8 * input)); }
+};
+struct OctetUnit {
+  using Bits = uint32_t;
+  static Bits of(const int8_t* q) {
+    uint32_t unit = 0;
+    for (int i = 0; i < 8; i++) unit |= uint32_t(q[i] + 8) << place(i);
+    return unit;
+  }
+  static int get(Bits unit, int64_t input) { return int(unit >> place(input) & 15) - 8; }
+  static int place(int64_t input) { return int(8 * (input % 4) + 4 * (input / 4)); }
+};
+struct WideOctetUnit {
+  using Bits = uint32_t;
+  static Bits of(const int8_t* q) {
+    uint32_t unit = 0;
+    for (int i = 0; i < 8; i++) unit |= uint32_t(q[i] + 8) << place(i);
+    return unit;
+  }
+  static int get(Bits unit, int64_t input) { return int(unit >> place(input) & 15) - 8; }
+  static int place(int64_t input) { return int(16 * (input % 2) + 4 * (input / 2)); }
 };
 
-using W8A8 = Rounded<QuadStep, 8, 128, QuadPlace>;
-using W4A8 = Rounded<OctetStep, 4, 8, OctetPlace>;
-using WInt8 = Rounded<WidePairStep, 8, 0, PairPlace>;
-using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetPlace>;
+using W8A8 = Rounded<QuadStep, 8, 128, QuadUnit>;
+using W4A8 = Rounded<OctetStep, 4, 8, OctetUnit>;
+using WInt8 = Rounded<WidePairStep, 8, 0, PairUnit>;
+using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetUnit>;
 
 // Calls `f` with the format of a matrix as a type.
 template <class F>

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "limits.h"
 #include "linear.h"
 
 namespace penstock {
@@ -43,6 +44,9 @@ const Kernels kernels = {
     by_type<SiluMul, silu_mul_row<float>, silu_mul_row<bf16>>,
     by_type<Store, store_token<float>, store_token<bf16>>,
     by_type<Attention, attention_tile<float>, attention_tile<bf16>>,
+    read,
+    dots<PairStep>,
+    dots<QuadStep>,
 };
 
 }  // namespace PENSTOCK_ISA

@@ -125,6 +125,12 @@ struct Attention {
   Type type;
 };
 
+// A piece of memory for each task, `size` bytes, a multiple of 256.
+struct Read {
+  const void* from;
+  int64_t size;
+};
+
 constexpr int64_t kTileRows = 6;    // query rows that attention handles together
 constexpr int64_t kRowBlock = 96;   // rows of a linear layer's task
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task
@@ -143,6 +149,9 @@ struct Kernels {
   void (*silu_mul)(const SiluMul&, int64_t task);
   void (*store)(const Store&, int64_t task);
   void (*attention)(const Attention&, int64_t task);
+  void (*read)(const Read&, int64_t task);
+  int64_t (*float_dots)(int64_t steps);
+  int64_t (*integer_dots)(int64_t steps);
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "formats.h"
 
 namespace penstock {
@@ -128,57 +130,67 @@ void quantize_row(const Quantize& a, int64_t row) {
 template <class T>
 void gather_row(const Gather& a, int64_t row) {
   const Matrix& m = a.matrix;
-  const int64_t id = a.ids[row], output = id % kPanel;
+  const int64_t number = a.ids[row] / kPanel, output = a.ids[row] % kPanel;
+  const char* panel = (const char*)m.panels + number * panel_bytes(m);
+  const float* scales = m.scales + number * groups_of(m) * kPanel;
   T* out = (T*)a.out + row * m.in;
   with_format(m, [&]<class F>() {
-    using Kept = std::conditional_t<std::is_same_v<F, Plain<float>>, float,
-                                    std::conditional_t<std::is_same_v<F, Plain<bf16>>, bf16, uint8_t>>;
-    const Kept* panel = (const Kept*)((const char*)m.panels + id / kPanel * panel_bytes(m));
-    const float* scales = m.scales + id / kPanel * groups_of(m) * kPanel;
     for (int64_t i = 0; i < m.in; i++) narrow(out + i, F::get(m, panel, scales, output, i));
   });
 }
 
+// A panel is written from its beginning to its end, for which 64 rows are read side by side.
 template <class T>
 void pack_plain(const Pack& a, int64_t number) {
+  constexpr int n = Plain<T>::Step::kInputs;
   const Matrix& m = a.matrix;
   T* panel = (T*)((char*)m.panels + number * panel_bytes(m));
   const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
-  for (int64_t o = 0; o < count; o++) {
-    const T* weight = (const T*)a.weight + (first + o) * m.in;
-    for (int64_t i = 0; i < m.in; i++) Plain<T>::set(panel, o, i, weight[i]);
+  const T* weight = (const T*)a.weight + first * m.in;
+  for (int64_t i = 0; i < m.in; i += n) {
+    const int64_t some = m.in - i < n ? m.in - i : n;
+    for (int64_t o = 0; o < count; o++)
+      memcpy(panel + (i * kPanel + o * n), weight + o * m.in + i, (some == n ? n : some) * sizeof(T));
   }
 }
 
 // Rounds to nearest. 8 bits use -127 to 127; 4 bits use all of -8 to 7, with the largest magnitude as -8.
 template <class F, class T>
-void pack_rounded(const Pack& a, int64_t number) {
-  const Matrix& m = a.matrix;
-  uint8_t* panel = (uint8_t*)m.panels + number * panel_bytes(m);
-  const int64_t groups = groups_of(m), padded = ceil_div(m.in, F::Step::kInputs) * F::Step::kInputs;
-  float* scales = (float*)m.scales + number * groups * kPanel;
-  const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
-  for (int64_t o = 0; o < kPanel; o++) {
-    const T* weight = (const T*)a.weight + (first + (o < count ? o : 0)) * m.in;
-    for (int64_t group = 0; group < groups; group++) {
-      const int64_t begin = group * m.group, end = begin + m.group < m.in ? begin + m.group : m.in;
-      float extreme = magnitude(weight + begin, end - begin);
-      if (F::kBits == 4)
-        for (int64_t i = begin; i < end; i++)
-          if (widen(weight[i]) == extreme) {
-            extreme = -extreme;
-            break;
-          }
-      const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = scale ? 1.0f / scale : 0.0f;
-      scales[group * kPanel + o] = scale;
-      for (int64_t i = begin; i < end; i += 16) {
-        const int64_t run = end - i < 16 ? end - i : 16;
-        const i32x16 q = to_integers(load_part(weight + i, run) * inverse);
-        for (int64_t j = 0; j < run; j++) F::set(panel, o, i + j, F::kBits == 4 && q[j] > 7 ? 7 : q[j]);
-      }
+void round_row(const Matrix& m, const T* weight, int8_t* out, float* scales) {
+  for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
+    const int64_t end = begin + m.group < m.in ? begin + m.group : m.in;
+    float extreme = magnitude(weight + begin, end - begin);
+    if (F::kBits == 4)
+      for (int64_t i = begin; i < end; i++)
+        if (widen(weight[i]) == extreme) {
+          extreme = -extreme;
+          break;
+        }
+    const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = scale ? 1.0f / scale : 0.0f;
+    *scales = scale;
+    for (int64_t i = begin; i < end; i += 16) {
+      const int64_t count = end - i < 16 ? end - i : 16;
+      i32x16 q = to_integers((count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse);
+      if (F::kBits == 4) q = q > 7 ? i32x16{} + 7 : q;
+      const i8x16 narrow = __builtin_convertvector(q, i8x16);
+      memcpy(out + i, &narrow, count);
     }
-    for (int64_t i = m.in; i < padded; i++) F::set(panel, o, i, 0);
   }
+}
+
+template <class F, class T>
+void pack_rounded(const Pack& a, int64_t number) {
+  constexpr int n = F::Step::kInputs;
+  const Matrix& m = a.matrix;
+  const int64_t padded = ceil_div(m.in, n) * n;
+  const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
+  std::vector<int8_t> rounded(kPanel * padded);
+  for (int64_t o = 0; o < count; o++)
+    round_row<F, T>(m, (const T*)a.weight + (first + o) * m.in, rounded.data() + o * padded,
+                    (float*)m.scales + number * groups_of(m) * kPanel + o);
+  auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
+  for (int64_t i = 0; i < padded; i += n)
+    for (int64_t o = 0; o < kPanel; o++) *unit++ = F::Unit::of(rounded.data() + o * padded + i);
 }
 
 template <class T>

@@ -5,6 +5,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -210,6 +212,26 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
   });
 }
 
+// --- Limits ----------------------------------------------------------------------------------------------------------
+
+// Seconds that it takes to read so much, shared out evenly.
+double time_read(Address from, int64_t size) {
+  const int64_t threads = pool()->threads();
+  const Read args{at<void>(from), size / threads / 256 * 256};
+  const auto begun = std::chrono::steady_clock::now();
+  pool()->run(threads, [&](int64_t task) { kernels->read(args, task); });
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
+// Products and sums a second, of bfloat16 or of 8-bit integers.
+double dot_rate(bool integers, int64_t steps) {
+  const int64_t threads = pool()->threads();
+  std::atomic<int64_t> made{0};
+  const auto begun = std::chrono::steady_clock::now();
+  pool()->run(threads, [&](int64_t) { made += (integers ? kernels->integer_dots : kernels->float_dots)(steps); });
+  return double(made) / std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
 }  // namespace
 }  // namespace penstock
 
@@ -248,6 +270,8 @@ NB_MODULE(_kernels, m) {
   m.def("linear", &linear, free);
   m.def("likeliest", &likeliest, free);
   m.def("quantize", &quantize, free);
+  m.def("time_read", &time_read, free);
+  m.def("dot_rate", &dot_rate, free);
   m.def("gather", &gather, free);
   m.def("pack", &pack, free);
   m.def("norm", &norm, free);

@@ -119,20 +119,50 @@ inline void store_part(T* to, f32x16 v, int64_t count) {
   memcpy(to, part, count * sizeof(T));
 }
 
-// Over the lanes, always in the same tree.
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
+
+// Over the lanes, always in the same tree: the halves, their halves, and so on.
+template <class F>
+inline float fold(f32x16 v, F&& f) {
+  struct Sixteen {
+    f32x8 low, high;
+  };
+  struct Eight {
+    f32x4 low, high;
+  };
+  const Sixteen a = as<Sixteen>(v);
+  const Eight b = as<Eight>(f(a.low, a.high));
+  const f32x4 c = f(b.low, b.high);
+  return f(f(c[0], c[2]), f(c[1], c[3]));
+}
 inline float sum(f32x16 v) {
-  float a[16];
-  memcpy(a, &v, sizeof(a));
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) a[i] += a[i + half];
-  return a[0];
+  return fold(v, [](auto a, auto b) { return a + b; });
 }
 inline float largest(f32x16 v) {
-  float a[16];
-  memcpy(a, &v, sizeof(a));
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
-  return a[0];
+  return fold(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// 2^x for x of at most 0, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150.
+template <bool coarse>
+inline f32x16 exp2_of_negative(f32x16 x) {
+  const f32x16 clamped = max(x, all(-200.0f)), magic = all(12582912.0f);  // adding it rounds to an integer
+  const f32x16 n = (clamped + magic) - magic, r = clamped - n;
+  f32x16 p = all(coarse ? 9.6181291076e-3f : 1.5403530393e-4f);  // powers of log 2 over factorials
+  if (!coarse) {
+    p = fma(p, r, all(1.3333558146e-3f));
+    p = fma(p, r, all(9.6181291076e-3f));
+  }
+  p = fma(p, r, all(5.5504108665e-2f));
+  p = fma(p, r, all(2.4022650696e-1f));
+  p = fma(p, r, all(6.9314718056e-1f));
+  p = fma(p, r, all(1.0f));
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
+  const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
+  return n < -126.0f ? all(0.0f) : p * as<f32x16>(exponent);
+#endif
 }
 
 // e^x within two units in the last place; zero below -87.

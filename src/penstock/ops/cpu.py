@@ -9,7 +9,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,8 +66,12 @@ def fingerprint() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Threads that share a call's work; 0 takes all cores this process may use. Results do not depend on it."""
+    """Threads that share a call's work; 0 takes all cores this process may use. Results do not depend on it.
+
+    PyTorch gets one, since its threads keep looking for work for a while, on cores that ours then lack.
+    """
     _kernels.set_threads(count or usable_cores())
+    torch.set_num_threads(1)
 
 
 def usable_cores() -> int:
@@ -80,6 +83,27 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What nothing here can go beyond, all threads together."""
+
+    read: float
+    """Bytes a second from memory."""
+    bfloat16: float
+    """Products and sums of bfloat16 a second."""
+    int8: float
+    """Of 8-bit integers."""
+
+
+def limits(size: int = 2**29) -> Limits:
+    """Measured now, in about half a second; with ``size`` bytes of memory."""
+    memory = pages.zeros(size)
+    memory.fill_(1)
+    fastest = min(_kernels.time_read(memory.data_ptr(), size) for _ in range(8))
+    rates = [max(_kernels.dot_rate(integers, 2_000_000) for _ in range(4)) for integers in (False, True)]
+    return Limits(size / fastest, *rates)
 
 
 def check(dtype: torch.dtype) -> int:
@@ -230,10 +254,9 @@ def new_cache(spec: KVSpec, blocks: int, device: torch.device) -> list[LayerCach
     if spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
         raise PenstockError(Code.UNSUPPORTED, f"heads of {spec.head_dim}: multiples of 16 to {_kernels.MAX_HEAD} are")
     values = 2 * spec.kv_heads * spec.head_dim * spec.block_size
-    # NumPy's zeros are the system's own, which take memory when they are first written: gigabytes cost no start-up.
-    integer = f"i{spec.dtype.itemsize}"
-    layers = [torch.from_numpy(np.zeros((blocks, values), integer)) for _ in range(spec.layers)]
-    return [LayerCache(layer.view(spec.dtype), spec) for layer in layers]
+    size = blocks * values * spec.dtype.itemsize
+    layers = [pages.zeros(size).view(spec.dtype).view(blocks, values) for _ in range(spec.layers)]
+    return [LayerCache(layer, spec) for layer in layers]
 
 
 def store(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -16,6 +16,7 @@ def zeros(size: int) -> Tensor:
     reading it."""
     if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
+    # The system's own zeros, which take memory when they are first written: gigabytes cost no start-up.
     memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

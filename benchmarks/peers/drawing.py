@@ -1,0 +1,33 @@
+"""The figures as a picture: a panel a format, bars beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+COLOURS = {"Penstock": "#0b7285", "OpenVINO": "#adb5bd", "vLLM": "#868e96", "llama.cpp": "#ced4da"}
+
+
+def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> None:
+    """Each work's bars are shares of Penstock's, since works differ by orders of magnitude."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(formats), 1, figsize=(9, 2.6 * len(formats)), squeeze=False, layout="constrained")
+    for format, panel in zip(formats, panels[:, 0], strict=True):
+        own = {name.rsplit(" ", 1)[0]: r for name, r in rates.items() if name.endswith(f" {format}")}
+        works, width = list(own["Penstock"]), 0.8 / len(own)
+        for number, (name, found) in enumerate(own.items()):
+            shares = [found.get(work, 0) / own["Penstock"][work] for work in works]
+            at = [i + (number - (len(own) - 1) / 2) * width for i in range(len(works))]
+            bars = panel.bar(at, shares, width * 0.92, label=name, color=COLOURS[name])
+            labels = [f"{found[work]:.0f}" if work in found else "" for work in works]
+            panel.bar_label(bars, labels, fontsize=7, padding=1)
+        panel.set_xticks(range(len(works)), works)
+        panel.set_title(f"{format}: tokens a second, Penstock = 1", loc="left", fontsize=10)
+        panel.margins(y=0.15)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=8, ncols=len(own), loc="upper right", bbox_to_anchor=(1, 1.2))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

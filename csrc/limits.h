@@ -1,0 +1,50 @@
+// What this machine can do at most: nothing but products, in registers, and nothing but reading.
+
+#pragma once
+
+#include "linear.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+// Keeps the compiler from finding out what a sum is.
+template <class V>
+inline void opaque(V& v) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(v));
+#else
+  asm volatile("" : "+m"(v));
+#endif
+}
+
+// Returns products and sums made, two for each weight.
+template <class Step>
+int64_t dots(int64_t steps) {
+  constexpr int n = 12;
+  alignas(64) static const char panel[64] = {};
+  typename Step::X x[Step::kInputs] = {};
+  const auto w = Step::weights(panel);
+  const auto input = Step::input(x);
+  typename Step::Sum sums[n] = {};
+  for (int64_t i = 0; i < steps; i++)
+    PENSTOCK_UNROLL for (int j = 0; j < n; j++) {
+      sums[j] = Step::add(sums[j], input, w);
+      opaque(sums[j]);
+    }
+  return steps * n * 16 * Step::kInputs * 2;
+}
+
+inline void read(const Read& a, int64_t task) {
+  u32x16 sums[4] = {};
+  const char* from = (const char*)a.from + task * a.size;
+  for (int64_t i = 0; i < a.size; i += 256) {
+    PENSTOCK_UNROLL for (int j = 0; j < 4; j++) {
+      __builtin_prefetch(from + i + j * 64 + kSoon);
+      sums[j] += load_bits<u32x16>(from + i + j * 64);
+    }
+  }
+  for (auto& sum : sums) opaque(sum);
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock
