@@ -1,8 +1,9 @@
 // Paged attention: one function for a single query and for a thousand.
 //
-// A tile is up to six rows (queries times the heads that share keys and values). It walks over the sequence's blocks
-// from the first one on with an online softmax (Milakov and Gimelshein, 2018), block by block at absolute positions,
-// so that a row's result does not depend on which rows share its tile, nor on how a prompt was cut into chunks.
+// A task is some rows (queries times the heads that share keys and values). They walk over the sequence's blocks from the
+// first one on with an online softmax (Milakov and Gimelshein, 2018), block by block at absolute positions, so that a
+// row's result does not depend on which rows share its task, nor on how a prompt was cut into chunks. Products take six
+// rows at a time; all rows of a task take a block before the next one is touched, so that it comes from near.
 
 #pragma once
 
@@ -40,112 +41,125 @@ void store_token(const Store& a, int64_t token) {
   }
 }
 
-// out[R][G * 16] (float32, `ldo` apart) += x[R][inputs] * panel[inputs][G * 16 of `columns`].
-template <class T, int R, int G>
-inline void multiply_groups(const T* x, int64_t ldx, const T* panel, int64_t columns, int64_t inputs, float* out,
+// out[R][G * 16] (float32, `ldo` apart) = or += x[R][inputs] * panel[inputs][G * 16 of `width`].
+template <class T, int R, int G, bool add>
+inline void multiply_groups(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t inputs, float* out,
                             int64_t ldo) {
   using Step = typename StepOf<T>::Step;
   f32x16 acc[R][G];
-  for (int r = 0; r < R; r++)
-    for (int g = 0; g < G; g++) acc[r][g] = load(out + r * ldo + g * 16);
-  multiply<Step, R, G>(x, ldx, (const char*)panel, columns / 16 * Step::kBytes, inputs, acc);
-  for (int r = 0; r < R; r++)
-    for (int g = 0; g < G; g++) store(out + r * ldo + g * 16, acc[r][g]);
+  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) acc[r][g] = add ? load(out + r * ldo + g * 16) : f32x16{};
+  multiply<Step, R, G>(x, ldx, (const char*)panel, width / 16 * Step::kBytes, inputs, acc);
+  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) store(out + r * ldo + g * 16, acc[r][g]);
 }
 
-// out[R][columns] += x[R][inputs] * panel[inputs][columns], as many columns at a time as registers hold.
-template <class T, int R>
-inline void multiply_into(const T* x, int64_t ldx, const T* panel, int64_t columns, int64_t inputs, float* out,
-                          int64_t ldo) {
+// out[R][columns] = or += x[R][inputs] * panel[inputs][columns of `width`], as many columns at a time as registers hold.
+template <class T, int R, bool add>
+inline void multiply_into(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t columns, int64_t inputs,
+                          float* out, int64_t ldo) {
   constexpr int n = StepOf<T>::Step::kInputs;
   int64_t c = 0;
   for (; c + kGroups * 16 <= columns; c += kGroups * 16)
-    multiply_groups<T, R, kGroups>(x, ldx, panel + c * n, columns, inputs, out + c, ldo);
-  for (; c < columns; c += 16) multiply_groups<T, R, 1>(x, ldx, panel + c * n, columns, inputs, out + c, ldo);
+    multiply_groups<T, R, kGroups, add>(x, ldx, panel + c * n, width, inputs, out + c, ldo);
+  for (; c < columns; c += 16)
+    multiply_groups<T, R, 1, add>(x, ldx, panel + c * n, width, inputs, out + c, ldo);
 }
 
+// What the rows of a task have come to; vectors of a row lie `dim` apart.
+template <class T>
+struct Rows {
+  alignas(64) T q[kTaskRows * kMaxHead];
+  alignas(64) float out[kTaskRows * kMaxHead];
+  f32x16 total[kTaskRows];
+  float top[kTaskRows];
+  int64_t seen[kTaskRows], from[kTaskRows];  // a row sees positions from..seen
+};
+
+// Rows first.. and a block of keys and values that begins at position `begin`. e^(scale * x) is 2^(power * x).
 template <class T, int R>
-void attend(const Attention& a, int64_t sequence, int64_t kv_head, int64_t first_row) {
-  const int64_t sharing = a.heads / a.kv_heads, dim = a.dim, size = a.block_size;
-  const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
-  const int64_t length = a.lengths[sequence], before = length - queries;
-  T q[R * kMaxHead];
-  float out[R * kMaxHead] = {};
+void attend(Rows<T>& rows, int first, const T* keys, const T* values, int64_t dim, int64_t size, int64_t begin,
+            float power) {
   float scores[R * kMaxBlock];
   T weights[R * kMaxBlock];
-  float top[R];
-  f32x16 total[R] = {};
-  int64_t seen[R], from[R];  // a row sees positions from..seen
-  int64_t offsets[R], last = 0, earliest = length;
+  float* out = rows.out + first * dim;
+  int64_t last = 0;
+  for (int r = 0; r < R; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
+  if (last < begin) return;
+  // What is filled and seen by one of the rows: beyond it lies what other sequences left, and zero times infinity is no
+  // zero.
+  const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size, columns = (filled + 15) / 16 * 16;
+  multiply_into<T, R, false>(rows.q + first * dim, dim, keys, size, columns, dim, scores, size);
   for (int r = 0; r < R; r++) {
-    const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
-    offsets[r] = ((start + query) * a.heads + head) * dim;
-    memcpy(q + r * dim, (const T*)a.q + offsets[r], dim * sizeof(T));
-    top[r] = kNever;
-    seen[r] = before + query;
-    from[r] = a.window && seen[r] >= a.window ? seen[r] - a.window + 1 : 0;
-    last = seen[r] > last ? seen[r] : last;
-    earliest = from[r] < earliest ? from[r] : earliest;
+    const int64_t from = rows.from[first + r], seen = rows.seen[first + r];
+    float &top = rows.top[first + r], *row = scores + r * size;
+    f32x16 high = all(kNever), total = rows.total[first + r];
+    if (begin >= from && begin + columns - 1 <= seen) {
+      for (int64_t p = 0; p < columns; p += 16) high = max(high, load(row + p));
+    } else {
+      for (int64_t p = 0; p < columns; p += 16) {
+        const i32x16 position = kLanes + int32_t(begin + p);
+        const i32x16 visible = (position >= int32_t(from)) & (position <= int32_t(seen));
+        const f32x16 known = visible ? load(row + p) : all(kNever);
+        store(row + p, known);
+        high = max(high, known);
+      }
+    }
+    const float block_top = largest(high);
+    if (block_top > top) {  // what was summed so far shrinks
+      const f32x16 keep = exp2_of_negative<false>(all((top - block_top) * power));
+      for (int64_t d = 0; d < dim; d += 16) store(out + r * dim + d, load(out + r * dim + d) * keep);
+      total *= keep;
+      top = block_top;
+    }
+    const float base = top == kNever ? 0.0f : -top * power;  // nothing seen yet: every weight is zero
+    for (int64_t p = 0; p < columns; p += 16) {
+      const f32x16 w = exp2_of_negative<sizeof(T) == 2>(fma(load(row + p), all(power), all(base)));
+      total += w;
+      store(weights + r * size + p, w);
+    }
+    rows.total[first + r] = total;
   }
-  // e^(scale * x) is 2^(power * x).
-  const float power = a.scale * 1.44269504088896341f;
+  multiply_into<T, R, true>(weights, size, values, dim, dim, filled, out, dim);
+}
+
+// Tasks of a head follow each other, so that its keys and values stay near.
+template <class T>
+void attention_task(const Attention& a, int64_t task) {
+  const int64_t tiles = a.tasks / a.kv_heads, tile = task % tiles, kv_head = task / tiles;
+  const int64_t sequence = a.tiles[2 * tile], first_row = a.tiles[2 * tile + 1];
+  const int64_t sharing = a.heads / a.kv_heads, dim = a.dim, size = a.block_size;
+  const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
+  const int64_t before = a.lengths[sequence] - queries, left = queries * sharing - first_row;
+  const int count = int(left < kTaskRows ? left : kTaskRows);
+  Rows<T> rows;
+  int64_t offsets[kTaskRows], last = 0, earliest = a.lengths[sequence];
+  for (int r = 0; r < count; r++) {
+    const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
+    const int64_t seen = before + query, from = a.window && seen >= a.window ? seen - a.window + 1 : 0;
+    offsets[r] = ((start + query) * a.heads + head) * dim;
+    memcpy(rows.q + r * dim, (const T*)a.q + offsets[r], dim * sizeof(T));
+    rows.top[r] = kNever;
+    rows.total[r] = f32x16{};
+    rows.seen[r] = seen;
+    rows.from[r] = from;
+    last = seen > last ? seen : last;
+    earliest = from < earliest ? from : earliest;
+  }
+  memset(rows.out, 0, count * dim * sizeof(float));
   for (int64_t block = earliest / size; block <= last / size; block++) {
     const int64_t number = a.block_tables[sequence * a.table_width + block];
     const T* keys = (const T*)a.cache + (number * a.kv_heads + kv_head) * 2 * dim * size;
     const T* values = keys + dim * size;
-    const int64_t begin = block * size;
-    const int64_t filled = length - begin < size ? length - begin : size;
-    memset(scores, 0, sizeof(float) * R * size);
-    multiply_into<T, R>(q, dim, keys, size, dim, scores, size);
-    for (int r = 0; r < R; r++) {
-      float* row = scores + r * size;
-      f32x16 high = all(kNever);
-      if (begin >= from[r] && begin + size - 1 <= seen[r]) {
-        for (int64_t p = 0; p < size; p += 16) high = max(high, load(row + p));
-      } else {
-        for (int64_t p = 0; p < size; p += 16) {
-          const i32x16 position = kLanes + int32_t(begin + p);
-          const i32x16 visible = (position >= int32_t(from[r])) & (position <= int32_t(seen[r]));
-          const f32x16 known = visible ? load(row + p) : all(kNever);
-          penstock::PENSTOCK_ISA::store(row + p, known);
-          high = max(high, known);
-        }
-      }
-      const float block_top = largest(high);
-      if (block_top > top[r]) {  // what was summed so far shrinks
-        const f32x16 keep = exp2_of_negative<false>(all((top[r] - block_top) * power));
-        for (int64_t d = 0; d < dim; d += 16) {
-          float* o = out + r * dim + d;
-          penstock::PENSTOCK_ISA::store(o, load(o) * keep);
-        }
-        total[r] *= keep;
-        top[r] = block_top;
-      }
-      const float base = top[r] == kNever ? 0.0f : -top[r] * power;  // nothing seen yet: every weight is zero
-      for (int64_t p = 0; p < size; p += 16) {
-        const f32x16 w = exp2_of_negative<sizeof(T) == 2>(fma(load(row + p), all(power), all(base)));
-        total[r] += w;
-        penstock::PENSTOCK_ISA::store(weights + r * size + p, w);
-      }
-    }
-    // Only what is filled: beyond it lies what other sequences left, and zero times infinity is no zero.
-    multiply_into<T, R>(weights, size, values, dim, filled, out, dim);
+    for (int first = 0; first < count; first += kTileRows)
+      with_rows(count - first, [&]<int R>() {
+        attend<T, R>(rows, first, keys, values, dim, size, block * size, a.scale * 1.44269504088896341f);
+      });
   }
-  for (int r = 0; r < R; r++) {
-    const float mass = sum(total[r]);
-    for (int64_t d = 0; d < dim; d += 16)
-      penstock::PENSTOCK_ISA::store((T*)a.out + offsets[r] + d, load(out + r * dim + d) / mass);
+  for (int r = 0; r < count; r++) {
+    const float mass = sum(rows.total[r]);
+    for (int64_t d = 0; d < dim; d += 16) store((T*)a.out + offsets[r] + d, load(rows.out + r * dim + d) / mass);
   }
-}
-
-// A task is a tile of one sequence and kv head; those of a head follow each other, so that its keys and values stay near.
-template <class T>
-void attention_tile(const Attention& a, int64_t task) {
-  const int64_t tiles = a.tasks / a.kv_heads, tile = task % tiles, kv_head = task / tiles;
-  const int64_t sequence = a.tiles[2 * tile], first_row = a.tiles[2 * tile + 1];
-  const int64_t queries = a.query_starts[sequence + 1] - a.query_starts[sequence];
-  const int64_t rows = queries * (a.heads / a.kv_heads) - first_row;
-  with_rows(rows, [&]<int R>() { attend<T, R>(a, sequence, kv_head, first_row); });
 }
 
 }  // namespace PENSTOCK_ISA

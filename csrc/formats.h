@@ -149,11 +149,11 @@ struct Plain {
   }
 
   template <int R>
-  static void product(const Linear& a, int64_t row, const char* panel, const float*, int64_t ahead,
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float*, int64_t ahead,
                       f32x16 (&out)[R][kGroups]) {
     const int64_t in = a.matrix.in;
-    for (int r = 0; r < R; r++)
-      for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+      PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
     multiply<Step, R, kGroups>((const T*)a.x + row * in, in, panel, kPanel / 16 * Step::kBytes, in, out, ahead);
   }
 };
@@ -173,34 +173,34 @@ struct Rounded {
   }
 
   template <int R>
-  static void product(const Linear& a, int64_t row, const char* panel, const float* scales, int64_t ahead,
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float* scales, int64_t ahead,
                       f32x16 (&out)[R][kGroups]) {
     constexpr int n = S::kInputs;
     constexpr int64_t stride = kPanel / 16 * S::kBytes;
     const Matrix& m = a.matrix;
     const int64_t groups = groups_of(m), width = kIntegers ? (m.in + 7) / 8 * 8 : m.in;
     const X* x = (const X*)a.x + row * width;
-    for (int r = 0; r < R; r++)
-      for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+      PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
     for (int64_t group = 0; group < groups; group++) {
       const int64_t begin = group * m.group, inputs = m.in - begin < m.group ? m.in - begin : m.group;
       typename S::Sum sums[R][kGroups];
-      for (int r = 0; r < R; r++)
-        for (int g = 0; g < kGroups; g++) {
+      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
           sums[r][g] = typename S::Sum{};
           if constexpr (kIntegers) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
         }
       // Integers are padded with zeros, so that there is no last part of a step.
       multiply<S, R, kGroups>(x + begin, width, panel + begin / n * stride, stride,
                               kIntegers ? (inputs + n - 1) / n * n : inputs, sums, ahead);
-      for (int g = 0; g < kGroups; g++) {
+      PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
         const f32x16 scale = load(scales + group * kPanel + g * 16);
-        for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
       }
     }
     if constexpr (kIntegers)
-      for (int r = 0; r < R; r++)
-        for (int g = 0; g < kGroups; g++) out[r][g] *= a.x_scales[row + r];
+      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] *= a.x_scales[row + r];
   }
 };
 

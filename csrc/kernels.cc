@@ -43,7 +43,7 @@ const Kernels kernels = {
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
     by_type<SiluMul, silu_mul_row<float>, silu_mul_row<bf16>>,
     by_type<Store, store_token<float>, store_token<bf16>>,
-    by_type<Attention, attention_tile<float>, attention_tile<bf16>>,
+    by_type<Attention, attention_task<float>, attention_task<bf16>>,
     read,
     dots<PairStep>,
     dots<QuadStep>,

@@ -119,7 +119,7 @@ struct Attention {
   const int32_t* block_tables;  // [sequences, table_width]
   const int32_t* query_starts;  // [sequences + 1]
   const int32_t* lengths;       // [sequences]
-  const int32_t* tiles;         // [tasks, 2]: sequence and first row (query * heads per kv head) of each task's tile
+  const int32_t* tiles;         // [tasks, 2]: sequence and first row (query * heads per kv head) of each task
   int64_t tasks, heads, kv_heads, dim, block_size, table_width, window;
   float scale;
   Type type;
@@ -131,7 +131,8 @@ struct Read {
   int64_t size;
 };
 
-constexpr int64_t kTileRows = 6;    // query rows that attention handles together
+constexpr int64_t kTileRows = 6;    // rows of a product
+constexpr int64_t kTaskRows = 24;   // query rows of an attention's task
 constexpr int64_t kRowBlock = 96;   // rows of a linear layer's task
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task
 constexpr int64_t kMaxHead = 256;   // largest head size

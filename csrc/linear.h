@@ -29,12 +29,12 @@ inline void walk(const Linear& a, int64_t task, Finish&& finish) {
         for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
           f32x16 out[R][kGroups];
           F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, ahead, out);
-          for (int r = 0; r < R; r++)
-            for (int g = 0; g < kGroups; g++) {
+          PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+            PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
               const int64_t at = column + c + g * 16;
-              if (at >= m.outputs) break;
+              if (at >= m.outputs) continue;
               const int64_t count = m.outputs - at < 16 ? m.outputs - at : 16;
-              if (m.bias) out[r][g] += load_part(m.bias + at, count);
+              if (m.bias) out[r][g] += count == 16 ? load(m.bias + at) : load_part(m.bias + at, count);
               finish(row + r, at, count, out[r][g]);
             }
         }
@@ -55,6 +55,14 @@ void linear_block(const Linear& a, int64_t task) {
   });
 }
 
+__attribute__((noinline)) inline void take_larger(f32x16 v, int64_t output, int64_t count, float& best, int64_t& of) {
+  for (int64_t i = 0; i < count; i++)
+    if (v[i] > best) {
+      best = v[i];
+      of = output + i;
+    }
+}
+
 // Of each row the largest output, the first where several are.
 inline void likeliest_block(const Likeliest& l, int64_t task) {
   const Linear& a = l.product;
@@ -70,12 +78,7 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
   with_format(a.matrix, [&]<class F>() {
     walk<F>(a, task, [&](int64_t row, int64_t output, int64_t count, f32x16 v) {
       float& best = values[row - first];
-      if (count == 16 && !any_above(v, best)) return;
-      for (int64_t i = 0; i < count; i++)
-        if (v[i] > best) {
-          best = v[i];
-          outputs[row - first] = output + i;
-        }
+      if (any_above(v, best)) take_larger(v, output, count, best, outputs[row - first]);
     });
   });
   for (int64_t row = first; row < end; row++) {

@@ -199,7 +199,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     std::vector<int32_t> tiles;
     for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
       const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
-      for (int64_t row = 0; row < rows; row += kTileRows) {
+      for (int64_t row = 0; row < rows; row += kTaskRows) {
         tiles.push_back(int32_t(sequence));
         tiles.push_back(int32_t(row));
       }

@@ -63,11 +63,12 @@ struct StepOf<bf16> {
 
 // Unrolled before anything else is decided: else sums that fit into registers end up on the stack.
 #define PENSTOCK_UNROLL _Pragma("GCC unroll 32")
+#define PENSTOCK_INLINE __attribute__((always_inline))
 
 // sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes. What
 // lies `ahead` bytes behind what is read is asked for, so that it is there when its time comes.
 template <class Step, int R, int G>
-inline void multiply(const typename Step::X* x, int64_t ldx, const char* panel, int64_t stride, int64_t inputs,
+PENSTOCK_INLINE inline void multiply(const typename Step::X* x, int64_t ldx, const char* panel, int64_t stride, int64_t inputs,
                      typename Step::Sum (&sums)[R][G], int64_t ahead = 0) {
   using X = typename Step::X;
   constexpr int n = Step::kInputs, bytes = Step::kBytes;

@@ -107,13 +107,13 @@ inline void narrow(bf16* to, float v) {
 
 // Up to 16 elements; what lies beyond is zero when read and left alone when written.
 template <class T>
-inline f32x16 load_part(const T* from, int64_t count) {
+__attribute__((noinline)) f32x16 load_part(const T* from, int64_t count) {
   T part[16] = {};
   memcpy(part, from, count * sizeof(T));
   return load(part);
 }
 template <class T>
-inline void store_part(T* to, f32x16 v, int64_t count) {
+__attribute__((noinline)) void store_part(T* to, f32x16 v, int64_t count) {
   T part[16];
   store(part, v);
   memcpy(to, part, count * sizeof(T));
