@@ -99,7 +99,7 @@ class Limits:
 
 def limits(size: int = 2**29) -> Limits:
     """Measured now, in about half a second; with ``size`` bytes of memory."""
-    memory = pages.zeros(size)
+    memory = pages.zeros(size, huge=True)
     memory.fill_(1)
     fastest = min(_kernels.time_read(memory.data_ptr(), size) for _ in range(8))
     rates = [max(_kernels.dot_rate(integers, 2_000_000) for _ in range(4)) for integers in (False, True)]
@@ -123,7 +123,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> 
     added = 0 if bias is None else bias.data_ptr()
     sizes = inputs, outputs, group, number, kind
     panels = -(-outputs // _kernels.PANEL)
-    values = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes)
+    values = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)
     scales = torch.empty(panels * -(-inputs // group) * _kernels.PANEL) if format.bits else None
     native = _kernels.Matrix(values.data_ptr(), 0 if scales is None else scales.data_ptr(), added, *sizes)
     weight = weight.contiguous()

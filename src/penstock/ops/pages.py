@@ -1,4 +1,4 @@
-"""Memory for what is read in every step."""
+"""Memory straight from the system: zeros that take room when they are first written, so that gigabytes cost no start-up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ HUGE = 2 * 2**20
 """Bytes of a huge page."""
 
 
-def zeros(size: int) -> Tensor:
-    """``[size]`` uint8, in huge pages where they pay: with small ones, finding where a page lies can take as long as
-    reading it."""
-    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
-    # The system's own zeros, which take memory when they are first written: gigabytes cost no start-up.
-    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+def zeros(size: int, huge: bool = False) -> Tensor:
+    """``[size]`` uint8.
+
+    Args:
+        huge: in huge pages, which pay for what is read in every step: with small ones, finding where a page lies can take
+            as long as reading it. For what is written bit by bit they do not, since the first byte takes a whole one.
+    """
+    if size == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    huge = huge and size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE")
+    memory = mmap.mmap(-1, size + HUGE if huge else size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
+    if not huge:
+        return whole
+    memory.madvise(mmap.MADV_HUGEPAGE)
     start = -whole.data_ptr() % HUGE
     return whole[start : start + size]

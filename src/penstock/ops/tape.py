@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import pages
 from .batch import Batch
 
 Step = Callable[[Batch], tuple[Tensor, Tensor]]
@@ -38,7 +39,7 @@ class Arena:
         if self._free[size]:
             memory = self._free[size].pop()
         else:
-            memory = np.zeros(size, np.uint8)  # the system's own zeros: pages that no step touches cost nothing
+            memory = pages.zeros(size).numpy()  # what no step touches takes no room
             self._all.append(memory)
         view = memory[:]
         weakref.finalize(view, self._free[size].append, memory)

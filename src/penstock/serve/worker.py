@@ -57,6 +57,7 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     model = configuration.model
     preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template)
     preparer.tokenizer.check_template()
+    _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
     gateway = Gateway(start.engine, preparer)
     service = Service(gateway, options, start.names, Metrics(start.names[0]))
     server = Server(

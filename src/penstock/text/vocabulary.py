@@ -24,13 +24,17 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     Raises ``PenstockError`` (``unsupported``) for tokenizers of another make.
     """
-    kinds = set(_types(json.loads(tokenizer.to_str())["decoder"]))
+    kinds = set(_types(json.loads(tokenizer.decoder.__getstate__()))) if tokenizer.decoder else set()
     spell: Callable[[str], bytes]
     if "ByteLevel" in kinds:
-        alphabet = byte_alphabet()
+        # What is not of the alphabet is made something that Latin-1 cannot have.
+        alphabet = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in byte_alphabet().items()}
 
         def spell(token: str) -> bytes:
-            return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
+            try:
+                return token.translate(alphabet).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode()
 
     elif kinds & {"Metaspace", "ByteFallback"}:
 
