@@ -14,7 +14,6 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr float kNever = -__builtin_inff();
-constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Where a position's key and value lie in a block and head of the cache.
 template <class T>

@@ -55,35 +55,37 @@ void linear_block(const Linear& a, int64_t task) {
   });
 }
 
-__attribute__((noinline)) inline void take_larger(f32x16 v, int64_t output, int64_t count, float& best, int64_t& of) {
-  for (int64_t i = 0; i < count; i++)
-    if (v[i] > best) {
-      best = v[i];
-      of = output + i;
-    }
-}
-
 // Of each row the largest output, the first where several are.
 inline void likeliest_block(const Likeliest& l, int64_t task) {
   const Linear& a = l.product;
   const int64_t tasks = ceil_div(a.matrix.outputs, kPanel * a.panels);
   const int64_t first = task / tasks * kRowBlock, own = task % tasks;
   const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
-  float values[kRowBlock];
-  int64_t outputs[kRowBlock];
+  f32x16 values[kRowBlock];  // of each lane, and the output that the vector with it begins at
+  i32x16 begins[kRowBlock];
   for (int64_t row = first; row < end; row++) {
-    values[row - first] = -__builtin_inff();
-    outputs[row - first] = own * kPanel * a.panels;
+    values[row - first] = all(-__builtin_inff());
+    begins[row - first] = i32x16{} + int32_t(own * kPanel * a.panels);
   }
   with_format(a.matrix, [&]<class F>() {
     walk<F>(a, task, [&](int64_t row, int64_t output, int64_t count, f32x16 v) {
-      float& best = values[row - first];
-      if (any_above(v, best)) take_larger(v, output, count, best, outputs[row - first]);
+      f32x16& best = values[row - first];
+      i32x16& begin = begins[row - first];
+      if (count < 16) v = kLanes < int32_t(count) ? v : best;
+      begin = v > best ? i32x16{} + int32_t(output) : begin;
+      best = max(v, best);
     });
   });
   for (int64_t row = first; row < end; row++) {
-    l.values[row * tasks + own] = values[row - first];
-    l.outputs[row * tasks + own] = outputs[row - first];
+    const f32x16 lanes = values[row - first];
+    const float most = largest(lanes);
+    int64_t found = a.matrix.outputs;
+    for (int lane = 0; lane < 16; lane++) {
+      const int64_t output = begins[row - first][lane] + lane;
+      if (lanes[lane] == most && output < found) found = output;
+    }
+    l.values[row * tasks + own] = most;
+    l.outputs[row * tasks + own] = found < a.matrix.outputs ? found : own * kPanel * a.panels;
   }
 }
 

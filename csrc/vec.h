@@ -40,6 +40,8 @@ inline V load_bits(const T* from) {
   return v;
 }
 
+constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 inline f32x16 all(float value) { return f32x16{} + value; }
 
 // a * b + c, fused where the set can.
@@ -61,17 +63,6 @@ inline f32x16 as_float(f32x16 v) { return v; }
 inline f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-
-// Whether any lane is above a number.
-inline bool any_above(f32x16 v, float least) {
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(least), _CMP_GT_OQ);
-#else
-  int found = 0;
-  for (int i = 0; i < 16; i++) found |= v[i] > least;
-  return found;
-#endif
-}
 
 inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
 inline f32x16 load(const bf16* from) {
