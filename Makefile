@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test exactness reliability lint ask train clean
+.PHONY: serve test exactness sanitize reliability lint ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -15,6 +15,12 @@ test: .venv/tools lint
 
 exactness: .venv/tools
 	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py
+
+# The kernels' tests with every address and shift watched.
+sanitize: .venv/tools
+	$(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/sanitized.py build/sanitize tests/test_ops.py
 
 reliability: .venv/tools
 	$(BIN)/python benchmarks/reliability.py

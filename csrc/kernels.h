@@ -67,10 +67,11 @@ struct Gather {
   int64_t rows;
 };
 
-// Packs, and rounds where the format wants it: panels and scales of the matrix are written.
+// Packs some rows of a matrix, and rounds where the format wants it: its panels and scales are written.
 struct Pack {
   Matrix matrix;
-  const void* weight;  // [outputs, in], row by row
+  const void* weight;  // [rows, in], row by row
+  int64_t first, rows;  // the first one is the first of a panel
 };
 
 // Norms [rows, groups, size]; rows of x lie `stride` elements apart. With a residual, x is added to it first.

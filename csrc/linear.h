@@ -150,8 +150,8 @@ void pack_plain(const Pack& a, int64_t number) {
   constexpr int n = Plain<T>::Step::kInputs;
   const Matrix& m = a.matrix;
   T* panel = (T*)((char*)m.panels + number * panel_bytes(m));
-  const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
-  const T* weight = (const T*)a.weight + first * m.in;
+  const int64_t row = number * kPanel - a.first, count = a.rows - row < kPanel ? a.rows - row : kPanel;
+  const T* weight = (const T*)a.weight + row * m.in;
   for (int64_t i = 0; i < m.in; i += n) {
     const int64_t some = m.in - i < n ? m.in - i : n;
     for (int64_t o = 0; o < count; o++)
@@ -188,10 +188,10 @@ void pack_rounded(const Pack& a, int64_t number) {
   constexpr int n = F::Step::kInputs;
   const Matrix& m = a.matrix;
   const int64_t padded = ceil_div(m.in, n) * n;
-  const int64_t first = number * kPanel, count = m.outputs - first < kPanel ? m.outputs - first : kPanel;
+  const int64_t row = number * kPanel - a.first, count = a.rows - row < kPanel ? a.rows - row : kPanel;
   std::vector<int8_t> rounded(kPanel * padded);
   for (int64_t o = 0; o < count; o++)
-    round_row<F, T>(m, (const T*)a.weight + (first + o) * m.in, rounded.data() + o * padded,
+    round_row<F, T>(m, (const T*)a.weight + (row + o) * m.in, rounded.data() + o * padded,
                     (float*)m.scales + number * groups_of(m) * kPanel + o);
   auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
   for (int64_t i = 0; i < padded; i += n)
@@ -199,7 +199,8 @@ void pack_rounded(const Pack& a, int64_t number) {
 }
 
 template <class T>
-void pack_panel(const Pack& a, int64_t number) {
+void pack_panel(const Pack& a, int64_t task) {
+  const int64_t number = a.first / kPanel + task;
   with_format(a.matrix, [&]<class F>() {
     if constexpr (std::is_same_v<F, Plain<float>> || std::is_same_v<F, Plain<bf16>>)
       pack_plain<T>(a, number);

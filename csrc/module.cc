@@ -152,9 +152,9 @@ void gather(Address ids, const Matrix& matrix, Address out, int64_t rows) {
   });
 }
 
-void pack(Address weight, const Matrix& matrix) {
-  const Pack args{matrix, at<void>(weight)};
-  pool()->run(ceil_div(matrix.outputs, kPanel), [&](int64_t task) { kernels->pack(args, task); });
+void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
+  const Pack args{matrix, at<void>(weight), first, rows};
+  pool()->run(ceil_div(rows, kPanel), [&](int64_t task) { kernels->pack(args, task); });
 }
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,

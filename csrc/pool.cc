@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-constexpr int kSpins = 20000;  // some 100 microseconds
+constexpr int kSpins = 2000;  // some 30 microseconds
 
 void relax() {
 #if defined(__x86_64__)

@@ -53,13 +53,15 @@ few = settings(max_examples=25, deadline=None)
 def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, wide: bool) -> None:
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
-    got = cpu.linear(x, cpu.pack(weight, added), wide)
-    expected = reference.linear(x.double(), reference.pack(weight.double(), None if added is None else added.double()))
+    got = cpu.linear(x, cpu.pack([weight], added), wide)
+    expected = reference.linear(
+        x.double(), reference.pack([weight.double()], None if added is None else added.double())
+    )
     close(got, expected.to(torch.float32 if wide else dtype), inputs**0.5)
-    packed = cpu.pack(weight, added)
+    packed = cpu.pack([weight], added)
     assert torch.equal(cpu.likeliest(x, packed), cpu.linear(x, packed, wide=True).argmax(-1))
     ids = torch.tensor([outputs - 1, 0])
-    assert torch.equal(cpu.embedding(ids, cpu.pack(weight)), weight[ids])
+    assert torch.equal(cpu.embedding(ids, cpu.pack([weight])), weight[ids])
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,12 +74,15 @@ def test_rounded_linear(
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
     x[0] *= seed % 3  # a row of zeros, too
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
-    ours, theirs = cpu.pack(weight, added, format), reference.pack(weight, added, format)
+    ours, theirs = cpu.pack([weight], added, format), reference.pack([weight], added, format)
     ids = torch.arange(outputs)
     assert torch.equal(cpu.embedding(ids, ours), reference.embedding(ids, theirs))
     got = cpu.linear(x, ours, wide)
     close(got, reference.linear(x, theirs, wide), inputs**0.5)
     assert torch.equal(cpu.likeliest(x, ours), cpu.linear(x, ours, wide=True).argmax(-1))
+    for border in (outputs // 2, outputs // 128 * 64):
+        parts = cpu.pack([weight[:border], weight[border:]], added, format)
+        assert torch.equal(got, cpu.linear(x, parts, wide))
     cut = rows // 2
     assert torch.equal(got, torch.cat([cpu.linear(x[:cut], ours, wide), cpu.linear(x[cut:], ours, wide)]))
 
@@ -164,7 +169,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     """Every row, bit by bit: alone, in any cut of the batch, and with one thread or two."""
     rng = Random(seed)
     dtype, rows = rng.choice(DTYPES), rng.randint(2, 300)
-    matrix = cpu.pack(randn(seed, rng.randint(1, 200), rng.randint(1, 200), dtype=dtype))
+    matrix = cpu.pack([randn(seed, rng.randint(1, 200), rng.randint(1, 200), dtype=dtype)])
     x = randn(seed + 1, rows, matrix.inputs, dtype=dtype)
     whole = cpu.linear(x, matrix)
     cut = rng.randint(1, rows - 1)
@@ -198,7 +203,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     with pytest.raises(PenstockError, match="multiple of 16"):
         cpu.new_cache(KVSpec(1, 1, 64, torch.float32, 20), 1, torch.device("cpu"))
     with pytest.raises(PenstockError, match="bfloat16 or float32"):
-        cpu.pack(torch.zeros(4, 4, dtype=torch.float16))
+        cpu.pack([torch.zeros(4, 4, dtype=torch.float16)])
     with pytest.raises(ValueError, match="does not run"):
         kernels.use("avx9000")
     assert backend(torch.device("cpu")).NAME == "cpu"

@@ -137,7 +137,8 @@ def run(system: System) -> Iterator[tuple[Work, float]]:
 
 
 def rate(work: Work, taken: list[float]) -> float:
-    """Tokens a second, the median of the rounds: read where one is generated, generated where few are read, else both."""
+    """Tokens a second, the median of the rounds: those read where one is generated, those generated where few are read,
+    else both."""
     prompts, read, generated = work
     tokens = prompts * (read if generated == 1 else generated if read < generated else read + generated)
     return statistics.median(tokens / seconds for seconds in taken)
@@ -161,8 +162,8 @@ def machine() -> str:
 
 def table(rates: dict[str, dict[Work, float]], limits: dict[str, float], formats: list[str]) -> str:
     lines = [
-        f"Limits: reads {limits['read'] / 1e9:.0f} GB/s; products and sums of bfloat16 {limits['bfloat16'] / 1e9:.0f} G/s, "
-        f"of 8-bit integers {limits['int8'] / 1e9:.0f} G/s.",
+        f"Limits: reads {limits['read'] / 1e9:.0f} GB/s; products and sums of bfloat16 "
+        f"{limits['bfloat16'] / 1e9:.0f} G/s, of 8-bit integers {limits['int8'] / 1e9:.0f} G/s.",
     ]
     for format in formats:
         own = {name.rsplit(" ", 1)[0]: r for name, r in rates.items() if name.endswith(f" {format}")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -64,6 +65,7 @@ class Server:
             from .engine import Engine
 
             self._engine = Engine(self._options)
+            gc.freeze()  # what is there now stays, and need not be looked through again and again
         except PenstockError as error:
             self._tell(wire.Broken(error.failure))
             raise SystemExit(2) from error

@@ -19,12 +19,11 @@ class Linear:
     """
 
     def __init__(self, context: Context, names: list[str], inputs: int, outputs: list[int], bias: bool = False) -> None:
-        def shards(kind: str, *rest: int) -> Tensor:
+        def shards(kind: str, *rest: int) -> list[Tensor]:
             parts = [context.take(f"{n}.{kind}", out, *rest) for n, out in zip(names, outputs, strict=True)]
-            parts = [context.group.shard(part, 0) for part in parts]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return [context.group.shard(part, 0) for part in parts]
 
-        added = shards("bias") if bias else None
+        added = torch.cat(shards("bias")) if bias else None
         self._matrix = Matrix(context.ops, shards("weight", inputs), added, context.scheme.layers)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ class Reduced:
         self._group = context.group
         weight = context.group.shard(context.take(f"{name}.weight", outputs, inputs), 1)
         added = context.take(f"{name}.bias", outputs) if bias and context.group.rank == 0 else None
-        self._matrix = Matrix(context.ops, weight, added, context.scheme.layers)
+        self._matrix = Matrix(context.ops, [weight], added, context.scheme.layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.sum(self._matrix.multiply(x))
@@ -49,7 +48,7 @@ class Embedding:
 
     def __init__(self, context: Context, name: str, vocabulary: int, hidden: int) -> None:
         weight = context.take(f"{name}.weight", vocabulary, hidden)
-        self._matrix = Matrix(context.ops, weight, format=context.scheme.head)
+        self._matrix = Matrix(context.ops, [weight], format=context.scheme.head)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return self._matrix.gather(token_ids)

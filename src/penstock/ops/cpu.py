@@ -6,6 +6,7 @@ Kernels take addresses and sizes. This module checks what they trust, and alloca
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +114,14 @@ def check(dtype: torch.dtype) -> int:
     return TYPES[dtype]
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
-    kind, (outputs, inputs) = check(weight.dtype), weight.shape
-    number = NUMBERS[format.bits, format.activations]
-    if format.bits and not format.activations and weight.dtype is not torch.bfloat16:
+def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
+    if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
+        parts = [torch.cat(list(parts))]
+    dtype, inputs = parts[0].dtype, parts[0].shape[1]
+    kind, number = check(dtype), NUMBERS[format.bits, format.activations]
+    if format.bits and not format.activations and dtype is not torch.bfloat16:
         raise PenstockError(Code.UNSUPPORTED, "integers by float32; use bfloat16", "quantization")
-    group = format.group or inputs
+    outputs, group = sum(part.shape[0] for part in parts), format.group or inputs
     bias = None if bias is None else bias.float()
     added = 0 if bias is None else bias.data_ptr()
     sizes = inputs, outputs, group, number, kind
@@ -126,9 +129,11 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> 
     values = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)
     scales = torch.empty(panels * -(-inputs // group) * _kernels.PANEL) if format.bits else None
     native = _kernels.Matrix(values.data_ptr(), 0 if scales is None else scales.data_ptr(), added, *sizes)
-    weight = weight.contiguous()
-    _kernels.pack(weight.data_ptr(), native)
-    return Matrix(native, (values, scales, bias), outputs, inputs, weight.dtype, format)
+    first = 0
+    for part in parts:
+        _kernels.pack(part.contiguous().data_ptr(), native, first, part.shape[0])
+        first += part.shape[0]
+    return Matrix(native, (values, scales, bias), outputs, inputs, dtype, format)
 
 
 def quantize(x: Tensor, group: int = 0) -> Rounded:

@@ -1,4 +1,4 @@
-"""Memory straight from the system: zeros that take room when they are first written, so that gigabytes cost no start-up."""
+"""Memory straight from the system: zeros that take room when they are first written, and no time before."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def zeros(size: int, huge: bool = False) -> Tensor:
     """``[size]`` uint8.
 
     Args:
-        huge: in huge pages, which pay for what is read in every step: with small ones, finding where a page lies can take
-            as long as reading it. For what is written bit by bit they do not, since the first byte takes a whole one.
+        huge: in huge pages, which pay for what is read in every step: with small ones, finding where a page lies can
+            take as long as reading it. For what is written bit by bit they do not: the first byte takes a whole one.
     """
     if size == 0:
         return torch.zeros(0, dtype=torch.uint8)

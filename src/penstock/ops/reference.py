@@ -6,7 +6,7 @@ is batch-invariant: PyTorch chooses the order of its sums by shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,8 +47,9 @@ Cache = list[Tensor]
 """A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
-    """A matrix ``[out, in]`` with a bias ``[out]`` or none, as this backend multiplies it, rounded to a format."""
+def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
+    """A matrix ``[out, in]``, given as some rows after others, with a bias ``[out]`` or none, rounded to a format."""
+    weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if not format.bits:
         return Matrix(weight, bias, weight.dtype, format)
     bias = None if bias is None else bias.float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from penstock.ops import PLAIN, Format, Ops
@@ -11,13 +13,13 @@ class Matrix:
     """``[out, in]`` with a bias ``[out]`` or none.
 
     Args:
-        weight: as the checkpoint has it, in the model's dtype.
+        parts: some rows after others, as the checkpoint has them, in the model's dtype.
         format: that it is rounded to.
     """
 
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None, format: Format = PLAIN) -> None:
+    def __init__(self, ops: Ops, parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = PLAIN) -> None:
         self._ops = ops
-        self._matrix = ops.pack(weight, bias, format)
+        self._matrix = ops.pack(parts, bias, format)
 
     def multiply(self, x: Tensor, wide: bool = False) -> Tensor:
         """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""
