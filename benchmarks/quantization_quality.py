@@ -68,7 +68,7 @@ def answers(count: int) -> Iterator[tuple[list[int], int]]:
 def distributions(name: str, texts: list[tuple[list[int], int]]) -> Iterator[Tensor]:
     """Log probabilities of each answer's tokens, ``[tokens, vocabulary]`` float32."""
     backend = ops.backend(torch.device("cpu"))
-    model = load_model(demo.CHAT, backend, scheme=SCHEMES[name])
+    model = load_model(demo.CHAT, backend, quantization=name)
     longest = max(len(ids) for ids, _ in texts)
     cache = backend.new_cache(model.kv_spec(BLOCK), -(-longest // BLOCK), torch.device("cpu"))
     for ids, own in tqdm(texts, desc=name, unit="text", leave=False):
@@ -101,7 +101,8 @@ def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, flo
 
 def share_right(name: str, count: int) -> float:
     """Of held-out questions, asked through ``LLM``."""
-    asked = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
+    drawn = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
+    asked = [c for c in drawn if c.check is not evaluate.Check.FREE]
     given = evaluate.Penstock(demo.CHAT, quantization=name).ask(asked)
     return sum(map(evaluate.is_right, given, asked)) / len(asked)
 

@@ -2,8 +2,9 @@
 //
 // A task is some rows (queries times the heads that share keys and values). They walk over the sequence's blocks from the
 // first one on with an online softmax (Milakov and Gimelshein, 2018), block by block at absolute positions, so that a
-// row's result does not depend on which rows share its task, nor on how a prompt was cut into chunks. Products take six
-// rows at a time; all rows of a task take a block before the next one is touched, so that it comes from near.
+// row's result does not depend on which rows share its task, nor on how a prompt was cut into chunks, as long as keys and
+// values are finite. Products take six rows at a time; all rows of a task take a block before the next one is touched, so
+// that it comes from near.
 
 #pragma once
 
@@ -85,8 +86,7 @@ void attend(Rows<T>& rows, int first, const T* keys, const T* values, int64_t di
   int64_t last = 0;
   for (int r = 0; r < R; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
-  // What is filled and seen by one of the rows: beyond it lies what other sequences left, and zero times infinity is no
-  // zero.
+  // What is filled and seen by one of the rows: beyond it lies what other sequences left, which may be anything.
   const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size, columns = (filled + 15) / 16 * 16;
   multiply_into<T, R, false>(rows.q + first * dim, dim, keys, size, columns, dim, scores, size);
   for (int r = 0; r < R; r++) {

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "kernels.h"
 #include "tile.h"
 
@@ -142,6 +144,7 @@ template <class T>
 struct Plain {
   using Step = typename StepOf<T>::Step;
   using X = T;
+  static constexpr bool kWidens = false;
 
   static float get(const Matrix&, const char* panel, const float*, int64_t output, int64_t input) {
     constexpr int n = Step::kInputs;
@@ -164,7 +167,8 @@ struct Rounded {
   using Step = S;
   using X = typename S::X;
   using Unit = U;
-  static constexpr bool kIntegers = sizeof(X) == 1;
+  using Wide = Rounded<PairStep, Bits, 0, U>;  // the same integers as bfloat16
+  static constexpr bool kIntegers = sizeof(X) == 1, kWidens = !kIntegers;
   static constexpr int kBits = Bits;
 
   static float get(const Matrix& m, const char* panel, const float* scales, int64_t output, int64_t input) {
@@ -247,6 +251,21 @@ using W8A8 = Rounded<QuadStep, 8, 128, QuadUnit>;
 using W4A8 = Rounded<OctetStep, 4, 8, OctetUnit>;
 using WInt8 = Rounded<WidePairStep, 8, 0, PairUnit>;
 using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetUnit>;
+
+// A panel's integers as bfloat16, in the order of `Wide`: with many rows it is cheaper to do that once than for each few.
+template <class F>
+void widen_panel(const Matrix& m, const char* panel, std::vector<char>& wide) {
+  using Step = typename F::Step;
+  constexpr int pairs = Step::kInputs / 2, groups = kPanel / 16;
+  const int64_t steps = ceil_div(m.in, Step::kInputs);
+  wide.resize(steps * pairs * groups * PairStep::kBytes);
+  for (int64_t i = 0; i < steps; i++)
+    for (int g = 0; g < groups; g++) {
+      const auto weights = Step::weights(panel + (i * groups + g) * Step::kBytes);
+      for (int pair = 0; pair < pairs; pair++)
+        memcpy(wide.data() + ((i * pairs + pair) * groups + g) * PairStep::kBytes, (const u32x16*)&weights + pair, 64);
+    }
+}
 
 // Calls `f` with the format of a matrix as a type.
 template <class F>

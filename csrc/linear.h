@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "formats.h"
 
 namespace penstock {
@@ -11,34 +9,48 @@ namespace PENSTOCK_ISA {
 
 constexpr int64_t kSoon = 4096;  // bytes
 
-// Calls `finish(row, output, count, values)` for each run of up to 16 outputs of a task, which is a block of rows by some
-// panels; tasks of the same rows follow each other.
+// Calls `finish(row, output, count, values)` for each run of up to 16 outputs of some rows and a panel.
+template <class F, class Finish>
+inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
+                           const float* scales, Finish&& finish) {
+  const Matrix& m = a.matrix;
+  // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
+  const int64_t ahead = end - first <= 2 ? kSoon : 0;
+  for (int64_t row = first; row < end; row += kTileRows)
+    with_rows(end - row, [&]<int R>() {
+      for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
+        f32x16 out[R][kGroups];
+        F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, ahead, out);
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+          PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
+            const int64_t at = column + c + g * 16;
+            if (at >= m.outputs) continue;
+            const int64_t count = m.outputs - at < 16 ? m.outputs - at : 16;
+            if (m.bias) out[r][g] += count == 16 ? load(m.bias + at) : load_part(m.bias + at, count);
+            finish(row + r, at, count, out[r][g]);
+          }
+      }
+    });
+}
+
+// The same for a task, which is a block of rows by some panels; tasks of the same rows follow each other.
 template <class F, class Finish>
 inline void walk(const Linear& a, int64_t task, Finish&& finish) {
   const Matrix& m = a.matrix;
   const int64_t tasks = ceil_div(m.outputs, kPanel * a.panels), groups = groups_of(m);
   const int64_t first = task / tasks * kRowBlock, begin = task % tasks * kPanel * a.panels;
   const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
-  // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
-  const int64_t ahead = end - first <= 2 ? kSoon : 0;
   for (int64_t column = begin; column < begin + kPanel * a.panels && column < m.outputs; column += kPanel) {
     const char* panel = (const char*)m.panels + column / kPanel * panel_bytes(m);
     const float* scales = m.scales + column * groups;
-    for (int64_t row = first; row < end; row += kTileRows)
-      with_rows(end - row, [&]<int R>() {
-        for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
-          f32x16 out[R][kGroups];
-          F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, ahead, out);
-          PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-            PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-              const int64_t at = column + c + g * 16;
-              if (at >= m.outputs) continue;
-              const int64_t count = m.outputs - at < 16 ? m.outputs - at : 16;
-              if (m.bias) out[r][g] += count == 16 ? load(m.bias + at) : load_part(m.bias + at, count);
-              finish(row + r, at, count, out[r][g]);
-            }
-        }
-      });
+    if constexpr (F::kWidens)
+      if (end - first > kTileRows) {  // once for all rows
+        thread_local std::vector<char> wide;
+        widen_panel<F>(m, panel, wide);
+        multiply_panel<typename F::Wide>(a, first, end, column, wide.data(), scales, finish);
+        continue;
+      }
+    multiply_panel<F>(a, first, end, column, panel, scales, finish);
   }
 }
 
@@ -89,6 +101,9 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
   }
 }
 
+// The largest magnitude of what is as good as zero, for whose inverse there is no float.
+constexpr float kNothing = 1e-30f;
+
 // Rounds to nearest, to even in the middle; for what is far below 2^22.
 inline i32x16 to_integers(f32x16 v) {
   const f32x16 magic = all(12582912.0f);
@@ -111,9 +126,15 @@ template <class T>
 void quantize_row(const Quantize& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.in;
   int8_t* out = a.out + row * a.padded;
-  const float most = magnitude(x, a.in), inverse = most > 0 ? 127.0f / most : 0.0f;
+  const float most = magnitude(x, a.in);
   const int64_t groups = ceil_div(a.in, a.group);
   a.scales[row] = most / 127.0f;
+  if (!(most > kNothing)) {  // or not a number, as the scale then says
+    memset(out, 0, a.padded);
+    memset(a.sums + row * groups, 0, groups * sizeof(int32_t));
+    return;
+  }
+  const float inverse = 127.0f / most;
   memset(out + a.in, 0, a.padded - a.in);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
@@ -171,8 +192,9 @@ void round_row(const Matrix& m, const T* weight, int8_t* out, float* scales) {
           extreme = -extreme;
           break;
         }
-    const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = scale ? 1.0f / scale : 0.0f;
+    const float scale = extreme / (F::kBits == 4 ? 8.0f : 127.0f), inverse = 1.0f / scale;
     *scales = scale;
+    if (!(extreme > kNothing || -extreme > kNothing)) continue;  // `out` is zero; a scale that is no number says so
     for (int64_t i = begin; i < end; i += 16) {
       const int64_t count = end - i < 16 ? end - i : 16;
       i32x16 q = to_integers((count < 16 ? load_part(weight + i, count) : load(weight + i)) * inverse);

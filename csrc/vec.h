@@ -134,7 +134,8 @@ inline float largest(f32x16 v) {
   return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// 2^x for x of at most 0, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150.
+// 2^x for x of at most 0, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150, where there is no AVX-512
+// below -126, and where x is no number.
 template <bool coarse>
 inline f32x16 exp2_of_negative(f32x16 x) {
   const f32x16 clamped = max(x, all(-200.0f)), magic = all(12582912.0f);  // adding it rounds to an integer

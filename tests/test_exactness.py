@@ -45,7 +45,7 @@ KINDS = ["float32", "bfloat16", "bfloat16 w8a8", "bfloat16 w4a8", "bfloat16 wint
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     dtype, _, quantization = kind.partition(" ")
     fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization or "none"}
-    fixed |= {"block_size": BLOCK, "max_model_len": LONGEST}
+    fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
     return Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
 
 

@@ -199,7 +199,54 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
         assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, 0.2)[0], whole[row])
 
 
+@few
+@given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]))
+def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -> None:
+    """Every op in a row, for batches of any size, and again after others."""
+    rng = Random(seed)
+    spec = KVSpec(1, 2, 16, torch.bfloat16, 16)
+    weights = [randn(seed + i, *shape, dtype=spec.dtype) / 8 for i, shape in enumerate(((50, 64), (128, 64), (64, 64)))]
+    vocabulary, qkv, out = (cpu.pack([weight], None, format) for weight in weights)
+    gain, table = randn(seed, 64, dtype=spec.dtype), randn(seed + 9, 160, 16)
+
+    def step(batch: Batch) -> tuple[Tensor, Tensor]:
+        x = cpu.embedding(batch.token_ids, vocabulary)
+        parts = cpu.linear(cpu.rms_norm(x, gain, 1e-6), qkv).split([64, 32, 32], -1)
+        q, k, v = (part.unflatten(-1, (-1, 16)) for part in parts)
+        q, k = (cpu.rope(part, batch.positions, table) for part in (q, k))
+        cpu.store(cache, k, v, batch.slots)
+        added = cpu.linear(cpu.attention(q, cache, batch, 0.25).flatten(1), out)
+        added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
+        return cpu.silu_mul(added), x
+
+    batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
+    cache = fill(spec, batches[0][0], 60, rng, 0.0)[0]
+    recorded = cpu.recorded(step, 600, 5, 10)
+    for batch, tokens, _ in [*batches, batches[0]]:
+        batch.token_ids[:] = torch.randint(50, (tokens,))
+        batch.slots[:] = torch.arange(tokens)
+        expected = step(batch)
+        for got, wanted in zip(recorded(batch), expected, strict=True):
+            assert torch.equal(got, wanted)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        cpu.recorded(lambda b: (cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out),) * 2, 9, 1, 1)
+
+
+def test_values_that_are_no_numbers_stay_in_their_row() -> None:
+    weight, x = randn(0, 70, 40, dtype=torch.bfloat16), randn(1, 5, 40, dtype=torch.bfloat16)
+    for format in FORMATS:
+        matrix = cpu.pack([weight], None, format)
+        spoiled = x.clone()
+        spoiled[1, 3], spoiled[2, 5], spoiled[3] = float("nan"), float("inf"), 1e-38
+        expected, got = cpu.linear(x, matrix), cpu.linear(spoiled, matrix)
+        assert torch.equal(got[[0, 4]], expected[[0, 4]])
+        assert not got[[1, 2]].isfinite().any()
+        assert got[3].abs().max() < 1e-30
+
+
 def test_what_the_kernels_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        Format(4, 20, 8)
     with pytest.raises(PenstockError, match="multiple of 16"):
         cpu.new_cache(KVSpec(1, 1, 64, torch.float32, 20), 1, torch.device("cpu"))
     with pytest.raises(PenstockError, match="bfloat16 or float32"):

@@ -87,6 +87,12 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "that a scale is for 32 weights, not 128 (4 bits) or a whole row (8 bits)."
         ),
     ] = "none"
+    weight_cache_dir: Annotated[
+        str,
+        option(
+            "Folder that keeps rounded weights for the next start; nothing for ~/.cache/penstock, none for nowhere."
+        ),
+    ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
     ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto takes the fastest that run here.")] = (
         "auto"

@@ -12,8 +12,7 @@ from penstock import demo, ops
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
-from penstock.models import load_model, read_config
-from penstock.quant import SCHEMES
+from penstock.models import cache_folder, load_model, read_config
 
 from .blocks import BlockPool
 from .memory import count_blocks, count_host_blocks
@@ -44,7 +43,8 @@ class Engine:
             longest=options.max_model_len or None,
             load_format=options.load_format,
             seed=options.seed,
-            scheme=SCHEMES[options.quantization],
+            quantization=options.quantization,
+            cache=cache_folder(options.weight_cache_dir),
         )
         number = str(self.model.dtype).removeprefix("torch.")
         kept = "" if options.quantization == "none" else f"-{options.quantization}"

@@ -65,6 +65,7 @@ class Server:
             from .engine import Engine
 
             self._engine = Engine(self._options)
+            gc.collect()
             gc.freeze()  # what is there now stays, and need not be looked through again and again
         except PenstockError as error:
             self._tell(wire.Broken(error.failure))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.ops import Ops
+from penstock.ops import Format, Ops
 from penstock.parallel import ALONE, Group
-from penstock.quant import UNCHANGED, Scheme
+from penstock.quant import UNCHANGED, Matrix, Scheme
 
 
 class Weights(Protocol):
@@ -19,6 +20,13 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor in the checkpoint's own dtype; raises ``PenstockError`` where name or shape do not fit."""
         ...
+
+
+class Kept(Protocol):
+    """Packed matrices from an earlier start, by name."""
+
+    def find(self, name: str) -> dict[str, Tensor] | None: ...
+    def keep(self, name: str, tensors: dict[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,27 @@ class Context:
     device: torch.device
     group: Group = ALONE
     scheme: Scheme = UNCHANGED
+    kept: Kept | None = None
+    """For rounded matrices."""
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A whole tensor, in the dtype and on the device that the model computes with."""
         return self.weights.take(name, *shape).to(self.device, self.dtype)
+
+    def matrix(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        format: Format,
+        parts: Callable[[], list[Tensor]],
+        bias: Tensor | None = None,
+    ) -> Matrix:
+        """``[outputs, inputs]`` in a format, as an earlier start kept it, or made of ``parts``, rows after rows."""
+        kept = self.kept if format.bits else None
+        if kept and (found := kept.find(name)):
+            return Matrix(self.ops, self.ops.restore(found, inputs, outputs, self.dtype, bias, format))
+        matrix = self.ops.pack(parts(), bias, format)
+        if kept:
+            kept.keep(name, self.ops.packed(matrix))
+        return Matrix(self.ops, matrix)

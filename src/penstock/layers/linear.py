@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.quant import Matrix
-
 from .context import Context
 
 
@@ -23,8 +21,11 @@ class Linear:
             parts = [context.take(f"{n}.{kind}", out, *rest) for n, out in zip(names, outputs, strict=True)]
             return [context.group.shard(part, 0) for part in parts]
 
+        own = sum(context.group.part(out) for out in outputs)
         added = torch.cat(shards("bias")) if bias else None
-        self._matrix = Matrix(context.ops, shards("weight", inputs), added, context.scheme.layers)
+        self._matrix = context.matrix(
+            "+".join(names), inputs, own, context.scheme.layers, lambda: shards("weight", inputs), added
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._matrix.multiply(x)
@@ -35,9 +36,13 @@ class Reduced:
 
     def __init__(self, context: Context, name: str, inputs: int, outputs: int, bias: bool = False) -> None:
         self._group = context.group
-        weight = context.group.shard(context.take(f"{name}.weight", outputs, inputs), 1)
+        own = context.group.part(inputs)
         added = context.take(f"{name}.bias", outputs) if bias and context.group.rank == 0 else None
-        self._matrix = Matrix(context.ops, [weight], added, context.scheme.layers)
+
+        def shard() -> list[Tensor]:
+            return [context.group.shard(context.take(f"{name}.weight", outputs, inputs), 1)]
+
+        self._matrix = context.matrix(name, own, outputs, context.scheme.layers, shard, added)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.sum(self._matrix.multiply(x))
@@ -47,8 +52,10 @@ class Embedding:
     """Token ids to vectors, and, where the two are tied, vectors to scores with the same matrix."""
 
     def __init__(self, context: Context, name: str, vocabulary: int, hidden: int) -> None:
-        weight = context.take(f"{name}.weight", vocabulary, hidden)
-        self._matrix = Matrix(context.ops, [weight], format=context.scheme.head)
+        def whole() -> list[Tensor]:
+            return [context.take(f"{name}.weight", vocabulary, hidden)]
+
+        self._matrix = context.matrix(name, hidden, vocabulary, context.scheme.head, whole)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return self._matrix.gather(token_ids)

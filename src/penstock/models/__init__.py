@@ -11,15 +11,16 @@ import torch
 from penstock.core.errors import invalid
 from penstock.layers import Context, Weights
 from penstock.ops import Ops
-from penstock.quant import UNCHANGED, Scheme
+from penstock.quant import SCHEMES, UNCHANGED
 
 from .checkpoint import Checkpoint, Dummy
 from .config import DecoderConfig, read_config
 from .decoder import Decoder
+from .packed import Packed, cache_folder
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Decoder", "DecoderConfig", "load_model", "read_config"]
+__all__ = ["Decoder", "DecoderConfig", "cache_folder", "load_model", "read_config"]
 
 
 def load_model(
@@ -31,7 +32,8 @@ def load_model(
     longest: int | None = None,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
-    scheme: Scheme = UNCHANGED,
+    quantization: str = "none",
+    cache: Path | None = None,
 ) -> Decoder:
     """Build the model that a checkpoint describes.
 
@@ -39,7 +41,8 @@ def load_model(
         dtype: to compute in; None is the checkpoint's own, but on a CPU bfloat16 in place of float16.
         longest: tokens a sequence may have; None is the model's own context, which it must not exceed.
         seed: of dummy weights.
-        scheme: what the weights are rounded to.
+        quantization: what the weights are rounded to, a name of ``SCHEMES``.
+        cache: where rounded weights are kept for the next start.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
     """
@@ -52,5 +55,11 @@ def load_model(
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
-    context = Context(ops, weights, dtype, device, scheme=scheme)
-    return Decoder(context, config, longest or config.context)
+    scheme, kept = SCHEMES[quantization], None
+    if cache and scheme != UNCHANGED and load_format != "dummy":
+        kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}")
+    context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept)
+    model = Decoder(context, config, longest or config.context)
+    if kept:
+        kept.save()
+    return model

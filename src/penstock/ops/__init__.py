@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,10 +27,21 @@ class Ops(Protocol):
 
     NAME: str
     BATCH_INVARIANT: bool
+    LAYOUT: str
 
     def fingerprint(self) -> str: ...
     def set_threads(self, count: int) -> None: ...
     def pack(self, parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = PLAIN) -> Any: ...
+    def packed(self, matrix: Any) -> dict[str, Tensor]: ...
+    def restore(
+        self,
+        found: Mapping[str, Tensor],
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        format: Format,
+    ) -> Any: ...
     def linear(self, x: Tensor, matrix: Any, wide: bool = False) -> Tensor: ...
     def likeliest(self, x: Tensor, matrix: Any) -> Tensor: ...
     def embedding(self, token_ids: Tensor, matrix: Any) -> Tensor: ...

@@ -6,7 +6,7 @@ Kernels take addresses and sizes. This module checks what they trust, and alloca
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,17 @@ from penstock.core.errors import invalid
 from . import _kernels, pages
 from .batch import Batch, KVSpec
 from .formats import PLAIN, Format
-from .tape import Arena, Step, empty, taking_from
+from .tape import Arena, Step, contiguous, empty, taking_from
 
 NAME = "cpu"
 BATCH_INVARIANT = True
+LAYOUT = "cpu-1"
+"""Of packed matrices, which is the same for every instruction set."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 NUMBERS = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """The kernels' number of a format, by bits of weights and of activations."""
+LARGEST_STEP = 4096
+"""Tokens of a step whose buffers are kept."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ class Matrix:
     """``[out, in]`` in panels of 64 outputs."""
 
     native: Any
-    held: tuple[Tensor | None, ...]
-    """What ``native`` points to."""
+    held: dict[str, Tensor]
+    """What ``native`` points to: values, scales, bias."""
     outputs: int
     inputs: int
     dtype: torch.dtype
@@ -63,16 +67,12 @@ class LayerCache:
 
 def fingerprint() -> str:
     """What decides the bits of a result besides the model: instruction set and format of the kernels."""
-    return f"cpu-{_kernels.current()}-1"
+    return f"cpu-{_kernels.current()}-2"
 
 
 def set_threads(count: int) -> None:
-    """Threads that share a call's work; 0 takes all cores this process may use. Results do not depend on it.
-
-    PyTorch gets one, since its threads keep looking for work for a while, on cores that ours then lack.
-    """
+    """Threads that share a call's work; 0 takes all cores this process may use. Results do not depend on it."""
     _kernels.set_threads(count or usable_cores())
-    torch.set_num_threads(1)
 
 
 def usable_cores() -> int:
@@ -118,27 +118,48 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = P
     if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
+    matrix = _new_matrix(inputs, sum(part.shape[0] for part in parts), dtype, bias, format)
+    first = 0
+    for part in parts:
+        part = part.contiguous()  # held until it is packed
+        _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
+        first += part.shape[0]
+    return matrix
+
+
+def packed(matrix: Matrix) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in matrix.held.items() if name != "bias"}
+
+
+def restore(
+    found: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
+) -> Matrix:
+    matrix = _new_matrix(inputs, outputs, dtype, bias, format)
+    for name, tensor in packed(matrix).items():
+        tensor.copy_(found[name])
+    return matrix
+
+
+def _new_matrix(inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format) -> Matrix:
+    """Still empty."""
     kind, number = check(dtype), NUMBERS[format.bits, format.activations]
     if format.bits and not format.activations and dtype is not torch.bfloat16:
         raise PenstockError(Code.UNSUPPORTED, "integers by float32; use bfloat16", "quantization")
-    outputs, group = sum(part.shape[0] for part in parts), format.group or inputs
-    bias = None if bias is None else bias.float()
-    added = 0 if bias is None else bias.data_ptr()
+    group = format.group or inputs
     sizes = inputs, outputs, group, number, kind
     panels = -(-outputs // _kernels.PANEL)
-    values = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)
-    scales = torch.empty(panels * -(-inputs // group) * _kernels.PANEL) if format.bits else None
-    native = _kernels.Matrix(values.data_ptr(), 0 if scales is None else scales.data_ptr(), added, *sizes)
-    first = 0
-    for part in parts:
-        _kernels.pack(part.contiguous().data_ptr(), native, first, part.shape[0])
-        first += part.shape[0]
-    return Matrix(native, (values, scales, bias), outputs, inputs, dtype, format)
+    held = {"values": pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)}
+    if format.bits:
+        held["scales"] = torch.zeros(panels * -(-inputs // group) * _kernels.PANEL)
+    if bias is not None:
+        held["bias"] = bias.float()
+    at, scales, added = (held[name].data_ptr() if name in held else 0 for name in ("values", "scales", "bias"))
+    return Matrix(_kernels.Matrix(at, scales, added, *sizes), held, outputs, inputs, dtype, format)
 
 
 def quantize(x: Tensor, group: int = 0) -> Rounded:
     """Each row divided by its largest magnitude times 127, and rounded; sums are those of groups, 0 is all."""
-    x = x.contiguous()
+    x = contiguous(x)
     rows, inputs = x.shape
     padded, group = -(-inputs // 8) * 8, group or inputs
     groups = -(-inputs // group)
@@ -160,7 +181,7 @@ def quantize(x: Tensor, group: int = 0) -> Rounded:
 def _given(x: Tensor, matrix: Matrix) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
     """What a product takes in, as addresses, and what must be held for so long."""
     if not matrix.format.activations:
-        x = x.contiguous()
+        x = contiguous(x)
         return (x,), (x.data_ptr(), 0, 0)
     rounded = quantize(x, matrix.format.group)
     held = rounded.values, rounded.scales, rounded.sums
@@ -305,8 +326,12 @@ def attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: 
 
 
 def recorded(step: Step, tokens: int, sequences: int, blocks: int) -> Step:
-    """A step that costs one native call; a batch of more tokens runs call by call."""
-    return Recorded(step, tokens, sequences, blocks)
+    """A step that costs one native call; a batch of more tokens than ``LARGEST_STEP`` runs call by call.
+
+    PyTorch gets one thread from now on: its threads keep looking for work for a while, on cores that ours then lack.
+    """
+    torch.set_num_threads(1)
+    return Recorded(step, min(tokens, LARGEST_STEP), sequences, blocks)
 
 
 class Recorded:

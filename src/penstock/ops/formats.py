@@ -20,5 +20,9 @@ class Format:
     activations: int = 0
     """8: what the matrix is multiplied with is rounded, too, each row with its own scale; 0: it is not."""
 
+    def __post_init__(self) -> None:
+        if self.group % 8:
+            raise ValueError(f"a group of {self.group}: multiples of 8 are known")
+
 
 PLAIN = Format()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -25,6 +26,7 @@ def zeros(size: int, huge: bool = False) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     if not huge:
         return whole
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # of systems without
+        memory.madvise(mmap.MADV_HUGEPAGE)
     start = -whole.data_ptr() % HUGE
     return whole[start : start + size]

@@ -6,7 +6,7 @@ is batch-invariant: PyTorch chooses the order of its sums by shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,9 @@ from .formats import PLAIN, Format
 
 NAME = "reference"
 BATCH_INVARIANT = False
+LAYOUT = "reference-1"
+NOTHING = 1e-30
+"""The largest magnitude of what is rounded to zeros."""
 
 
 def fingerprint() -> str:
@@ -56,6 +59,18 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = P
     return Matrix(_rounded(weight.float(), format), bias, weight.dtype, format)
 
 
+def packed(matrix: Matrix) -> dict[str, Tensor]:
+    """What ``restore`` makes the same matrix of, but for its bias."""
+    return {"weight": matrix.weight}
+
+
+def restore(
+    found: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
+) -> Matrix:
+    """A rounded matrix from what ``packed`` gave, under the same ``LAYOUT``."""
+    return Matrix(found["weight"], None if bias is None else bias.float(), dtype, format)
+
+
 def _rounded(weight: Tensor, format: Format) -> Tensor:
     """Integers times scales, float32."""
     groups = weight.split(format.group or weight.shape[1], 1)
@@ -65,7 +80,7 @@ def _rounded(weight: Tensor, format: Format) -> Tensor:
     scale = most / 127
     if format.bits == 4:
         scale = torch.where((weight == most).any(1, keepdim=True), -most, most) / 8
-    inverse = torch.where(scale == 0, 0, 1 / scale)
+    inverse = torch.where(most > NOTHING, 1 / scale, 0)
     return (weight * inverse).round().clamp(max=7 if format.bits == 4 else 127) * scale
 
 
@@ -81,7 +96,7 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
     if matrix.format.activations:
         most = given.abs().amax(1, keepdim=True)
         inverse = torch.full_like(most, 127) / most  # a number divided by a tensor would be rounded twice
-        given = (given * torch.where(most == 0, 0, inverse)).round() * (most / 127)
+        given = (given * torch.where(most > NOTHING, inverse, 0)).round() * (most / 127)
     out = F.linear(given, matrix.weight, matrix.bias)
     return out if wide else out.to(x.dtype)
 

@@ -55,6 +55,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """As ``Tensor.contiguous``, which a recorded step cannot do: it makes native calls only."""
+    if not x.is_contiguous() and getattr(_recording, "arena", None) is not None:
+        raise RuntimeError("a step that is recorded must not copy what is not contiguous")
+    return x.contiguous()
+
+
 @contextmanager
 def taking_from(arena: Arena) -> Iterator[None]:
     _recording.arena = arena

@@ -1,25 +1,20 @@
-"""A matrix in its format, packed once at load."""
+"""A matrix in its format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from penstock.ops import PLAIN, Format, Ops
+from penstock.ops import Ops
 
 
 class Matrix:
-    """``[out, in]`` with a bias ``[out]`` or none.
+    """``[out, in]`` with a bias ``[out]`` or none, as a backend has packed it."""
 
-    Args:
-        parts: some rows after others, as the checkpoint has them, in the model's dtype.
-        format: that it is rounded to.
-    """
-
-    def __init__(self, ops: Ops, parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = PLAIN) -> None:
+    def __init__(self, ops: Ops, packed: Any) -> None:
         self._ops = ops
-        self._matrix = ops.pack(parts, bias, format)
+        self._matrix = packed
 
     def multiply(self, x: Tensor, wide: bool = False) -> Tensor:
         """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""

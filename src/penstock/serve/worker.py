@@ -57,7 +57,6 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     model = configuration.model
     preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template)
     preparer.tokenizer.check_template()
-    _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
     gateway = Gateway(start.engine, preparer)
     service = Service(gateway, options, start.names, Metrics(start.names[0]))
     server = Server(
@@ -94,6 +93,7 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
+    _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
     telling = asyncio.create_task(tell())
     gc.freeze()  # what is there now stays, and need not be looked through again and again
     await server.serve(sockets=[socket.socket(fileno=descriptor) for descriptor in start.sockets])

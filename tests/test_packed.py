@@ -1,0 +1,81 @@
+"""Rounded weights on disk: found again by the next start, and never those of another checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from checkpoints import SMALL, save
+from transformers import Qwen3Config
+
+from penstock import LLM, SamplingParams
+
+PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(Qwen3Config(**SMALL, head_dim=32), tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def answers(checkpoint: Path, cache: Path | str, quantization: str = "w4a8") -> list[list[int]]:
+    llm = LLM(
+        checkpoint,
+        dtype="bfloat16",
+        quantization=quantization,
+        weight_cache_dir=str(cache),
+        num_gpu_blocks_override=20,
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_the_next_start_finds_them(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expected = answers(checkpoint, "none")
+    assert not cache.exists()
+    assert answers(checkpoint, cache) == expected
+    (file,) = cache.iterdir()
+    written = file.stat().st_mtime_ns
+    assert answers(checkpoint, cache) == expected
+    assert file.stat().st_mtime_ns == written
+    other = answers(checkpoint, cache, "wint8")
+    assert len(list(cache.iterdir())) == 2
+    assert answers(checkpoint, cache, "wint8") == other
+    answers(checkpoint, cache, "none")
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_those_of_another_state_are_made_again(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    save(Qwen3Config(**SMALL | {"intermediate_size": 64}, head_dim=32), checkpoint)
+    expected = answers(checkpoint, "none")
+    assert answers(checkpoint, cache) == expected
+    assert list(cache.iterdir()) == [file]
+    os.utime(checkpoint / "model.safetensors", ns=(1, 1))
+    written = file.stat().st_mtime_ns
+    assert answers(checkpoint, cache) == expected
+    assert file.stat().st_mtime_ns != written
+
+
+def test_damage_and_a_full_disk_stop_nothing(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    expected = answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        assert answers(checkpoint, cache) == expected
+    assert "damaged" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert answers(checkpoint, cache) == expected
+        assert not caplog.text
+        assert answers(checkpoint, file) == expected  # a file where a folder should be
+    assert "were not kept" in caplog.text
