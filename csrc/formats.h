@@ -226,7 +226,9 @@ struct PairUnit {
   }
   static int get(Bits unit, int64_t input) { return int8_t(unit >> (8 * input)); }
 };
-struct OctetUnit {
+// Eight of four bits each; inputs lie `Near` bits apart within a stretch of `Length`, and stretches `Far` bits apart.
+template <int Length, int Near, int Far>
+struct NibbleUnit {
   using Bits = uint32_t;
   static Bits of(const int8_t* q) {
     uint32_t unit = 0;
@@ -234,18 +236,10 @@ struct OctetUnit {
     return unit;
   }
   static int get(Bits unit, int64_t input) { return int(unit >> place(input) & 15) - 8; }
-  static int place(int64_t input) { return int(8 * (input % 4) + 4 * (input / 4)); }
+  static int place(int64_t input) { return int(Near * (input % Length) + Far * (input / Length)); }
 };
-struct WideOctetUnit {
-  using Bits = uint32_t;
-  static Bits of(const int8_t* q) {
-    uint32_t unit = 0;
-    for (int i = 0; i < 8; i++) unit |= uint32_t(q[i] + 8) << place(i);
-    return unit;
-  }
-  static int get(Bits unit, int64_t input) { return int(unit >> place(input) & 15) - 8; }
-  static int place(int64_t input) { return int(16 * (input % 2) + 4 * (input / 2)); }
-};
+using OctetUnit = NibbleUnit<4, 8, 4>;
+using WideOctetUnit = NibbleUnit<2, 16, 4>;
 
 using W8A8 = Rounded<QuadStep, 8, 128, QuadUnit>;
 using W4A8 = Rounded<OctetStep, 4, 8, OctetUnit>;

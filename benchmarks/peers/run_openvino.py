@@ -1,13 +1,12 @@
 """python run_openvino.py EXPORTED THREADS WORKS"""
 
-import json
-import random
 import sys
-import time
+from collections.abc import Callable
 
 import numpy as np
 import openvino
 import openvino_genai
+from timing import Prompts, run_all
 
 
 def main() -> None:
@@ -19,20 +18,14 @@ def main() -> None:
     scheduler.enable_prefix_caching = False
     options = {"INFERENCE_NUM_THREADS": int(threads)}
     pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", options)
-    draw = random.Random(0)
 
-    def run(prompts: int, read: int, generated: int) -> float:
+    def generate(prompts: Prompts, generated: int) -> Callable[[], object]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = generated, True, False
-        ids = [[[draw.randrange(1000, 100000) for _ in range(read)]] for _ in range(prompts)]
-        given = [openvino.Tensor(np.array(one, np.int64)) for one in ids]
-        begun = time.perf_counter()
-        pipeline.generate(given, [config] * prompts)
-        return time.perf_counter() - begun
+        given = [openvino.Tensor(np.array([one], np.int64)) for one in prompts]
+        return lambda: pipeline.generate(given, [config] * len(prompts))
 
-    run(1, 32, 8)
-    for work in json.loads(works):
-        print(json.dumps({"work": work, "seconds": run(*work)}), flush=True)
+    run_all(works, generate)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """python run_penstock.py CHECKPOINT THREADS WORKS QUANTIZATION"""
 
-import json
-import random
 import sys
-import time
+from collections.abc import Callable
+
+from timing import Prompts, run_all
 
 from penstock import LLM, SamplingParams
 
@@ -21,18 +21,12 @@ def main() -> None:
         kv_cache_memory_bytes=4 * 2**30,
         enable_prefix_caching=False,
     )
-    draw = random.Random(0)
 
-    def run(prompts: int, read: int, generated: int) -> float:
-        given = [[draw.randrange(1000, 100000) for _ in range(read)] for _ in range(prompts)]
+    def generate(prompts: Prompts, generated: int) -> Callable[[], object]:
         params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=0, detokenize=False)
-        begun = time.perf_counter()
-        llm.generate(given, params, use_tqdm=False)
-        return time.perf_counter() - begun
+        return lambda: llm.generate(prompts, params, use_tqdm=False)
 
-    run(1, 32, 8)
-    for work in json.loads(works):
-        print(json.dumps({"work": work, "seconds": run(*work)}), flush=True)
+    run_all(works, generate)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """python run_vllm.py CHECKPOINT THREADS WORKS"""
 
-import json
 import os
-import random
 import sys
-import time
+from collections.abc import Callable
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{int(sys.argv[2]) - 1}")
+from timing import Prompts, run_all
 from vllm import LLM, SamplingParams, TokensPrompt
 
 
@@ -21,18 +20,13 @@ def main() -> None:
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,
     )
-    draw = random.Random(0)
 
-    def run(prompts: int, read: int, generated: int) -> float:
-        ids = [[draw.randrange(1000, 100000) for _ in range(read)] for _ in range(prompts)]
+    def generate(prompts: Prompts, generated: int) -> Callable[[], object]:
         params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=0, detokenize=False)
-        begun = time.perf_counter()
-        llm.generate([TokensPrompt(prompt_token_ids=one) for one in ids], params, use_tqdm=False)
-        return time.perf_counter() - begun
+        given = [TokensPrompt(prompt_token_ids=one) for one in prompts]
+        return lambda: llm.generate(given, params, use_tqdm=False)
 
-    run(1, 32, 8)
-    for work in json.loads(works):
-        print(json.dumps({"work": work, "seconds": run(*work)}), flush=True)
+    run_all(works, generate)
 
 
 if __name__ == "__main__":

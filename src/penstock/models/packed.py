@@ -72,6 +72,7 @@ class Packed:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             save_file(self._added, written, {"state": self._state})
             os.replace(written, self._path)
+            logger.info("rounded weights are kept for the next start in %s", self._path)
         except (SafetensorError, OSError) as error:
             logger.warning("packed weights were not kept for the next start: %s", error)
             with contextlib.suppress(OSError):

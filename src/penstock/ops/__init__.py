@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,14 +12,12 @@ from torch import Tensor
 from penstock.core import Code, PenstockError
 
 from . import reference
-from .batch import Batch, KVSpec
+from .batch import Batch, KVSpec, Step
 from .formats import PLAIN, Format
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["PLAIN", "Batch", "Format", "KVSpec", "Ops", "Step", "backend", "reference"]
-
-Step = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 class Ops(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,3 +44,7 @@ class Batch:
     """``[sequences, blocks]`` int32: the blocks of each sequence in order."""
     logit_rows: Tensor
     """``[rows]`` int64: tokens of the flat batch whose scores are wanted."""
+
+
+Step = Callable[[Batch], tuple[Tensor, Tensor]]
+"""A model's layers: what the last one adds and the residual stream, ``[tokens, hidden]`` each."""

@@ -17,9 +17,9 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from . import _kernels, pages
-from .batch import Batch, KVSpec
+from .batch import Batch, KVSpec, Step
 from .formats import PLAIN, Format
-from .tape import Arena, Step, contiguous, empty, taking_from
+from .tape import LARGEST_STEP, Recorded, contiguous, empty
 
 NAME = "cpu"
 BATCH_INVARIANT = True
@@ -28,8 +28,6 @@ LAYOUT = "cpu-1"
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 NUMBERS = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """The kernels' number of a format, by bits of weights and of activations."""
-LARGEST_STEP = 4096
-"""Tokens of a step whose buffers are kept."""
 
 
 @dataclass(frozen=True)
@@ -332,48 +330,6 @@ def recorded(step: Step, tokens: int, sequences: int, blocks: int) -> Step:
     """
     torch.set_num_threads(1)
     return Recorded(step, min(tokens, LARGEST_STEP), sequences, blocks)
-
-
-class Recorded:
-    """See ``tape``."""
-
-    def __init__(self, step: Step, tokens: int, sequences: int, blocks: int) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype)
-
-        self._step = step
-        self._tokens = tokens
-        self._batch = Batch(
-            token_ids=zeros(tokens),
-            positions=zeros(tokens),
-            slots=zeros(tokens),
-            query_starts=zeros(sequences + 1, dtype=torch.int32),
-            lengths=zeros(sequences, dtype=torch.int32),
-            block_tables=zeros(sequences, blocks, dtype=torch.int32),
-            logit_rows=zeros(0),
-        )
-        self._tape, self._arena = _kernels.Tape(), Arena()
-        with taking_from(self._arena):
-            self._tape.record()
-            try:
-                self._out = step(self._batch)
-            finally:
-                self._tape.stop()
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, (sequences, blocks) = batch.token_ids.shape[0], batch.block_tables.shape
-        if tokens > self._tokens:
-            return self._step(batch)
-        own = self._batch
-        own.token_ids[:tokens] = batch.token_ids
-        own.positions[:tokens] = batch.positions
-        own.slots[:tokens] = batch.slots
-        own.query_starts[: sequences + 1] = batch.query_starts
-        own.lengths[:sequences] = batch.lengths
-        own.block_tables[:sequences, :blocks] = batch.block_tables
-        self._tape.run(tokens, sequences)
-        x, residual = self._out
-        return x[:tokens], residual[:tokens]
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

@@ -6,14 +6,14 @@ is batch-invariant: PyTorch chooses the order of its sums by shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import Batch, KVSpec
+from .batch import Batch, KVSpec, Step
 from .formats import PLAIN, Format
 
 NAME = "reference"
@@ -45,7 +45,6 @@ class Matrix:
     format: Format
 
 
-Step = Callable[[Batch], tuple[Tensor, Tensor]]
 Cache = list[Tensor]
 """A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""
 

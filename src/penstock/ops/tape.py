@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import pages
-from .batch import Batch
+from . import _kernels, pages
+from .batch import Batch, Step
 
-Step = Callable[[Batch], tuple[Tensor, Tensor]]
+LARGEST_STEP = 4096
+"""Tokens of a step whose buffers are kept."""
 _recording = threading.local()
 
 
@@ -69,3 +70,50 @@ def taking_from(arena: Arena) -> Iterator[None]:
         yield
     finally:
         _recording.arena = None
+
+
+class Recorded:
+    """A step as one native call.
+
+    Args:
+        step: makes native calls only, always the same but for the batch.
+        tokens, sequences, blocks: of a batch, the latter of one sequence; one of more tokens runs call by call.
+    """
+
+    def __init__(self, step: Step, tokens: int, sequences: int, blocks: int) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        self._step = step
+        self._tokens = tokens
+        self._batch = Batch(
+            token_ids=zeros(tokens),
+            positions=zeros(tokens),
+            slots=zeros(tokens),
+            query_starts=zeros(sequences + 1, dtype=torch.int32),
+            lengths=zeros(sequences, dtype=torch.int32),
+            block_tables=zeros(sequences, blocks, dtype=torch.int32),
+            logit_rows=zeros(0),
+        )
+        self._tape, self._arena = _kernels.Tape(), Arena()
+        with taking_from(self._arena):
+            self._tape.record()
+            try:
+                self._out = step(self._batch)
+            finally:
+                self._tape.stop()
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, (sequences, blocks) = batch.token_ids.shape[0], batch.block_tables.shape
+        if tokens > self._tokens:
+            return self._step(batch)
+        own = self._batch
+        own.token_ids[:tokens] = batch.token_ids
+        own.positions[:tokens] = batch.positions
+        own.slots[:tokens] = batch.slots
+        own.query_starts[: sequences + 1] = batch.query_starts
+        own.lengths[:sequences] = batch.lengths
+        own.block_tables[:sequences, :blocks] = batch.block_tables
+        self._tape.run(tokens, sequences)
+        x, residual = self._out
+        return x[:tokens], residual[:tokens]
