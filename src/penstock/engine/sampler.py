@@ -16,6 +16,10 @@ from .plan import Draw
 from .sequence import Sequence
 
 NEVER = float("-inf")
+ROWS_AT_ONCE = 4
+"""Rows whose distributions are held at a time: more would leave the caches, and go back to the system when freed."""
+BIN_SHIFT = 20
+"""Bits of a float32 that its bin leaves away: eight bins from one power of two to the next."""
 
 
 def sample(scores: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
@@ -30,8 +34,9 @@ def sample(scores: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
     adjusted = adjust(scores, sequences)
     chosen = adjusted.argmax(-1)
     random = [i for i, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
-    if random:
-        chosen[random] = choose(adjusted[random], [sequences[i] for i in random])
+    for start in range(0, len(random), ROWS_AT_ONCE):
+        some = random[start : start + ROWS_AT_ONCE]
+        chosen[some] = choose(adjusted[some], [sequences[i] for i in some])
     token_ids = chosen.tolist()
     listed = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
     wanted = [sequences[i].request.sampling.logprobs or 0 for i in listed]
@@ -129,8 +134,11 @@ def choose(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
     if any(p.min_p > 0 for p in params):
         weights.masked_fill_(weights < torch.tensor([p.min_p for p in params], device=scores.device)[:, None], 0)
     for i, p in enumerate(params):
-        if 0 < p.top_k < scores.shape[-1] or p.top_p < 1:
-            _truncate(weights[i], p.top_k, p.top_p)
+        if 0 < p.top_k < scores.shape[-1]:
+            _truncate(weights[i], torch.ones_like(weights[i], dtype=torch.float64), p.top_k)
+        if p.top_p < 1:
+            mass = weights[i].double()
+            _truncate(weights[i], mass, p.top_p * mass.sum().item())
     cumulative = weights.double().cumsum(-1)
     numbers = uniform(
         np.array([sequence.seed & (2**64 - 1) for sequence in sequences], np.uint64),
@@ -141,18 +149,22 @@ def choose(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
     return torch.searchsorted(cumulative, marks, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
-def _truncate(weights: Tensor, top_k: int, top_p: float) -> None:
-    """Zero all but the ``top_k`` likeliest, and of those all but the fewest that make up ``top_p``.
+def _truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:
+    """Keep the likeliest of ``weights``, as long as those before them amount to less than ``limit``; zero the others.
 
-    Among equals the lower token id counts as the likelier.
+    Among equals the lower token id counts as the likelier. The vocabulary is not sorted: tokens are sorted into bins by
+    the leading bits of their weights, and only the bin in which the limit is reached is looked at more closely.
     """
-    ordered, ids = weights.sort(descending=True, stable=True)
-    if 0 < top_k < len(ordered):
-        ordered[top_k:] = 0
-    if top_p < 1:
-        cumulative = ordered.double().cumsum(-1)
-        ordered[cumulative - ordered >= top_p * cumulative[-1]] = 0
-    weights[ids] = ordered
+    bins = weights.view(torch.int32) >> BIN_SHIFT  # floats that are not negative are in the order of their bits
+    held = torch.bincount(bins, amounts).cumsum(0)
+    above = held[-1] - held
+    edge = int((above < limit).nonzero()[0])
+    members = (bins == edge).nonzero()[:, 0]
+    members = members[weights[members].argsort(descending=True, stable=True)]
+    own = amounts[members]
+    before = above[edge] + own.cumsum(0) - own
+    weights[members[before >= limit]] = 0
+    weights.masked_fill_(bins < edge, 0)
 
 
 # --- Telling ----------------------------------------------------------------------------------------------------------
