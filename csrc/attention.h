@@ -8,122 +8,302 @@
 
 #pragma once
 
-#include "kernels.h"
-#include "tile.h"
+#include "formats.h"
+#include "rounding.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
 
 constexpr float kNever = -__builtin_inff();
+constexpr float kMuch = 8.0f;  // in powers of two: weights grow up to 256
 
-// Where a position's key and value lie in a block and head of the cache.
+// --- What a cache holds ----------------------------------------------------------------------------------------------
+
+// Keys and values as they are.
 template <class T>
-inline int64_t key_index(int64_t position, int64_t d, int64_t block_size) {
-  constexpr int n = StepOf<T>::Step::kInputs;
-  return (d / n * block_size + position) * n + d % n;
+struct Whole {
+  using Element = T;
+  using KeyStep = typename StepOf<T>::Step;
+  using ValueStep = KeyStep;
+  static constexpr bool kRounds = false;
+};
+
+// Four weights of 8 bits, unsigned, by signed values.
+struct WeightStep {
+  using X = uint8_t;
+  using Sum = i32x16;
+  static constexpr int kInputs = 4, kBytes = 64;
+  static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
+  static u32x16 last(const char* at) { return weights(at); }
+#if defined(__AVX512VNNI__)
+  static u32x16 input(const uint8_t* x) {
+    uint32_t four;
+    memcpy(&four, x, sizeof(four));
+    return u32x16{} + four;
+  }
+  static i32x16 add(i32x16 sum, u32x16 x, u32x16 w) {
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+  }
+#else
+  static QuadStep::Input input(const uint8_t* x) {
+    auto pair = [](uint32_t low, uint32_t high) { return i32x16{} + int32_t(low | high << 16); };
+    return {pair(x[0], x[2]), pair(x[1], x[3])};
+  }
+  static i32x16 add(i32x16 sum, const QuadStep::Input& x, u32x16 w) {
+    typedef int16_t i16x32 __attribute__((vector_size(64)));
+    const i16x32 odd = as<i16x32>(w) >> 8, even = (as<i16x32>(w) << 8) >> 8;
+    return sum + QuadStep::pairs(as<u32x16>(even), x.even) + QuadStep::pairs(as<u32x16>(odd), x.odd);
+  }
+#endif
+};
+
+// Keys and values rounded to 8 bits, each of a position with its own scale; keys have 128 added. Queries are rounded, too,
+// and weights within a block of positions.
+struct EightBits {
+  using Element = int8_t;
+  using KeyStep = QuadStep;
+  using ValueStep = WeightStep;
+  static constexpr bool kRounds = true;
+};
+
+// A block's keys and values for one head.
+template <class K>
+struct Block {
+  typename K::Element *keys, *values;
+  float *key_scales, *value_scales;  // where they are rounded
+
+  // The block of a cache at that number, counted over blocks and heads.
+  Block(const void* cache, int64_t number, int64_t dim, int64_t size) {
+    const int64_t bytes = 2 * size * (dim * sizeof(typename K::Element) + (K::kRounds ? sizeof(float) : 0));
+    keys = (typename K::Element*)((char*)cache + number * bytes);
+    values = keys + dim * size;
+    key_scales = (float*)(values + dim * size);
+    value_scales = key_scales + size;
+  }
+};
+
+// Where a position's key and value lie.
+template <class K>
+inline int64_t key_index(int64_t position, int64_t d, int64_t size) {
+  constexpr int n = K::KeyStep::kInputs;
+  return (d / n * size + position) * n + d % n;
 }
-template <class T>
+template <class K>
 inline int64_t value_index(int64_t position, int64_t d, int64_t dim) {
-  constexpr int n = StepOf<T>::Step::kInputs;
+  constexpr int n = K::ValueStep::kInputs;
   return (position / n * dim + d) * n + position % n;
 }
 
-template <class T>
+template <class T, class K>
 void store_token(const Store& a, int64_t token) {
-  const int64_t slot = a.slots[token], block = slot / a.block_size, position = slot % a.block_size;
+  const int64_t slot = a.slots[token], position = slot % a.block_size;
   for (int64_t head = 0; head < a.kv_heads; head++) {
-    T* keys = (T*)a.cache + (block * a.kv_heads + head) * 2 * a.dim * a.block_size;
-    T* values = keys + a.dim * a.block_size;
+    const Block<K> block(a.cache, slot / a.block_size * a.kv_heads + head, a.dim, a.block_size);
     const T* k = (const T*)a.k + token * a.stride_k + head * a.dim;
     const T* v = (const T*)a.v + token * a.stride_v + head * a.dim;
-    for (int64_t d = 0; d < a.dim; d++) keys[key_index<T>(position, d, a.block_size)] = k[d];
-    for (int64_t d = 0; d < a.dim; d++) values[value_index<T>(position, d, a.dim)] = v[d];
+    if constexpr (K::kRounds) {
+      int8_t rounded[kMaxHead];
+      block.key_scales[position] = round_row(k, a.dim, rounded).scale;
+      for (int64_t d = 0; d < a.dim; d++)
+        block.keys[key_index<K>(position, d, a.block_size)] = int8_t(rounded[d] ^ 0x80);
+      block.value_scales[position] = round_row(v, a.dim, rounded).scale;
+      for (int64_t d = 0; d < a.dim; d++) block.values[value_index<K>(position, d, a.dim)] = rounded[d];
+    } else {
+      for (int64_t d = 0; d < a.dim; d++) block.keys[key_index<K>(position, d, a.block_size)] = k[d];
+      for (int64_t d = 0; d < a.dim; d++) block.values[value_index<K>(position, d, a.dim)] = v[d];
+    }
   }
 }
 
-// out[R][G * 16] (float32, `ldo` apart) = or += x[R][inputs] * panel[inputs][G * 16 of `width`].
-template <class T, int R, int G, bool add>
-inline void multiply_groups(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t inputs, float* out,
-                            int64_t ldo) {
-  using Step = typename StepOf<T>::Step;
-  f32x16 acc[R][G];
-  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) acc[r][g] = add ? load(out + r * ldo + g * 16) : f32x16{};
-  multiply<Step, R, G>(x, ldx, (const char*)panel, width / 16 * Step::kBytes, inputs, acc);
-  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) store(out + r * ldo + g * 16, acc[r][g]);
+// --- Products --------------------------------------------------------------------------------------------------------
+
+// x[R][inputs] * panel[inputs][columns of `width`], as many columns at a time as registers hold: each vector's sums begin
+// with what `begin(row, column)` returns, and go to `finish(row, column, sums)`.
+template <class Step, int R, class Begin, class Finish>
+PENSTOCK_INLINE inline void multiply_columns(const typename Step::X* x, int64_t ldx, const void* panel, int64_t width,
+                                             int64_t columns, int64_t inputs, Begin&& begin, Finish&& finish) {
+  auto some = [&]<int G>(int64_t c) PENSTOCK_INLINE {
+    typename Step::Sum sums[R][G];
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * 16);
+    multiply<Step, R, G>(x, ldx, (const char*)panel + c / 16 * Step::kBytes, width / 16 * Step::kBytes, inputs, sums);
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) finish(r, c + g * 16, sums[r][g]);
+  };
+  int64_t c = 0;
+  for (; c + kGroups * 16 <= columns; c += kGroups * 16) some.template operator()<kGroups>(c);
+  for (; c < columns; c += 16) some.template operator()<1>(c);
 }
 
-// out[R][columns] = or += x[R][inputs] * panel[inputs][columns of `width`], as many columns at a time as registers hold.
-template <class T, int R, bool add>
-inline void multiply_into(const T* x, int64_t ldx, const T* panel, int64_t width, int64_t columns, int64_t inputs,
-                          float* out, int64_t ldo) {
-  constexpr int n = StepOf<T>::Step::kInputs;
-  int64_t c = 0;
-  for (; c + kGroups * 16 <= columns; c += kGroups * 16)
-    multiply_groups<T, R, kGroups, add>(x, ldx, panel + c * n, width, inputs, out + c, ldo);
-  for (; c < columns; c += 16)
-    multiply_groups<T, R, 1, add>(x, ldx, panel + c * n, width, inputs, out + c, ldo);
-}
+// --- Attention -------------------------------------------------------------------------------------------------------
 
 // What the rows of a task have come to; vectors of a row lie `dim` apart.
-template <class T>
+template <class K>
 struct Rows {
-  alignas(64) T q[kTaskRows * kMaxHead];
+  alignas(64) typename K::KeyStep::X q[kTaskRows * kMaxHead];
   alignas(64) float out[kTaskRows * kMaxHead];
   f32x16 total[kTaskRows];
-  float top[kTaskRows];
+  float top[kTaskRows + 16];
   int64_t seen[kTaskRows], from[kTaskRows];  // a row sees positions from..seen
+  Rounding rounding[kTaskRows];              // of q
+  // Of those at work, positions a block apart.
+  alignas(64) float scores[kTileRows * kMaxBlock];
+  alignas(64) typename K::ValueStep::X weights[kTileRows * kMaxBlock];
+  float scales[kTileRows];  // of weights, where they are rounded
 };
 
-// Rows first.. and a block of keys and values that begins at position `begin`. e^(scale * x) is 2^(power * x).
-template <class T, int R>
-void attend(Rows<T>& rows, int first, const T* keys, const T* values, int64_t dim, int64_t size, int64_t begin,
-            float power) {
-  float scores[R * kMaxBlock];
-  T weights[R * kMaxBlock];
-  float* out = rows.out + first * dim;
+// What a block of keys and values, that begins at position `begin`, is to some rows of a task.
+template <class K>
+struct Meeting {
+  Rows<K>& rows;
+  int first;
+  const Block<K>& block;
+  int64_t dim, size, begin;
+  int64_t filled, columns;  // positions seen by one of the rows, and those in full vectors
+};
+
+// The three parts of attention are functions of their own, so that none takes the others' registers.
+#define PENSTOCK_APART __attribute__((noinline))
+
+// Queries by keys.
+template <class K, int R>
+PENSTOCK_APART void score(Meeting<K>& m) {
+  const Rounding* rounding = m.rows.rounding + m.first;
+  multiply_columns<typename K::KeyStep, R>(
+      m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim,
+      [&](int r, int64_t) {
+        if constexpr (K::kRounds)
+          return i32x16{} - 128 * rounding[r].sum;
+        else
+          return f32x16{};
+      },
+      [&](int r, int64_t c, auto sums) {
+        if constexpr (K::kRounds)
+          store(m.rows.scores + r * m.size + c, as_float(sums) * load(m.block.key_scales + c) * rounding[r].scale);
+        else
+          store(m.rows.scores + r * m.size + c, sums);
+      });
+}
+
+// The visible positions' scales of values, over the largest of them and times 255, which is what a weight of 1 becomes.
+// Returns that largest one.
+inline float relative_scales(const float* scales, int64_t columns, f32x16* relative, auto&& visible) {
+  f32x16 most = {};
+  for (int64_t p = 0; p < columns; p += 16) {
+    relative[p / 16] = visible(p) ? load(scales + p) : f32x16{};
+    most = max(relative[p / 16], most);
+  }
+  const float largest_scale = largest(most);
+  const f32x16 inverse = all(largest_scale > kNothing ? 255.0f / largest_scale : 0.0f);
+  for (int64_t p = 0; p < columns; p += 16) relative[p / 16] *= inverse;
+  return largest_scale;
+}
+
+// Scores to weights, of which e^(scale * x) is 2^(power * x). A row's weights are relative to the largest score it has seen
+// so far, or to one that is not much less: so what was summed before need not shrink each time a larger one is found.
+template <class K, int R>
+PENSTOCK_APART void weigh(Meeting<K>& m, float power) {
+  constexpr bool coarse = !std::is_same_v<K, Whole<float>>;
+  auto whole = [&](int64_t row) { return m.begin >= m.rows.from[row] && m.begin + m.columns - 1 <= m.rows.seen[row]; };
+  auto visible = [&](int64_t row, int64_t p) {
+    const i32x16 position = kLanes + int32_t(m.begin + p);
+    return (position >= int32_t(m.rows.from[row])) & (position <= int32_t(m.rows.seen[row]));
+  };
+  float highest[16], bases[16], shares[16];  // of each row
+  store(highest, all(kNever));
+  for (int r = 0; r < R; r++) {
+    float* scores = m.rows.scores + r * m.size;
+    f32x16 high = all(kNever);
+    for (int64_t p = 0; p < m.columns; p += 16) {
+      f32x16 known = load(scores + p);
+      if (!whole(m.first + r)) store(scores + p, known = visible(m.first + r, p) ? known : all(kNever));
+      high = max(high, known);
+    }
+    highest[r] = largest(high);
+  }
+  const f32x16 now = load(highest), before = load(m.rows.top + m.first);
+  const i32x16 grows = (now - before) * power > kMuch;
+  const f32x16 top = grows ? now : before;
+  store(m.rows.top + m.first, top);
+  store(bases, now == kNever ? f32x16{} : (K::kRounds ? now : top) * -power);  // nothing seen: every weight is zero
+  store(shares, now == kNever ? f32x16{} : exp2<false>((now - top) * power));
+  const f32x16 keep = exp2<false>((before - top) * power);
+  for (int r = 0; r < R; r++)
+    if (grows[r]) {
+      float* out = m.rows.out + (m.first + r) * m.dim;
+      for (int64_t d = 0; d < m.dim; d += 16) store(out + d, load(out + d) * keep[r]);
+      m.rows.total[m.first + r] *= keep[r];
+    }
+  f32x16 relative[kMaxBlock / 16];
+  float value_scale = -1.0f;  // of the whole block, once it is known
+  for (int r = 0; r < R; r++) {
+    const int64_t row = m.first + r;
+    const float* scores = m.rows.scores + r * m.size;
+    auto* weights = m.rows.weights + r * m.size;
+    f32x16 sums = {};
+    if constexpr (K::kRounds) {  // the block's largest weight becomes about 255
+      float own_scale = value_scale;
+      if (!whole(row)) {
+        own_scale = relative_scales(m.block.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
+        value_scale = -1.0f;
+      } else if (value_scale < 0) {
+        own_scale = value_scale = relative_scales(m.block.value_scales, m.columns, relative, [](int64_t) { return true; });
+      }
+      for (int64_t p = 0; p < m.columns; p += 16) {
+        const f32x16 w = exp2<coarse>(fma(load(scores + p), all(power), all(bases[r])));
+        sums += w;
+        const u8x16 narrow = __builtin_convertvector(to_integers(w * relative[p / 16]), u8x16);
+        memcpy(weights + p, &narrow, sizeof(narrow));
+      }
+      sums *= shares[r];
+      m.rows.scales[r] = own_scale / 255.0f * shares[r];
+    } else {
+      for (int64_t p = 0; p < m.columns; p += 16) {
+        const f32x16 w = exp2<coarse>(fma(load(scores + p), all(power), all(bases[r])));
+        sums += w;
+        store(weights + p, w);
+      }
+    }
+    m.rows.total[row] += sums;
+  }
+}
+
+// Weights by values join what the rows have come to.
+template <class K, int R>
+PENSTOCK_APART void blend(Meeting<K>& m) {
+  float* out = m.rows.out + m.first * m.dim;
+  multiply_columns<typename K::ValueStep, R>(
+      m.rows.weights, m.size, m.block.values, m.dim, m.dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
+      [&](int r, int64_t c) {
+        if constexpr (K::kRounds)
+          return i32x16{};
+        else
+          return load(out + r * m.dim + c);
+      },
+      [&](int r, int64_t c, auto sums) {
+        float* to = out + r * m.dim + c;
+        if constexpr (K::kRounds)
+          store(to, fma(as_float(sums), all(m.rows.scales[r]), load(to)));
+        else
+          store(to, sums);
+      });
+}
+
+template <class K, int R>
+void attend(Rows<K>& rows, int first, const Block<K>& block, int64_t dim, int64_t size, int64_t begin, float power) {
   int64_t last = 0;
   for (int r = 0; r < R; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
   // What is filled and seen by one of the rows: beyond it lies what other sequences left, which may be anything.
-  const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size, columns = (filled + 15) / 16 * 16;
-  multiply_into<T, R, false>(rows.q + first * dim, dim, keys, size, columns, dim, scores, size);
-  for (int r = 0; r < R; r++) {
-    const int64_t from = rows.from[first + r], seen = rows.seen[first + r];
-    float &top = rows.top[first + r], *row = scores + r * size;
-    f32x16 high = all(kNever), total = rows.total[first + r];
-    if (begin >= from && begin + columns - 1 <= seen) {
-      for (int64_t p = 0; p < columns; p += 16) high = max(high, load(row + p));
-    } else {
-      for (int64_t p = 0; p < columns; p += 16) {
-        const i32x16 position = kLanes + int32_t(begin + p);
-        const i32x16 visible = (position >= int32_t(from)) & (position <= int32_t(seen));
-        const f32x16 known = visible ? load(row + p) : all(kNever);
-        store(row + p, known);
-        high = max(high, known);
-      }
-    }
-    const float block_top = largest(high);
-    if (block_top > top) {  // what was summed so far shrinks
-      const f32x16 keep = exp2_of_negative<false>(all((top - block_top) * power));
-      for (int64_t d = 0; d < dim; d += 16) store(out + r * dim + d, load(out + r * dim + d) * keep);
-      total *= keep;
-      top = block_top;
-    }
-    const float base = top == kNever ? 0.0f : -top * power;  // nothing seen yet: every weight is zero
-    for (int64_t p = 0; p < columns; p += 16) {
-      const f32x16 w = exp2_of_negative<sizeof(T) == 2>(fma(load(row + p), all(power), all(base)));
-      total += w;
-      store(weights + r * size + p, w);
-    }
-    rows.total[first + r] = total;
-  }
-  multiply_into<T, R, true>(weights, size, values, dim, dim, filled, out, dim);
+  const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size;
+  Meeting<K> m{rows, first, block, dim, size, begin, filled, (filled + 15) / 16 * 16};
+  score<K, R>(m);
+  weigh<K, R>(m, power);
+  blend<K, R>(m);
 }
 
 // Tasks of a head follow each other, so that its keys and values stay near.
-template <class T>
+template <class T, class K>
 void attention_task(const Attention& a, int64_t task) {
   const int64_t tiles = a.tasks / a.kv_heads, tile = task % tiles, kv_head = task / tiles;
   const int64_t sequence = a.tiles[2 * tile], first_row = a.tiles[2 * tile + 1];
@@ -131,13 +311,14 @@ void attention_task(const Attention& a, int64_t task) {
   const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
   const int64_t before = a.lengths[sequence] - queries, left = queries * sharing - first_row;
   const int count = int(left < kTaskRows ? left : kTaskRows);
-  Rows<T> rows;
+  Rows<K> rows;
   int64_t offsets[kTaskRows], last = 0, earliest = a.lengths[sequence];
   for (int r = 0; r < count; r++) {
     const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
     const int64_t seen = before + query, from = a.window && seen >= a.window ? seen - a.window + 1 : 0;
     offsets[r] = ((start + query) * a.heads + head) * dim;
-    memcpy(rows.q + r * dim, (const T*)a.q + offsets[r], dim * sizeof(T));
+    const T* q = (const T*)a.q + offsets[r];  // a page from the next one's, so that nobody else thinks of asking for it
+    for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(q + d);
     rows.top[r] = kNever;
     rows.total[r] = f32x16{};
     rows.seen[r] = seen;
@@ -146,19 +327,34 @@ void attention_task(const Attention& a, int64_t task) {
     earliest = from < earliest ? from : earliest;
   }
   memset(rows.out, 0, count * dim * sizeof(float));
-  for (int64_t block = earliest / size; block <= last / size; block++) {
-    const int64_t number = a.block_tables[sequence * a.table_width + block];
-    const T* keys = (const T*)a.cache + (number * a.kv_heads + kv_head) * 2 * dim * size;
-    const T* values = keys + dim * size;
+  for (int r = 0; r < count; r++) {
+    const T* q = (const T*)a.q + offsets[r];
+    if constexpr (K::kRounds)
+      rows.rounding[r] = round_row(q, dim, rows.q + r * dim);
+    else
+      memcpy(rows.q + r * dim, q, dim * sizeof(T));
+  }
+  for (int64_t at = earliest / size; at <= last / size; at++) {
+    const int64_t number = a.block_tables[sequence * a.table_width + at];
+    const Block<K> block(a.cache, number * a.kv_heads + kv_head, dim, size);
     for (int first = 0; first < count; first += kTileRows)
       with_rows(count - first, [&]<int R>() {
-        attend<T, R>(rows, first, keys, values, dim, size, block * size, a.scale * 1.44269504088896341f);
+        attend<K, R>(rows, first, block, dim, size, at * size, a.scale * 1.44269504088896341f);
       });
   }
   for (int r = 0; r < count; r++) {
-    const float mass = sum(rows.total[r]);
-    for (int64_t d = 0; d < dim; d += 16) store((T*)a.out + offsets[r] + d, load(rows.out + r * dim + d) / mass);
+    const f32x16 share = all(1.0f / sum(rows.total[r]));
+    for (int64_t d = 0; d < dim; d += 16) store((T*)a.out + offsets[r] + d, load(rows.out + r * dim + d) * share);
   }
+}
+
+// Calls `f` with the type of queries, keys and values, and with how the cache holds the latter.
+template <class F>
+inline void with_kept(Type type, bool rounded, F&& f) {
+  if (type == Type::float32)
+    rounded ? f.template operator()<float, EightBits>() : f.template operator()<float, Whole<float>>();
+  else
+    rounded ? f.template operator()<bf16, EightBits>() : f.template operator()<bf16, Whole<bf16>>();
 }
 
 }  // namespace PENSTOCK_ISA

@@ -55,7 +55,7 @@ struct QuadStep {
     const Halves a = as<Halves>(w), b = as<Halves>(x);
     return as<i32x16>(Halves{_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)});
 #else
-    return as<i32x16>(w & 0xffff) * ((x << 16) >> 16) + as<i32x16>(w >> 16) * (x >> 16);
+    return ((as<i32x16>(w) << 16) >> 16) * ((x << 16) >> 16) + (as<i32x16>(w) >> 16) * (x >> 16);
 #endif
   }
 #endif

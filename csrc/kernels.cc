@@ -28,6 +28,14 @@ void pack(const Pack& a, int64_t task) {
   a.matrix.type == Type::float32 ? pack_panel<float>(a, task) : pack_panel<bf16>(a, task);
 }
 
+void store(const Store& a, int64_t token) {
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { store_token<T, K>(a, token); });
+}
+
+void attention(const Attention& a, int64_t task) {
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { attention_task<T, K>(a, task); });
+}
+
 #define PENSTOCK_TEXT(x) #x
 #define PENSTOCK_NAME(x) PENSTOCK_TEXT(x)
 
@@ -42,8 +50,8 @@ const Kernels kernels = {
     by_type<Norm, norm_row<float>, norm_row<bf16>>,
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
     by_type<SiluMul, silu_mul_row<float>, silu_mul_row<bf16>>,
-    by_type<Store, store_token<float>, store_token<bf16>>,
-    by_type<Attention, attention_task<float>, attention_task<bf16>>,
+    store,
+    attention,
     read,
     dots<PairStep>,
     dots<QuadStep>,

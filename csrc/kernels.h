@@ -104,13 +104,15 @@ struct SiluMul {
 
 // A layer's cache: for each block and head the keys, then the values. Keys lie as a panel of `block_size` columns over
 // `dim` inputs, values as one of `dim` columns over `block_size` inputs: both attention's products are then the
-// linear layer's.
+// linear layer's. Where keys and values are rounded to 8 bits, a float32 scale for each position's key follows, and for
+// each one's value.
 struct Store {
   const void *k, *v;  // [tokens, kv_heads, dim], tokens `stride_k` and `stride_v` elements apart
   void* cache;
   const int64_t* slots;
   int64_t tokens, kv_heads, dim, block_size, stride_k, stride_v;
   Type type;
+  bool rounded;
 };
 
 struct Attention {
@@ -124,6 +126,7 @@ struct Attention {
   int64_t tasks, heads, kv_heads, dim, block_size, table_width, window;
   float scale;
   Type type;
+  bool rounded;
 };
 
 // A piece of memory for each task, `size` bytes, a multiple of 256.

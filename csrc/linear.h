@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats.h"
+#include "rounding.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -101,27 +102,6 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
   }
 }
 
-// The largest magnitude of what is as good as zero, for whose inverse there is no float.
-constexpr float kNothing = 1e-30f;
-
-// Rounds to nearest, to even in the middle; for what is far below 2^22.
-inline i32x16 to_integers(f32x16 v) {
-  const f32x16 magic = all(12582912.0f);
-  return as<i32x16>(v + magic) - as<i32x16>(magic);
-}
-
-// The largest magnitude; NaN where something is none, or infinite.
-template <class T>
-inline float magnitude(const T* x, int64_t count) {
-  f32x16 most = {}, spoiled = {};
-  for (int64_t i = 0; i < count; i += 16) {
-    const f32x16 v = count - i < 16 ? load_part(x + i, count - i) : load(x + i);
-    most = max(most, max(v, -v));
-    spoiled += v * 0.0f;
-  }
-  return largest(most) + sum(spoiled);
-}
-
 template <class T>
 void quantize_row(const Quantize& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.in;
@@ -138,18 +118,7 @@ void quantize_row(const Quantize& a, int64_t row) {
   memset(out + a.in, 0, a.padded - a.in);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t begin = group * a.group, end = begin + a.group < a.in ? begin + a.group : a.in;
-    i32x16 total = {};
-    for (int64_t i = begin; i < end; i += 16) {
-      const int64_t count = end - i < 16 ? end - i : 16;
-      const i32x16 q = to_integers((count < 16 ? load_part(x + i, count) : load(x + i)) * inverse);
-      const i8x16 narrow = __builtin_convertvector(q, i8x16);
-      memcpy(out + i, &narrow, count);
-      total += q;
-    }
-    int32_t lanes[16], sum = 0;
-    memcpy(lanes, &total, sizeof(lanes));
-    for (int lane : lanes) sum += lane;
-    a.sums[row * groups + group] = sum;
+    a.sums[row * groups + group] = round_run(x + begin, end - begin, inverse, out + begin);
   }
 }
 
@@ -182,7 +151,7 @@ void pack_plain(const Pack& a, int64_t number) {
 
 // Rounds to nearest. 8 bits use -127 to 127; 4 bits use all of -8 to 7, with the largest magnitude as -8.
 template <class F, class T>
-void round_row(const Matrix& m, const T* weight, int8_t* out, float* scales) {
+void round_weights(const Matrix& m, const T* weight, int8_t* out, float* scales) {
   for (int64_t begin = 0; begin < m.in; begin += m.group, scales += kPanel) {
     const int64_t end = begin + m.group < m.in ? begin + m.group : m.in;
     float extreme = magnitude(weight + begin, end - begin);
@@ -213,7 +182,7 @@ void pack_rounded(const Pack& a, int64_t number) {
   const int64_t row = number * kPanel - a.first, count = a.rows - row < kPanel ? a.rows - row : kPanel;
   std::vector<int8_t> rounded(kPanel * padded);
   for (int64_t o = 0; o < count; o++)
-    round_row<F, T>(m, (const T*)a.weight + (row + o) * m.in, rounded.data() + o * padded,
+    round_weights<F, T>(m, (const T*)a.weight + (row + o) * m.in, rounded.data() + o * padded,
                     (float*)m.scales + number * groups_of(m) * kPanel + o);
   auto* unit = (typename F::Unit::Bits*)((char*)m.panels + number * panel_bytes(m));
   for (int64_t i = 0; i < padded; i += n)

@@ -183,17 +183,17 @@ void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int typ
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
-           int64_t block_size, int64_t stride_k, int64_t stride_v, int type) {
+           int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool rounded) {
   make({tokens, 0}, [=](Size size) {
     const Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), size.tokens, kv_heads, dim,
-                     block_size,  stride_k,    stride_v,        Type(type)};
+                     block_size,  stride_k,    stride_v,        Type(type),    rounded};
     pool()->run(args.tokens, [&](int64_t task) { kernels->store(args, task); });
   });
 }
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-               int64_t table_width, int64_t window, float scale, int type) {
+               int64_t table_width, int64_t window, float scale, int type, bool rounded) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
@@ -207,7 +207,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
-                         window, scale, Type(type)};
+                         window, scale, Type(type), rounded};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
 }

@@ -20,6 +20,7 @@ typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef int16_t i16x16 __attribute__((vector_size(32)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;
@@ -134,10 +135,10 @@ inline float largest(f32x16 v) {
   return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// 2^x for x of at most 0, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150, where there is no AVX-512
+// 2^x for x of at most 100, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150, where there is no AVX-512
 // below -126, and where x is no number.
 template <bool coarse>
-inline f32x16 exp2_of_negative(f32x16 x) {
+inline f32x16 exp2(f32x16 x) {
   const f32x16 clamped = max(x, all(-200.0f)), magic = all(12582912.0f);  // adding it rounds to an integer
   const f32x16 n = (clamped + magic) - magic, r = clamped - n;
   f32x16 p = all(coarse ? 9.6181291076e-3f : 1.5403530393e-4f);  // powers of log 2 over factorials

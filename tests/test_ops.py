@@ -134,10 +134,10 @@ def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int
     return batch, len(positions), sum(needed)
 
 
-def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: float = float("nan")) -> tuple[Any, Any]:
-    """The reference's and the kernels' cache with the same keys and values; where there are none, garbage."""
+def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 255) -> tuple[Any, Any]:
+    """The reference's and the kernels' cache with the same keys and values; elsewhere garbage, as no numbers are."""
     device = torch.device("cpu")
-    ours, theirs = cpu.new_cache(spec, blocks, device)[0], reference.new_cache(spec, blocks, device)[0]
+    ours, theirs = (ops.new_cache(spec, blocks, device)[0] for ops in (cpu, reference))
     ours.data.fill_(garbage)
     for i, length in enumerate(batch.lengths.tolist()):
         at = torch.arange(length)
@@ -154,13 +154,19 @@ def test_attention(seed: int) -> None:
     rng = Random(seed)
     kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
     dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
-    spec = KVSpec(1, kv_heads, dim, dtype, block_size)
+    spec = KVSpec(1, kv_heads, dim, dtype, block_size, rng.random() < 0.5)
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
     ours, theirs = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
     window = rng.choice((0, 0, 1, 7, 40))
     got = cpu.attention(q, ours, batch, dim**-0.5, window)
-    close(got, reference.attention(q, theirs, batch, dim**-0.5, window))
+    expected = reference.attention(q, theirs, batch, dim**-0.5, window)
+    if spec.rounded:
+        error = (got - expected).float()
+        assert error.square().mean() < 2e-4 * expected.float().square().mean()
+        assert error.abs().max() < 0.12
+    else:
+        close(got, expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -178,7 +184,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     cpu.set_threads(2)
     assert torch.equal(whole, parts)
 
-    spec = KVSpec(1, 2, 32, dtype, 16)
+    spec = KVSpec(1, 2, 32, dtype, 16, rng.random() < 0.5)
     batch, tokens, blocks = draw_batch(rng, 16, 4)
     cache, _ = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, 6, 32, dtype=dtype)
@@ -204,7 +210,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
 def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -> None:
     """Every op in a row, for batches of any size, and again after others."""
     rng = Random(seed)
-    spec = KVSpec(1, 2, 16, torch.bfloat16, 16)
+    spec = KVSpec(1, 2, 16, torch.bfloat16, 16, rng.random() < 0.5)
     weights = [randn(seed + i, *shape, dtype=spec.dtype) / 8 for i, shape in enumerate(((50, 64), (128, 64), (64, 64)))]
     vocabulary, qkv, out = (cpu.pack([weight], None, format) for weight in weights)
     gain, table = randn(seed, 64, dtype=spec.dtype), randn(seed + 9, 160, 16)
@@ -220,7 +226,7 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
         return cpu.silu_mul(added), x
 
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
-    cache = fill(spec, batches[0][0], 60, rng, 0.0)[0]
+    cache = fill(spec, batches[0][0], 60, rng, 0)[0]
     recorded = cpu.recorded(step, 600, 5, 10)
     for batch, tokens, _ in [*batches, batches[0]]:
         batch.token_ids[:] = torch.randint(50, (tokens,))

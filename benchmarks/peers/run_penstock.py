@@ -14,6 +14,7 @@ def main() -> None:
         checkpoint,
         dtype="bfloat16",
         quantization=quantization,
+        kv_cache_dtype="auto" if quantization == "none" else "int8",
         threads=int(threads),
         max_model_len=4096,
         max_num_seqs=64,

@@ -109,6 +109,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
     ] = 0
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8"],
+        option("What keys and values are kept in: auto as they are computed, int8 rounded, which takes half the room."),
+    ] = "auto"
     threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)

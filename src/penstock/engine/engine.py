@@ -47,11 +47,12 @@ class Engine:
             cache=cache_folder(options.weight_cache_dir),
         )
         number = str(self.model.dtype).removeprefix("torch.")
-        kept = "" if options.quantization == "none" else f"-{options.quantization}"
-        self.fingerprint = f"{backend.fingerprint()}-{number}{kept}"
+        rounded = options.kv_cache_dtype == "int8"
+        forms = [number, *[options.quantization] * (options.quantization != "none"), *["kv8"] * rounded]
+        self.fingerprint = "-".join([backend.fingerprint(), *forms])
         """What decides the bits of a result besides the model."""
         self.batch_invariant = backend.BATCH_INVARIANT
-        spec = self.model.kv_spec(options.block_size)
+        spec = self.model.kv_spec(options.block_size, rounded)
         blocks, host_blocks = count_blocks(options, spec, device), count_host_blocks(options, spec)
         self.scheduler = Scheduler(
             scheduling,
@@ -62,9 +63,9 @@ class Engine:
             self.model,
             backend,
             device,
+            spec=spec,
             blocks=blocks,
             host_blocks=host_blocks,
-            block_size=options.block_size,
             tokens=options.max_num_batched_tokens,
             rows=options.max_num_seqs,
             longest=self.max_model_len,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.core import Logprob
 from penstock.models import Decoder
-from penstock.ops import Ops
+from penstock.ops import KVSpec, Ops
 
 from .flatten import Flattener, prompt_tokens
 from .plan import Draw, Outcome, Plan
@@ -25,7 +25,7 @@ class Runner:
     """A model with its KV cache.
 
     Args:
-        blocks: of the cache.
+        spec, blocks: of the cache.
         host_blocks: of the host tier.
         tokens: of a step, at most.
         rows: sequences that may run at the same time.
@@ -38,9 +38,9 @@ class Runner:
         ops: Ops,
         device: torch.device,
         *,
+        spec: KVSpec,
         blocks: int,
         host_blocks: int,
-        block_size: int,
         tokens: int,
         rows: int,
         longest: int,
@@ -48,12 +48,14 @@ class Runner:
         self._model = model
         self._ops = ops
         self._device = device
-        spec = model.kv_spec(block_size)
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, block_size, device)
+        self._flatten = Flattener(rows, longest, spec.block_size, device)
         self._layers = ops.recorded(
-            partial(model.layers, cache=self._cache), tokens=tokens, sequences=rows, blocks=-(-longest // block_size)
+            partial(model.layers, cache=self._cache),
+            tokens=tokens,
+            sequences=rows,
+            blocks=-(-longest // spec.block_size),
         )
 
     def submit(self, plan: Plan) -> Outcome:

@@ -87,10 +87,10 @@ class Decoder:
         self._kv_heads = context.group.part(config.kv_heads)
         self.dtype = context.dtype
 
-    def kv_spec(self, block_size: int) -> KVSpec:
+    def kv_spec(self, block_size: int, rounded: bool = False) -> KVSpec:
         """What its KV cache holds."""
         config = self.config
-        return KVSpec(config.layers, self._kv_heads, config.head_dim, self.dtype, block_size)
+        return KVSpec(config.layers, self._kv_heads, config.head_dim, self.dtype, block_size, rounded)
 
     @torch.inference_mode()
     def layers(self, batch: Batch, cache: list[Any]) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,7 @@ def store(
     stride_k: int,
     stride_v: int,
     type: int,
+    rounded: bool,
     /,
 ) -> None: ...
 def attention(
@@ -88,5 +89,6 @@ def attention(
     window: int,
     scale: float,
     type: int,
+    rounded: bool,
     /,
 ) -> None: ...

@@ -18,12 +18,19 @@ class KVSpec:
     head_dim: int
     dtype: torch.dtype
     block_size: int = 64
+    rounded: bool = False
+    """Whether keys and values are kept in 8 bits, each of a token and head with a float32 scale of its own."""
+
+    @property
+    def bytes_per_layer(self) -> int:
+        """Of a block, keys and values."""
+        head = self.head_dim + 4 if self.rounded else self.head_dim * self.dtype.itemsize
+        return 2 * self.kv_heads * self.block_size * head
 
     @property
     def bytes_per_block(self) -> int:
-        """Of all layers, keys and values."""
-        values = 2 * self.layers * self.kv_heads * self.head_dim * self.block_size
-        return values * torch.empty((), dtype=self.dtype).element_size()
+        """Of all layers."""
+        return self.layers * self.bytes_per_layer
 
 
 @dataclass(slots=True)

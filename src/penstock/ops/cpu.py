@@ -57,7 +57,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's keys and values: ``[blocks, kv_heads * 2 * head_dim * block_size]`` in the kernels' own order."""
+    """A layer's keys and values: ``[blocks, bytes]`` uint8 in the kernels' own order."""
 
     data: Tensor
     spec: KVSpec
@@ -65,7 +65,7 @@ class LayerCache:
 
 def fingerprint() -> str:
     """What decides the bits of a result besides the model: instruction set and format of the kernels."""
-    return f"cpu-{_kernels.current()}-2"
+    return f"cpu-{_kernels.current()}-3"
 
 
 def set_threads(count: int) -> None:
@@ -277,10 +277,8 @@ def new_cache(spec: KVSpec, blocks: int, device: torch.device) -> list[LayerCach
         raise invalid("block_size", f"must be a multiple of 16, at most {_kernels.MAX_BLOCK}", _kernels.MAX_BLOCK)
     if spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
         raise PenstockError(Code.UNSUPPORTED, f"heads of {spec.head_dim}: multiples of 16 to {_kernels.MAX_HEAD} are")
-    values = 2 * spec.kv_heads * spec.head_dim * spec.block_size
-    size = blocks * values * spec.dtype.itemsize
-    layers = [pages.zeros(size).view(spec.dtype).view(blocks, values) for _ in range(spec.layers)]
-    return [LayerCache(layer, spec) for layer in layers]
+    size = spec.bytes_per_layer
+    return [LayerCache(pages.zeros(blocks * size).view(blocks, size), spec) for _ in range(spec.layers)]
 
 
 def store(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -297,6 +295,7 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
         k.stride(0),
         v.stride(0),
         TYPES[k.dtype],
+        spec.rounded,
     )
 
 
@@ -319,6 +318,7 @@ def attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: 
         window,
         scale,
         TYPES[q.dtype],
+        spec.rounded,
     )
     return out
 

@@ -46,7 +46,8 @@ class Matrix:
 
 
 Cache = list[Tensor]
-"""A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``."""
+"""A layer's keys and values each: ``[2, blocks, block_size, kv_heads, head_dim]``. Rounded ones are int8, and the four
+bytes of a float32 scale follow."""
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = PLAIN) -> Matrix:
@@ -144,14 +145,33 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def new_cache(spec: KVSpec, blocks: int, device: torch.device) -> Cache:
     """An empty cache: one entry a layer."""
-    shape = (2, blocks, spec.block_size, spec.kv_heads, spec.head_dim)
-    return [torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(spec.layers)]
+    size, dtype = (spec.head_dim + 4, torch.int8) if spec.rounded else (spec.head_dim, spec.dtype)
+    shape = (2, blocks, spec.block_size, spec.kv_heads, size)
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
 
 
 def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write ``[tokens, kv_heads, head_dim]`` keys and values into a layer's cache."""
+    """Write ``[tokens, kv_heads, head_dim]`` keys and values into a layer's cache.
+
+    A rounded cache divides those of each token and head by their largest magnitude over 127, and rounds.
+    """
     flat = cache.flatten(1, 2)
-    flat[0, slots], flat[1, slots] = k.to(cache.dtype), v.to(cache.dtype)
+    for part, given in zip(flat, (k, v), strict=True):
+        part[slots] = torch.cat(_integers(given), -1) if cache.dtype == torch.int8 else given.to(cache.dtype)
+
+
+def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The last dimension as int8, and its float32 scale as four of those."""
+    most = x.float().abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > NOTHING, torch.full_like(most, 127) / most, 0)
+    return (x.float() * inverse).round().to(torch.int8), (most / 127).view(torch.int8)
+
+
+def _kept(part: Tensor) -> Tensor:
+    """What a part of a cache holds, float32."""
+    if part.dtype != torch.int8:
+        return part.float()
+    return part[..., :-4].float() * part[..., -4:].contiguous().view(torch.float32)
 
 
 def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int = 0) -> Tensor:
@@ -163,6 +183,8 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
 
     Returns:
         ``[tokens, heads, head_dim]``.
+
+    Over a rounded cache a backend may round queries and weights to 8 bits, too.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
@@ -171,7 +193,7 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
     for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
         blocks = batch.block_tables[i, : -(-length // cache.shape[2])].long()
-        k, v = (part[blocks].flatten(0, 1)[:length].float() for part in cache)
+        k, v = (_kept(part[blocks].flatten(0, 1)[:length]) for part in cache)
         queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
         scores = torch.einsum("tkgd,skd->kgts", queries, k) * scale
         at = torch.arange(length, device=q.device)

@@ -1,0 +1,63 @@
+// Rounding to integers of 8 bits: a row is divided by its largest magnitude over 127.
+
+#pragma once
+
+#include "vec.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+// The largest magnitude of what is as good as zero, for whose inverse there is no float.
+constexpr float kNothing = 1e-30f;
+
+// Rounds to nearest, to even in the middle; for what is far below 2^22.
+inline i32x16 to_integers(f32x16 v) {
+  const f32x16 magic = all(12582912.0f);
+  return as<i32x16>(v + magic) - as<i32x16>(magic);
+}
+
+// The largest magnitude; NaN where something is none, or infinite.
+template <class T>
+inline float magnitude(const T* x, int64_t count) {
+  f32x16 most = {}, spoiled = {};
+  for (int64_t i = 0; i < count; i += 16) {
+    const f32x16 v = count - i < 16 ? load_part(x + i, count - i) : load(x + i);
+    most = max(most, max(v, -v));
+    spoiled += v * 0.0f;
+  }
+  return largest(most) + sum(spoiled);
+}
+
+// x * inverse as integers; returns their sum.
+template <class T>
+inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) {
+  i32x16 total = {};
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t some = count - i < 16 ? count - i : 16;
+    const i32x16 q = to_integers((some < 16 ? load_part(x + i, some) : load(x + i)) * inverse);
+    const i8x16 narrow = __builtin_convertvector(q, i8x16);
+    memcpy(out + i, &narrow, some);
+    total += q;
+  }
+  int32_t lanes[16], sum = 0;
+  memcpy(lanes, &total, sizeof(lanes));
+  for (int lane : lanes) sum += lane;
+  return sum;
+}
+
+// How a row was rounded. A scale that is no number says that something in it was none.
+struct Rounding {
+  float scale;
+  int32_t sum;
+};
+
+template <class T>
+inline Rounding round_row(const T* x, int64_t count, int8_t* out) {
+  const float most = magnitude(x, count), scale = most / 127.0f;
+  if (most > kNothing) return {scale, round_run(x, count, 127.0f / most, out)};
+  memset(out, 0, count);
+  return {scale, 0};
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock
