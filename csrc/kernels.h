@@ -139,6 +139,7 @@ constexpr int64_t kTileRows = 6;    // rows of a product
 constexpr int64_t kTaskRows = 24;   // query rows of an attention's task
 constexpr int64_t kRowBlock = 96;   // rows of a linear layer's task
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task
+constexpr int64_t kRowsTogether = 16;
 constexpr int64_t kMaxHead = 256;   // largest head size
 constexpr int64_t kMaxBlock = 256;  // largest block size
 

@@ -82,10 +82,33 @@ struct Size {
   int64_t tokens, sequences;
 };
 
+// Calls whose rows stand alone, made in turn for some rows at a time, so that what one writes is near when the next one
+// reads it. Memory that a later call uses again is the same row's, since all have as many rows of as many bytes.
+using Row = std::function<void(int64_t row)>;
+
+// A part of a step: rows, or something else.
+struct Call {
+  std::vector<std::function<Row(Size)>> rows;
+  std::function<void(Size)> whole;
+
+  void operator()(Size size) const {
+    if (whole) return whole(size);
+    if (!size.tokens) return;
+    std::vector<Row> calls;
+    for (const auto& each : rows) calls.push_back(each(size));
+    const int64_t fair = ceil_div(size.tokens, pool()->threads()), some = fair < kRowsTogether ? fair : kRowsTogether;
+    pool()->run(ceil_div(size.tokens, some), [&](int64_t task) {
+      const int64_t first = task * some, end = std::min(first + some, size.tokens);
+      for (const auto& call : calls)
+        for (int64_t row = first; row < end; row++) call(row);
+    });
+  }
+};
+
 // The calls of a step in their order, to be made again with other sizes: where things lie stays, how many rows there are
 // does not. So a step costs one call from Python, not hundreds.
 struct Tape {
-  std::vector<std::function<void(Size)>> calls;
+  std::vector<Call> calls;
 
   void run(int64_t tokens, int64_t sequences) const {
     for (const auto& call : calls) call({tokens, sequences});
@@ -98,9 +121,17 @@ thread_local Tape* recording = nullptr;
 template <class F>
 void make(Size size, F&& call) {
   if (recording)
-    recording->calls.emplace_back(std::forward<F>(call));
+    recording->calls.push_back({{}, std::forward<F>(call)});
   else
     call(size);
+}
+
+// The same where rows stand alone: `call(size)` is what is done for a row.
+template <class F>
+void make_rows(int64_t rows, F&& call) {
+  if (!recording) return Call{{std::forward<F>(call)}, {}}({rows, 0});
+  if (recording->calls.empty() || recording->calls.back().whole) recording->calls.emplace_back();
+  recording->calls.back().rows.push_back(std::forward<F>(call));
 }
 
 // --- Ops -------------------------------------------------------------------------------------------------------------
@@ -138,17 +169,17 @@ void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix
 
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t in, int64_t padded,
               int64_t group, int type) {
-  make({rows, 0}, [=](Size size) {
+  make_rows(rows, [=](Size size) -> Row {
     const Quantize args{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), size.tokens, in, padded,
                         group,       Type(type)};
-    pool()->run(args.rows, [&](int64_t task) { kernels->quantize(args, task); });
+    return [=](int64_t row) { kernels->quantize(args, row); };
   });
 }
 
 void gather(Address ids, const Matrix& matrix, Address out, int64_t rows) {
-  make({rows, 0}, [=](Size size) {
+  make_rows(rows, [=](Size size) -> Row {
     const Gather args{matrix, at<int64_t>(ids), at<void>(out), size.tokens};
-    pool()->run(args.rows, [&](int64_t task) { kernels->gather(args, task); });
+    return [=](int64_t row) { kernels->gather(args, row); };
   });
 }
 
@@ -159,35 +190,35 @@ void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
           int64_t stride, float eps, int type) {
-  make({rows, 0}, [=](Size size) {
+  make_rows(rows, [=](Size size) -> Row {
     const Norm args{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), size.tokens, groups, width,
                     stride,      eps,                Type(type)};
-    pool()->run(args.rows, [&](int64_t task) { kernels->norm(args, task); });
+    return [=](int64_t row) { kernels->norm(args, row); };
   });
 }
 
 void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
           int64_t stride, int type) {
-  make({tokens, 0}, [=](Size size) {
+  make_rows(tokens, [=](Size size) -> Row {
     const Rope args{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), size.tokens, heads, dim,
                     stride,      Type(type)};
-    pool()->run(args.tokens, [&](int64_t task) { kernels->rope(args, task); });
+    return [=](int64_t row) { kernels->rope(args, row); };
   });
 }
 
 void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int type) {
-  make({rows, 0}, [=](Size size) {
+  make_rows(rows, [=](Size size) -> Row {
     const SiluMul args{at<void>(gate_up), at<void>(out), size.tokens, width, Type(type)};
-    pool()->run(args.rows, [&](int64_t task) { kernels->silu_mul(args, task); });
+    return [=](int64_t row) { kernels->silu_mul(args, row); };
   });
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool rounded) {
-  make({tokens, 0}, [=](Size size) {
+  make_rows(tokens, [=](Size size) -> Row {
     const Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), size.tokens, kv_heads, dim,
                      block_size,  stride_k,    stride_v,        Type(type),    rounded};
-    pool()->run(args.tokens, [&](int64_t task) { kernels->store(args, task); });
+    return [=](int64_t row) { kernels->store(args, row); };
   });
 }
 
