@@ -10,33 +10,36 @@ namespace PENSTOCK_ISA {
 
 constexpr int64_t kSoon = 4096;  // bytes
 
-// Calls `finish(row, output, count, values)` for each run of up to 16 outputs of some rows and a panel.
-template <class F, class Finish>
+// Calls `finish(row, output, count, values)` for each run of up to kGroups * 16 outputs of some rows and a panel, and before
+// their products `prepare(row, output)`.
+template <class F, class Prepare, class Finish>
 inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
-                           const float* scales, Finish&& finish) {
+                           const float* scales, Prepare&& prepare, Finish&& finish) {
   const Matrix& m = a.matrix;
   // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
   const int64_t ahead = end - first <= 2 ? kSoon : 0;
   for (int64_t row = first; row < end; row += kTileRows)
     with_rows(end - row, [&]<int R>() {
       for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
+        const int64_t at = column + c, left = m.outputs - at;
+        const int64_t count = left < kGroups * 16 ? left : kGroups * 16;
+        for (int r = 0; r < R; r++) prepare(row + r, at);
         f32x16 out[R][kGroups];
         F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, ahead, out);
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+        if (m.bias) {
           PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-            const int64_t at = column + c + g * 16;
-            if (at >= m.outputs) continue;
-            const int64_t count = m.outputs - at < 16 ? m.outputs - at : 16;
-            if (m.bias) out[r][g] += count == 16 ? load(m.bias + at) : load_part(m.bias + at, count);
-            finish(row + r, at, count, out[r][g]);
+            const f32x16 bias = load_some(m.bias + at + g * 16, count - g * 16);
+            PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] += bias;
           }
+        }
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) finish(row + r, at, count, out[r]);
       }
     });
 }
 
 // The same for a task, which is a block of rows by some panels; tasks of the same rows follow each other.
-template <class F, class Finish>
-inline void walk(const Linear& a, int64_t task, Finish&& finish) {
+template <class F, class Prepare, class Finish>
+inline void walk(const Linear& a, int64_t task, Prepare&& prepare, Finish&& finish) {
   const Matrix& m = a.matrix;
   const int64_t tasks = ceil_div(m.outputs, kPanel * a.panels), groups = groups_of(m);
   const int64_t first = task / tasks * kRowBlock, begin = task % tasks * kPanel * a.panels;
@@ -48,23 +51,28 @@ inline void walk(const Linear& a, int64_t task, Finish&& finish) {
       if (end - first > kTileRows) {  // once for all rows
         thread_local std::vector<char> wide;
         widen_panel<F>(m, panel, wide);
-        multiply_panel<typename F::Wide>(a, first, end, column, wide.data(), scales, finish);
+        multiply_panel<typename F::Wide>(a, first, end, column, wide.data(), scales, prepare, finish);
         continue;
       }
-    multiply_panel<F>(a, first, end, column, panel, scales, finish);
+    multiply_panel<F>(a, first, end, column, panel, scales, prepare, finish);
   }
 }
 
 template <class Out>
 void linear_block(const Linear& a, int64_t task) {
   with_format(a.matrix, [&]<class F>() {
-    walk<F>(a, task, [&](int64_t row, int64_t output, int64_t count, f32x16 v) {
-      Out* out = (Out*)a.out + row * a.matrix.outputs + output;
-      if (count == 16)
-        store(out, v);
-      else
-        store_part(out, v, count);
-    });
+    auto at = [&](int64_t row, int64_t output) { return (Out*)a.out + row * a.matrix.outputs + output; };
+    walk<F>(
+        a, task,
+        [&](int64_t row, int64_t output) {  // what will be written is asked for, which takes as long as the product
+          for (int64_t i = 0; i < kGroups * 16; i += 64 / sizeof(Out)) __builtin_prefetch(at(row, output) + i, 1);
+        },
+        [&](int64_t row, int64_t output, int64_t count, const f32x16(&values)[kGroups]) PENSTOCK_INLINE {
+          if (count == kGroups * 16)
+            store_all(at(row, output), values);
+          else
+            for (int g = 0; g * 16 < count; g++) store_some(at(row, output) + g * 16, values[g], count - g * 16);
+        });
   });
 }
 
@@ -81,13 +89,19 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
     begins[row - first] = i32x16{} + int32_t(own * kPanel * a.panels);
   }
   with_format(a.matrix, [&]<class F>() {
-    walk<F>(a, task, [&](int64_t row, int64_t output, int64_t count, f32x16 v) {
-      f32x16& best = values[row - first];
-      i32x16& begin = begins[row - first];
-      if (count < 16) v = kLanes < int32_t(count) ? v : best;
-      begin = v > best ? i32x16{} + int32_t(output) : begin;
-      best = max(v, best);
-    });
+    walk<F>(
+        a, task, [](int64_t, int64_t) {},
+        [&](int64_t row, int64_t output, int64_t count, const f32x16(&found)[kGroups]) PENSTOCK_INLINE {
+          f32x16 best = values[row - first];
+          i32x16 begin = begins[row - first];
+          PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
+            const f32x16 v = count == kGroups * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
+            begin = v > best ? i32x16{} + int32_t(output + g * 16) : begin;
+            best = max(v, best);
+          }
+          values[row - first] = best;
+          begins[row - first] = begin;
+        });
   });
   for (int64_t row = first; row < end; row++) {
     const f32x16 lanes = values[row - first];

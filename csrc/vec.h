@@ -111,6 +111,36 @@ __attribute__((noinline)) void store_part(T* to, f32x16 v, int64_t count) {
   memcpy(to, part, count * sizeof(T));
 }
 
+// The same, be it 16, fewer or none.
+template <class T>
+inline f32x16 load_some(const T* from, int64_t count) {
+  return count >= 16 ? load(from) : count > 0 ? load_part(from, count) : f32x16{};
+}
+template <class T>
+inline void store_some(T* to, f32x16 v, int64_t count) {
+  if (count >= 16)
+    store(to, v);
+  else if (count > 0)
+    store_part(to, v, count);
+}
+
+// Vectors one after another, an even number of them unless it is one.
+template <int G>
+inline void store_all(float* to, const f32x16 (&v)[G]) {
+  for (int g = 0; g < G; g++) store(to + g * 16, v[g]);
+}
+template <int G>
+inline void store_all(bf16* to, const f32x16 (&v)[G]) {
+#if defined(__AVX512BF16__)
+  for (int g = 0; g < G; g += 2) {
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)v[g + 1], (__m512)v[g]);
+    memcpy(to + g * 16, &both, sizeof(both));
+  }
+#else
+  for (int g = 0; g < G; g++) store(to + g * 16, v[g]);
+#endif
+}
+
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 
