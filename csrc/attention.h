@@ -82,16 +82,21 @@ struct Block {
   }
 };
 
-// Where a position's key and value lie.
+// A key goes into its column of a panel: some of its elements together, then as many a row further.
 template <class K>
-inline int64_t key_index(int64_t position, int64_t d, int64_t size) {
+inline void place_key(typename K::Element* panel, int64_t position, int64_t size, const typename K::Element* key,
+                      int64_t dim) {
   constexpr int n = K::KeyStep::kInputs;
-  return (d / n * size + position) * n + d % n;
+  for (int64_t d = 0; d < dim; d += n)
+    memcpy(panel + d * size + position * n, key + d, n * sizeof(typename K::Element));
 }
+
+// A value goes into its row, in which some positions lie together for each element.
 template <class K>
-inline int64_t value_index(int64_t position, int64_t d, int64_t dim) {
+inline void place_value(typename K::Element* panel, int64_t position, const typename K::Element* value, int64_t dim) {
   constexpr int n = K::ValueStep::kInputs;
-  return (position / n * dim + d) * n + position % n;
+  typename K::Element* to = panel + position / n * n * dim + position % n;
+  for (int64_t d = 0; d < dim; d++) to[d * n] = value[d];
 }
 
 template <class T, class K>
@@ -102,15 +107,15 @@ void store_token(const Store& a, int64_t token) {
     const T* k = (const T*)a.k + token * a.stride_k + head * a.dim;
     const T* v = (const T*)a.v + token * a.stride_v + head * a.dim;
     if constexpr (K::kRounds) {
-      int8_t rounded[kMaxHead];
-      block.key_scales[position] = round_row(k, a.dim, rounded).scale;
-      for (int64_t d = 0; d < a.dim; d++)
-        block.keys[key_index<K>(position, d, a.block_size)] = int8_t(rounded[d] ^ 0x80);
-      block.value_scales[position] = round_row(v, a.dim, rounded).scale;
-      for (int64_t d = 0; d < a.dim; d++) block.values[value_index<K>(position, d, a.dim)] = rounded[d];
+      int8_t key[kMaxHead], value[kMaxHead];
+      block.key_scales[position] = round_row(k, a.dim, key).scale;
+      for (int64_t d = 0; d < a.dim; d++) key[d] = int8_t(key[d] ^ 0x80);
+      block.value_scales[position] = round_row(v, a.dim, value).scale;
+      place_key<K>(block.keys, position, a.block_size, key, a.dim);
+      place_value<K>(block.values, position, value, a.dim);
     } else {
-      for (int64_t d = 0; d < a.dim; d++) block.keys[key_index<K>(position, d, a.block_size)] = k[d];
-      for (int64_t d = 0; d < a.dim; d++) block.values[value_index<K>(position, d, a.dim)] = v[d];
+      place_key<K>(block.keys, position, a.block_size, k, a.dim);
+      place_value<K>(block.values, position, v, a.dim);
     }
   }
 }

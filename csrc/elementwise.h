@@ -26,23 +26,26 @@ float squares(const T* x, int64_t size) {
 // Calls `f(i, count)` for each run of up to 16 elements.
 template <class F>
 inline void by_sixteen(int64_t size, F&& f) {
-  for (int64_t i = 0; i < size; i += 16) f(i, size - i < 16 ? size - i : 16);
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16) f(i, std::integral_constant<int64_t, 16>());
+  if (i < size) f(i, size - i);
 }
 
-template <class T>
-inline f32x16 get(const T* from, int64_t count) {
-  return count == 16 ? load(from) : load_part(from, count);
+template <class T, class N>
+inline f32x16 get(const T* from, N count) {
+  return load_some(from, count);
 }
-template <class T>
-inline void put(T* to, f32x16 v, int64_t count) {
-  count == 16 ? store(to, v) : store_part(to, v, count);
+template <class T, class N>
+inline void put(T* to, f32x16 v, N count) {
+  store_some(to, v, count);
 }
 // A value as the type would keep it.
 template <class T>
 inline f32x16 rounded(f32x16 v) {
-  T kept[16];
-  store(kept, v);
-  return load(kept);
+  if constexpr (std::is_same_v<T, float>)
+    return v;
+  else
+    return widen(round_to_bf16(v));
 }
 
 template <class T>
@@ -53,11 +56,11 @@ void norm_row(const Norm& a, int64_t row) {
     T* out = (T*)a.out + (row * a.groups + group) * a.size;
     if (a.residual) {
       T* residual = (T*)a.residual + row * a.size;
-      by_sixteen(a.size, [&](int64_t i, int64_t n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
+      by_sixteen(a.size, [&](int64_t i, auto n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
       x = residual;
     }
     const float scale = 1.0f / __builtin_sqrtf(squares(x, a.size) / float(a.size) + a.eps);
-    by_sixteen(a.size, [&](int64_t i, int64_t n) {
+    by_sixteen(a.size, [&](int64_t i, auto n) {
       put(out + i, rounded<T>(get(x + i, n) * scale) * get(weight + i, n), n);
     });
   }
@@ -70,7 +73,7 @@ void rope_token(const Rope& a, int64_t token) {
   for (int64_t head = 0; head < a.heads; head++) {
     const T *low = (const T*)a.x + token * a.stride + head * a.dim, *high = low + half;
     T* out = (T*)a.out + (token * a.heads + head) * a.dim;
-    by_sixteen(half, [&](int64_t i, int64_t n) {
+    by_sixteen(half, [&](int64_t i, auto n) {
       f32x16 x = get(low + i, n), y = get(high + i, n), c = get(cos + i, n), s = get(sin + i, n);
       put(out + i, x * c - y * s, n);
       put(out + half + i, y * c + x * s, n);
@@ -82,7 +85,7 @@ template <class T>
 void silu_mul_row(const SiluMul& a, int64_t row) {
   const T *gate = (const T*)a.gate_up + row * 2 * a.size, *up = gate + a.size;
   T* out = (T*)a.out + row * a.size;
-  by_sixteen(a.size, [&](int64_t i, int64_t n) {
+  by_sixteen(a.size, [&](int64_t i, auto n) {
     f32x16 g = get(gate + i, n);
     put(out + i, g / (exp(-g) + 1.0f) * get(up + i, n), n);
   });

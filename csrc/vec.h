@@ -66,9 +66,8 @@ inline f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
-inline f32x16 load(const bf16* from) {
-  return as<f32x16>(__builtin_convertvector(load_bits<u16x16>(from), u32x16) << 16);
-}
+inline f32x16 widen(u16x16 v) { return as<f32x16>(__builtin_convertvector(v, u32x16) << 16); }
+inline f32x16 load(const bf16* from) { return widen(load_bits<u16x16>(from)); }
 
 // Rounds to nearest, to even in the middle.
 inline u16x16 round_to_bf16(f32x16 v) {
