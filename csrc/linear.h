@@ -18,8 +18,10 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
   const Matrix& m = a.matrix;
   // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
   const int64_t ahead = end - first <= 2 ? kSoon : 0;
-  for (int64_t row = first; row < end; row += kTileRows)
-    with_rows(end - row, [&]<int R>() {
+  // As even as can be: a tile of one or two rows takes nearly as long as one of four.
+  for (int64_t row = first, some; row < end; row += some) {
+    some = ceil_div(end - row, ceil_div(end - row, kTileRows));
+    with_rows(some, [&]<int R>() {
       for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
         const int64_t at = column + c, left = m.outputs - at;
         const int64_t count = left < kGroups * 16 ? left : kGroups * 16;
@@ -35,6 +37,7 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
         PENSTOCK_UNROLL for (int r = 0; r < R; r++) finish(row + r, at, count, out[r]);
       }
     });
+  }
 }
 
 // The same for a task, which is a block of rows by some panels; tasks of the same rows follow each other.
