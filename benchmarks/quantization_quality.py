@@ -1,10 +1,10 @@
-"""What rounding the weights costs: the model in the box on text and questions it was not trained on.
+"""What rounding weights and cache costs: the model in the box on text and questions it was not trained on.
 
 python benchmarks/quantization_quality.py
 
-For each format: the Kullback-Leibler divergence of its next-token distribution from that in bfloat16, on average over
-the tokens of held-out answers, how often both have the same likeliest token, and the share of held-out questions that
-are answered right.
+For each format, with the cache as it is computed and in 8 bits: the Kullback-Leibler divergence of its next-token
+distribution from that in bfloat16, on average over the tokens of held-out answers, how often both have the same
+likeliest token, and the share of held-out questions that are answered right.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,20 @@ BLOCK = 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantization", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="(default: all)")
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", "int8"], default=["auto", "int8"])
     parser.add_argument("--texts", type=int, default=8, help="held-out answers a skill for the divergence (default: 8)")
     parser.add_argument("--questions", type=int, default=48, help="questions a skill; 0 asks none (default: 48)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
 
     texts = list(answers(args.texts))
-    expected = list(distributions("none", texts))
+    expected = list(distributions("none", "auto", texts))
     found: dict[str, dict[str, float]] = {}
-    for name in args.quantization:
-        found[name] = divergence(expected, distributions(name, texts))
+    for name, kept in product(args.quantization, args.kv_cache_dtype):
+        own = divergence(expected, distributions(name, kept, texts))
         if args.questions:
-            found[name]["right"] = share_right(name, args.questions)
+            own["right"] = share_right(name, kept, args.questions)
+        found[f"{name} {kept}"] = own
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{sum(own for _, own in texts)} tokens of answers, {args.questions} questions a skill\n")
@@ -65,13 +68,13 @@ def answers(count: int) -> Iterator[tuple[list[int], int]]:
             yield tokenizer.encode(prompt) + own, len(own)
 
 
-def distributions(name: str, texts: list[tuple[list[int], int]]) -> Iterator[Tensor]:
+def distributions(name: str, kept: str, texts: list[tuple[list[int], int]]) -> Iterator[Tensor]:
     """Log probabilities of each answer's tokens, ``[tokens, vocabulary]`` float32."""
     backend = ops.backend(torch.device("cpu"))
     model = load_model(demo.CHAT, backend, quantization=name)
     longest = max(len(ids) for ids, _ in texts)
-    cache = backend.new_cache(model.kv_spec(BLOCK), -(-longest // BLOCK), torch.device("cpu"))
-    for ids, own in tqdm(texts, desc=name, unit="text", leave=False):
+    cache = backend.new_cache(model.kv_spec(BLOCK, kept == "int8"), -(-longest // BLOCK), torch.device("cpu"))
+    for ids, own in tqdm(texts, desc=f"{name} {kept}", unit="text", leave=False):
         yield log_probabilities(model, cache, ids, own)
 
 
@@ -99,19 +102,20 @@ def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, flo
     return {"divergence": total / tokens, "same_likeliest": agree / tokens}
 
 
-def share_right(name: str, count: int) -> float:
+def share_right(name: str, kept: str, count: int) -> float:
     """Of held-out questions, asked through ``LLM``."""
     drawn = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
     asked = [c for c in drawn if c.check is not evaluate.Check.FREE]
-    given = evaluate.Penstock(demo.CHAT, quantization=name).ask(asked)
+    given = evaluate.Penstock(demo.CHAT, quantization=name, kv_cache_dtype=kept).ask(asked)
     return sum(map(evaluate.is_right, given, asked)) / len(asked)
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    lines = ["| format | divergence, nats | same likeliest | right |", "|---|---:|---:|---:|"]
-    for name, one in found.items():
+    lines = ["| format | cache | divergence, nats | same likeliest | right |", "|---|---|---:|---:|---:|"]
+    for key, one in found.items():
+        name, kept = key.split()
         right = f"{one['right']:.1%}" if "right" in one else "–"
-        lines.append(f"| `{name}` | {one['divergence']:.4f} | {one['same_likeliest']:.2%} | {right} |")
+        lines.append(f"| `{name}` | `{kept}` | {one['divergence']:.4f} | {one['same_likeliest']:.2%} | {right} |")
     return "\n".join(lines)
 
 
