@@ -38,6 +38,12 @@ def test_answers_are_those_of_transformers() -> None:
     assert ours == theirs
 
 
+def test_a_cache_in_8_bits_answers_nearly_always_the_same() -> None:
+    whole, rounded = (Penstock(demo.CHAT, kv_cache_dtype=kept).ask(questions()) for kept in ("auto", "int8"))
+    same = sum(a == b for a, b in zip(whole, rounded, strict=True))
+    assert same >= 0.95 * len(whole), f"{same} of {len(whole)}"
+
+
 @torch.inference_mode()
 def test_bfloat16_is_as_good_as_transformers() -> None:
     """Against the library in float32: the error of what was said is at most 1.2 times that of the library in bfloat16,
