@@ -17,8 +17,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 from drawing import draw
 from tqdm import tqdm
@@ -38,7 +41,7 @@ WORKS: dict[Work, str] = {
 
 @dataclass(frozen=True)
 class System:
-    """Something that runs all works in a format when it is called, and prints the seconds of each."""
+    """Something that says how long a work takes in a format, for each that it reads."""
 
     name: str
     format: str
@@ -60,30 +63,32 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw them here (.png or .svg)")
     args = parser.parse_args()
 
-    systems = [system for system in found(args) if system.format in args.format]
+    systems = list(found(args))
     seconds: dict[str, dict[Work, list[float]]] = {}
     limits = []
-    for turn in range(args.rounds):
-        limits.append(measure_limits(args.threads))
-        for system in tqdm(systems, desc=f"round {turn + 1}", unit="system"):
-            own = seconds.setdefault(f"{system.name} {system.format}", {work: [] for work in WORKS})
-            for work, taken in run(system):
-                own[work].append(taken)
+    for format in args.format:
+        with ExitStack() as stack:
+            takes = {s.name: stack.enter_context(running(s)) for s in systems if s.format == format}
+            for turn in range(args.rounds):
+                limits.append(measure_limits(args.threads))
+                for work in tqdm(WORKS, desc=f"{format}, round {turn + 1}", unit="work"):
+                    for name, take in takes.items():
+                        own = seconds.setdefault(f"{name} {format}", {each: [] for each in WORKS})
+                        own[work].append(take(work))
     best = {name: max(one[name] for one in limits) for name in limits[0]}
-    rates = {name: {work: rate(work, taken) for work, taken in own.items() if taken} for name, own in seconds.items()}
+    rates = {name: {work: rate(work, taken) for work, taken in own.items()} for name, own in seconds.items()}
     if args.json:
         kept = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
         args.json.write_text(json.dumps({"machine": machine(), "limits": limits, "seconds": kept}, indent=1) + "\n")
     if args.picture:
         draw(args.picture, {name: {WORKS[w]: r for w, r in own.items()} for name, own in rates.items()}, args.format)
     print(f"{machine()}, {args.threads} threads, {args.rounds} rounds\n")
-    print(table(rates, best, args.format))
+    print(table(rates, seconds, best, args.format))
 
 
 def found(args: argparse.Namespace) -> Iterator[System]:
     """What there is to run, converted where it must be."""
-    works = json.dumps(list(WORKS))
-    ours = [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), str(args.threads), works]
+    ours = [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), str(args.threads)]
     for format, quantization in {"bf16": "none", "int8": "w8a8", "int4": "w4a8"}.items():
         yield System("Penstock", format, [*ours, quantization])
     if args.openvino:
@@ -91,10 +96,10 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             folder = args.work / f"openvino-{format}"
             convert(folder, lambda f=format, to=folder: export_openvino(args, f, to))
             runner = [str(args.openvino), str(HERE / "run_openvino.py")]
-            yield System("OpenVINO", format, [*runner, str(folder), str(args.threads), works])
+            yield System("OpenVINO", format, [*runner, str(folder), str(args.threads)])
     if args.vllm:
         runner = [str(args.vllm), str(HERE / "run_vllm.py")]
-        yield System("vLLM", "bf16", [*runner, str(args.checkpoint), str(args.threads), works])
+        yield System("vLLM", "bf16", [*runner, str(args.checkpoint), str(args.threads)])
     if args.llama_cpp:
         whole = args.work / "llama-bf16.gguf"
         script = [sys.executable, str(args.llama_cpp / "convert_hf_to_gguf.py"), str(args.checkpoint)]
@@ -107,7 +112,7 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             command = [program, str(whole), str(file), kind]
             convert(file, lambda c=command: subprocess.run(c, check=True, capture_output=True))
             runner = [sys.executable, str(HERE / "run_llama_cpp.py")]
-            yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads), works])
+            yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)])
 
 
 def convert(target: Path, make: Callable[[], object]) -> None:
@@ -125,15 +130,36 @@ def export_openvino(args: argparse.Namespace, format: str, folder: Path) -> None
     subprocess.run([*program, *task, str(folder)], check=True, capture_output=True)
 
 
-def run(system: System) -> Iterator[tuple[Work, float]]:
-    """The works in turn with the seconds each took; those a system cannot do are left out."""
-    done = subprocess.run(system.command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{system.name} {system.format} failed:\n{done.stderr[-2000:]}")
-    for line in done.stdout.splitlines():
-        if line.startswith('{"work"'):
-            told = json.loads(line)
-            yield tuple(told["work"]), told["seconds"]
+@contextmanager
+def running(system: System) -> Iterator[Callable[[Work], float]]:
+    """A system with its model loaded; what is yielded gives the seconds of a work.
+
+    All systems of a format are there at once and take turns work by work, so that what others do on the machine meets
+    them alike; who is not asked sleeps.
+    """
+    with TemporaryFile("w+") as errors:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(system.command, text=True, bufsize=1, stdin=pipe, stdout=pipe, stderr=errors)
+        assert process.stdin
+        assert process.stdout
+
+        def told(what: str) -> Any:
+            for line in process.stdout or ():
+                if line.startswith(f'{{"{what}"'):
+                    return json.loads(line)[what]
+            errors.seek(0)
+            sys.exit(f"{system.name} {system.format} failed:\n{errors.read()[-2000:]}")
+
+        def take(work: Work) -> float:
+            print(json.dumps(work), file=process.stdin)
+            return float(told("seconds"))
+
+        told("ready")
+        try:
+            yield take
+        finally:
+            process.stdin.close()
+            process.wait()
 
 
 def rate(work: Work, taken: list[float]) -> float:
@@ -160,7 +186,13 @@ def machine() -> str:
     return f"{len(names)} cores of {names[0] if names else platform.machine()}"
 
 
-def table(rates: dict[str, dict[Work, float]], limits: dict[str, float], formats: list[str]) -> str:
+def table(
+    rates: dict[str, dict[Work, float]],
+    seconds: dict[str, dict[Work, list[float]]],
+    limits: dict[str, float],
+    formats: list[str],
+) -> str:
+    """Rates, and the median of the rounds' ratios to whoever was the fastest peer in that round."""
     lines = [
         f"Limits: reads {limits['read'] / 1e9:.0f} GB/s; products and sums of bfloat16 "
         f"{limits['bfloat16'] / 1e9:.0f} G/s, of 8-bit integers {limits['int8'] / 1e9:.0f} G/s.",
@@ -171,10 +203,9 @@ def table(rates: dict[str, dict[Work, float]], limits: dict[str, float], formats
         head = ["tokens/s", "Penstock", *peers, *(["ratio to the best"] if peers else [])]
         lines += ["", f"**{format}**", "", row(head), row(["---", *["---:"] * (len(head) - 1)])]
         for work, label in WORKS.items():
-            ours, theirs = own["Penstock"][work], [own[peer].get(work) for peer in peers]
-            known = [one for one in theirs if one]
-            ratio = [f"{ours / max(known):.2f}"] if known else ["–"] * bool(peers)
-            lines.append(row([label, f"{ours:.0f}", *(f"{one:.0f}" if one else "–" for one in theirs), *ratio]))
+            turns = zip(*(seconds[f"{name} {format}"][work] for name in ("Penstock", *peers)), strict=True)
+            ratio = [f"{statistics.median(min(theirs) / ours for ours, *theirs in turns):.2f}"] if peers else []
+            lines.append(row([label, *(f"{own[name][work]:.0f}" for name in ("Penstock", *peers)), *ratio]))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""python run_openvino.py EXPORTED THREADS WORKS"""
+"""python run_openvino.py EXPORTED THREADS"""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from timing import Prompts, run_all
 
 
 def main() -> None:
-    folder, threads, works = sys.argv[1:]
+    folder, threads = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 4  # GiB
     scheduler.max_num_batched_tokens = 2048
@@ -25,7 +25,7 @@ def main() -> None:
         given = [openvino.Tensor(np.array([one], np.int64)) for one in prompts]
         return lambda: pipeline.generate(given, [config] * len(prompts))
 
-    run_all(works, generate)
+    run_all(generate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python run_penstock.py CHECKPOINT THREADS WORKS QUANTIZATION"""
+"""python run_penstock.py CHECKPOINT THREADS QUANTIZATION"""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from penstock import LLM, SamplingParams
 
 
 def main() -> None:
-    checkpoint, threads, works, quantization = sys.argv[1:]
+    checkpoint, threads, quantization = sys.argv[1:]
     llm = LLM(
         checkpoint,
         dtype="bfloat16",
@@ -27,7 +27,7 @@ def main() -> None:
         params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=0, detokenize=False)
         return lambda: llm.generate(prompts, params, use_tqdm=False)
 
-    run_all(works, generate)
+    run_all(generate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python run_vllm.py CHECKPOINT THREADS WORKS"""
+"""python run_vllm.py CHECKPOINT THREADS"""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 
 def main() -> None:
-    checkpoint, _, works = sys.argv[1:]
+    checkpoint, _ = sys.argv[1:]
     llm = LLM(
         checkpoint,
         dtype="bfloat16",
@@ -26,7 +26,7 @@ def main() -> None:
         given = [TokensPrompt(prompt_token_ids=one) for one in prompts]
         return lambda: llm.generate(given, params, use_tqdm=False)
 
-    run_all(works, generate)
+    run_all(generate)
 
 
 if __name__ == "__main__":

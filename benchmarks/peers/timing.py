@@ -1,21 +1,28 @@
-"""What every runner does: the works in turn, a line of JSON for each. Needs nothing: each peer has its own Python."""
+"""What every runner does: a work a line comes in, its seconds go out. Needs nothing: each peer has its own Python."""
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 
 Prompts = list[list[int]]
 
 
-def run_all(works: str, generate: Callable[[Prompts, int], Callable[[], object]]) -> None:
-    """Print the seconds of each work, after a long prompt that does not count: memory is there by then.
+def answer(seconds: Callable[[int, int, int], float]) -> None:
+    """For each line of JSON (prompts, tokens of each, tokens to generate for each) print how long that takes."""
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"seconds": seconds(*json.loads(line))}), flush=True)
+
+
+def run_all(generate: Callable[[Prompts, int], Callable[[], object]]) -> None:
+    """Answer with random prompts, after a long one that does not count: memory is there by then.
 
     Args:
-        works: JSON, of each the prompts, their tokens and the tokens to generate.
-        generate: prepares a generation from prompts and that number; what it returns is called and timed.
+        generate: prepares a generation from prompts and the tokens to generate; what it returns is called and timed.
     """
     draw = random.Random(0)
 
@@ -26,5 +33,4 @@ def run_all(works: str, generate: Callable[[Prompts, int], Callable[[], object]]
         return time.perf_counter() - begun
 
     run(1, 2048, 8)
-    for work in json.loads(works):
-        print(json.dumps({"work": work, "seconds": run(*work)}), flush=True)
+    answer(run)
