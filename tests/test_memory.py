@@ -17,7 +17,7 @@ def test_bytes_and_blocks_can_be_given() -> None:
     assert LLM(kv_cache_memory_bytes=50 * A_BLOCK + 1).engine.scheduler.device.total == 50
     assert LLM(num_gpu_blocks_override=40, kv_cache_memory_bytes=1).engine.scheduler.device.total == 40
     rounded = LLM(kv_cache_memory_bytes=50 * A_BLOCK, kv_cache_dtype="int8")
-    assert rounded.engine.scheduler.device.total == 50 * (2 * 64) // (64 + 4), "a byte each, and a scale for a head's 64"
+    assert rounded.engine.scheduler.device.total == 50 * (2 * 64) // (64 + 4), "a scale for 64 bytes"
     with pytest.raises(PenstockError, match="one KV block takes"):
         LLM(kv_cache_memory_bytes=A_BLOCK - 1)
 
