@@ -129,6 +129,19 @@ def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
     assert together == [sample(table[i : i + 1], [sequences[i]])[0] for i in range(rows)]
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("spoiled", [float("-inf"), float("inf"), float("nan"), -float("nan")])
+def test_a_row_without_a_distribution_spoils_no_other(params: dict[str, Any], spoiled: float) -> None:
+    """As where all that is allowed is forbidden, too, or a model computes nonsense."""
+    table, sequences = scores(3), [sequence(seed=i, **params) for i in range(3)]
+    alone = sample(table[[0, 2]], [sequences[0], sequences[2]])
+    for place in (slice(None), 7):
+        table[1, place] = spoiled
+        together = sample(table, sequences)
+        assert [together[0], together[2]] == alone
+        assert 0 <= together[1].token_ids[0] < VOCABULARY
+
+
 def test_logprobs_tell_the_models_own_scores() -> None:
     row = scores(1)
     (draw,) = sample(row, [sequence(temperature=0, logprobs=3, logit_bias={7: 100.0})])

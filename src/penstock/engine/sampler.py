@@ -133,7 +133,10 @@ def choose(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
     if any(p.min_p > 0 for p in params):
         weights.masked_fill_(weights < torch.tensor([p.min_p for p in params], device=scores.device)[:, None], 0)
+    sound = weights.sum(-1).isfinite().tolist()  # not where nothing is allowed, or a score is no number
     for i, p in enumerate(params):
+        if not sound[i]:
+            continue
         if 0 < p.top_k < scores.shape[-1]:
             _truncate(weights[i], torch.ones_like(weights[i], dtype=torch.float64), p.top_k)
         if p.top_p < 1:
