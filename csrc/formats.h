@@ -25,12 +25,8 @@ struct QuadStep {
   static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
   static u32x16 last(const char* at) { return weights(at); }
 #if defined(__AVX512VNNI__)
-  static i32x16 input(const int8_t* x) {
-    int32_t four;
-    memcpy(&four, x, sizeof(four));
-    return i32x16{} + four;
-  }
-  static i32x16 add(i32x16 sum, i32x16 x, u32x16 w) {
+  static u32x16 input(const int8_t* x) { return all_of_four(x); }
+  static i32x16 add(i32x16 sum, u32x16 x, u32x16 w) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
   }
 #else

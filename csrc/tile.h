@@ -35,11 +35,7 @@ struct PairStep {
   static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
   // Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its place is void.
   static u32x16 last(const char* at) { return weights(at) & 0xffff; }
-  static u32x16 input(const bf16* x) {
-    uint32_t pair;
-    memcpy(&pair, x, sizeof(pair));
-    return u32x16{} + pair;
-  }
+  static u32x16 input(const bf16* x) { return all_of_four(x); }
   static f32x16 add(f32x16 sum, u32x16 x, u32x16 w) {
 #if defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)sum, as<__m512bh>(x), as<__m512bh>(w));

@@ -41,6 +41,13 @@ inline V load_bits(const T* from) {
   return v;
 }
 
+// Four bytes in every lane.
+inline u32x16 all_of_four(const void* from) {
+  uint32_t four;
+  memcpy(&four, from, sizeof(four));
+  return u32x16{} + four;
+}
+
 constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline f32x16 all(float value) { return f32x16{} + value; }
