@@ -133,6 +133,23 @@ struct WideOctetStep {
                                            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 };
 
+// A run of inputs: whole groups, or a part of the only one.
+struct Piece {
+  int64_t begin, end;
+};
+
+// Sums of a few rows, from zero or from what is kept of them: [rows][kPanel / 16].
+template <class Sum, int R>
+PENSTOCK_INLINE inline void resume(bool anew, const f32x16* kept, Sum (&sums)[R][kGroups]) {
+  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+    PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) sums[r][g] = anew ? Sum{} : as<Sum>(kept[r * (kPanel / 16) + g]);
+}
+template <class Sum, int R>
+PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][kGroups], f32x16* kept) {
+  PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+    PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) kept[r * (kPanel / 16) + g] = as<f32x16>(sums[r][g]);
+}
+
 // --- Formats ---------------------------------------------------------------------------------------------------------
 
 // The weights as they are.
@@ -147,13 +164,18 @@ struct Plain {
     return widen(((const T*)panel)[(input / n * kPanel + output) * n + input % n]);
   }
 
+  // Adds a piece to what is kept of those before it; whether it was the last, with the outputs then.
   template <int R>
-  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float*, int64_t ahead,
-                      f32x16 (&out)[R][kGroups]) {
+  PENSTOCK_INLINE static bool product(const Linear& a, int64_t row, const char* panel, const float*, Piece piece, Soon soon,
+                      f32x16* kept, f32x16 (&out)[R][kGroups]) {
+    constexpr int64_t stride = kPanel / 16 * Step::kBytes;
     const int64_t in = a.matrix.in;
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
-    multiply<Step, R, kGroups>((const T*)a.x + row * in, in, panel, kPanel / 16 * Step::kBytes, in, out, ahead);
+    const bool last = piece.end == in;
+    resume(piece.begin == 0, kept, out);
+    multiply<Step, R, kGroups>((const T*)a.x + row * in + piece.begin, in, panel + piece.begin / Step::kInputs * stride,
+                               stride, piece.end - piece.begin, out, soon);
+    if (!last) keep(out, kept);
+    return last;
   }
 };
 
@@ -172,35 +194,68 @@ struct Rounded {
     return float(U::get(unit, input % S::kInputs)) * scales[input / m.group * kPanel + output];
   }
 
+  // Of a group by itself the integers are kept, else the outputs so far.
   template <int R>
-  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float* scales, int64_t ahead,
-                      f32x16 (&out)[R][kGroups]) {
-    constexpr int n = S::kInputs;
-    constexpr int64_t stride = kPanel / 16 * S::kBytes;
+  PENSTOCK_INLINE static bool product(const Linear& a, int64_t row, const char* panel, const float* scales, Piece piece,
+                      Soon soon, f32x16* kept, f32x16 (&out)[R][kGroups]) {
     const Matrix& m = a.matrix;
-    const int64_t groups = groups_of(m), width = kIntegers ? (m.in + 7) / 8 * 8 : m.in;
-    const X* x = (const X*)a.x + row * width;
-    PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] = f32x16{};
-    for (int64_t group = 0; group < groups; group++) {
-      const int64_t begin = group * m.group, inputs = m.in - begin < m.group ? m.in - begin : m.group;
+    const bool last = piece.end == m.in;
+    if (m.group >= m.in) {
       typename S::Sum sums[R][kGroups];
-      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-          sums[r][g] = typename S::Sum{};
-          if constexpr (kIntegers) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
-        }
-      // Integers are padded with zeros, so that there is no last part of a step.
-      multiply<S, R, kGroups>(x + begin, width, panel + begin / n * stride, stride,
-                              kIntegers ? (inputs + n - 1) / n * n : inputs, sums, ahead);
+      resume(piece.begin == 0, kept, sums);
+      if (piece.begin == 0) shift(a, row, 0, sums);
+      add(a, row, panel, piece, soon, sums);
+      if (!last) {
+        keep(sums, kept);
+        return false;
+      }
       PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-        const f32x16 scale = load(scales + group * kPanel + g * 16);
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
+        const f32x16 scale = load(scales + g * 16);
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale;
+      }
+    } else {
+      resume(piece.begin == 0, kept, out);
+      for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+        end = begin + m.group < m.in ? begin + m.group : m.in;
+        typename S::Sum sums[R][kGroups];
+        resume(true, kept, sums);
+        shift(a, row, begin / m.group, sums);
+        add(a, row, panel, {begin, end}, soon, sums);
+        soon.at += m.group / S::kInputs * soon.lines * 64;
+        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
+          const f32x16 scale = load(scales + begin / m.group * kPanel + g * 16);
+          PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
+        }
+      }
+      if (!last) {
+        keep(out, kept);
+        return false;
       }
     }
     if constexpr (kIntegers)
       PENSTOCK_UNROLL for (int r = 0; r < R; r++)
         PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] *= a.x_scales[row + r];
+    return true;
+  }
+
+ private:
+  template <int R>
+  PENSTOCK_INLINE static void shift(const Linear& a, int64_t row, int64_t group, typename S::Sum (&sums)[R][kGroups]) {
+    const int64_t groups = groups_of(a.matrix);
+    if constexpr (kIntegers)
+      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
+  }
+
+  template <int R>
+  PENSTOCK_INLINE static void add(const Linear& a, int64_t row, const char* panel, Piece piece, Soon soon,
+                                  typename S::Sum (&sums)[R][kGroups]) {
+    constexpr int n = S::kInputs;
+    constexpr int64_t stride = kPanel / 16 * S::kBytes;
+    const int64_t in = a.matrix.in, width = kIntegers ? (in + 7) / 8 * 8 : in, inputs = piece.end - piece.begin;
+    // Integers are padded with zeros, so that there is no last part of a step.
+    multiply<S, R, kGroups>((const X*)a.x + row * width + piece.begin, width, panel + piece.begin / n * stride, stride,
+                            kIntegers ? (inputs + n - 1) / n * n : inputs, sums, soon);
   }
 };
 

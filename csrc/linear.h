@@ -8,7 +8,7 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-constexpr int64_t kSoon = 4096;  // bytes
+constexpr int64_t kSoon = 512, kPiece = 12288;  // bytes
 
 // Calls `finish(row, output, count, values)` for each run of up to kGroups * 16 outputs of some rows and a panel, and before
 // their products `prepare(row, output)`.
@@ -16,27 +16,44 @@ template <class F, class Prepare, class Finish>
 inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
                            const float* scales, Prepare&& prepare, Finish&& finish) {
   const Matrix& m = a.matrix;
-  // One or two rows are held by memory, so what comes soon is asked for. With more, that costs more than it gives.
-  const int64_t ahead = end - first <= 2 ? kSoon : 0;
-  // As even as can be: a tile of one or two rows takes nearly as long as one of four.
-  for (int64_t row = first, some; row < end; row += some) {
-    some = ceil_div(end - row, ceil_div(end - row, kTileRows));
-    with_rows(some, [&]<int R>() {
-      for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
-        const int64_t at = column + c, left = m.outputs - at;
-        const int64_t count = left < kGroups * 16 ? left : kGroups * 16;
-        for (int r = 0; r < R; r++) prepare(row + r, at);
-        f32x16 out[R][kGroups];
-        F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, ahead, out);
-        if (m.bias) {
-          PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-            const f32x16 bias = load_some(m.bias + at + g * 16, count - g * 16);
-            PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] += bias;
+  constexpr int64_t n = F::Step::kInputs, step = kPanel / 16 * F::Step::kBytes;
+  const int64_t tiles = ceil_div(end - first, kTileRows);
+  const int64_t whole = m.group < m.in ? m.group : n;
+  const int64_t pieces = tiles > 1 ? ceil_div(ceil_div(m.in, n) * step, kPiece * (tiles < 8 ? tiles : 8)) : 1;
+  const int64_t few = ceil_div(ceil_div(m.in, pieces), whole) * whole;
+  const int64_t lines = ceil_div(step / 64, tiles);
+  f32x16 kept[kRowBlock][kPanel / 16];
+  for (int64_t begin = 0, some; begin < m.in; begin += some) {
+    some = few < m.in - begin ? few : m.in - begin;
+    const Piece piece{begin, begin + some};
+    // Memory is asked for the next piece while this one is multiplied.
+    const char* soon = panel + ceil_div(tiles > 1 ? piece.end : begin, n) * step + (tiles > 1 ? 0 : kSoon);
+    const char* const until = soon + ceil_div(some, n) * step;
+    // As even as can be: a tile of one or two rows takes nearly as long as one of four.
+    for (int64_t row = first, height; row < end; row += height) {
+      height = ceil_div(end - row, ceil_div(end - row, kTileRows));
+      with_rows(height, [&]<int R>() {
+        for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
+          const int64_t at = column + c, left = m.outputs - at;
+          const int64_t count = left < kGroups * 16 ? left : kGroups * 16;
+          f32x16 out[R][kGroups];
+          if (piece.end == m.in)
+            for (int r = 0; r < R; r++) prepare(row + r, at);
+          const bool done =
+              F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, piece,
+                                     {soon, soon < until ? lines : 0}, kept[row - first] + c / 16, out);
+          soon += ceil_div(some, n) * lines * 64;
+          if (!done) continue;
+          if (m.bias) {
+            PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
+              const f32x16 bias = load_some(m.bias + at + g * 16, count - g * 16);
+              PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] += bias;
+            }
           }
+          PENSTOCK_UNROLL for (int r = 0; r < R; r++) finish(row + r, at, count, out[r]);
         }
-        PENSTOCK_UNROLL for (int r = 0; r < R; r++) finish(row + r, at, count, out[r]);
-      }
-    });
+      });
+    }
   }
 }
 

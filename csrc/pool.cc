@@ -17,8 +17,8 @@ void relax() {
 
 }  // namespace
 
-Pool::Pool(int threads) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back([this] { serve(); });
+Pool::Pool(int threads) : runs_(threads) {
+  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
 }
 
 Pool::~Pool() {
@@ -29,12 +29,15 @@ Pool::~Pool() {
 }
 
 void Pool::run_shared(int64_t tasks) {
-  tasks_ = tasks;
+  const int64_t count = runs_.size();
   done_.store(0, std::memory_order_relaxed);
-  left_.store(tasks, std::memory_order_release);
+  for (int64_t i = 0; i < count; i++) {
+    runs_[i].end = tasks * (i + 1) / count;
+    runs_[i].left.store(runs_[i].end - tasks * i / count, std::memory_order_release);
+  }
   round_.fetch_add(1, std::memory_order_release);
   round_.notify_all();
-  const int64_t others = tasks - take_tasks();
+  const int64_t others = tasks - take_tasks(0);
   for (int spins = 0; done_.load(std::memory_order_acquire) < others; spins++) {
     if (spins < kSpins)
       relax();
@@ -44,13 +47,16 @@ void Pool::run_shared(int64_t tasks) {
 }
 
 // Returns how many it has done.
-int64_t Pool::take_tasks() {
+int64_t Pool::take_tasks(int thread) {
   int64_t count = 0;
-  for (int64_t left; (left = left_.fetch_sub(1, std::memory_order_acquire)) > 0; count++) job_(tasks_ - left);
+  for (size_t i = 0; i < runs_.size(); i++) {
+    Run& run = runs_[(thread + i) % runs_.size()];
+    for (int64_t left; (left = run.left.fetch_sub(1, std::memory_order_acquire)) > 0; count++) job_(run.end - left);
+  }
   return count;
 }
 
-void Pool::serve() {
+void Pool::serve(int thread) {
   uint32_t seen = 0;
   while (true) {
     for (int spins = 0; round_.load(std::memory_order_acquire) == seen; spins++) {
@@ -61,7 +67,7 @@ void Pool::serve() {
     }
     seen = round_.load(std::memory_order_acquire);
     if (stopping_) return;
-    for (int64_t count; (count = take_tasks());) done_.fetch_add(count, std::memory_order_release);
+    for (int64_t count; (count = take_tasks(thread));) done_.fetch_add(count, std::memory_order_release);
   }
 }
 

@@ -1,4 +1,4 @@
-// Threads that share out the tasks of one call.
+// Threads that share out the tasks of one call: each begins with a run of its own, and then helps the others with theirs.
 
 #pragma once
 
@@ -33,17 +33,22 @@ class Pool {
   }
 
  private:
+  // A thread's run of tasks. What follows each other is read from memory in the order it lies there.
+  struct alignas(64) Run {
+    std::atomic<int64_t> left{0};
+    int64_t end = 0;
+  };
+
   void run_shared(int64_t tasks);
-  int64_t take_tasks();
-  void serve();
+  int64_t take_tasks(int thread);
+  void serve(int thread);
 
   std::mutex mutex_;
   std::vector<std::thread> workers_;
   std::function<void(int64_t)> job_;
-  int64_t tasks_ = 0;
-  // Tasks that nobody has taken yet. Only who takes one reads `job_` and `tasks_`, which stay as they are until it is
+  // Tasks that nobody has taken yet. Only who takes one reads `job_` and its run's end, which stay as they are until it is
   // done, so that a call need not wait for a worker that is late, as all are where others use the same cores.
-  alignas(64) std::atomic<int64_t> left_{0};
+  std::vector<Run> runs_;
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<uint32_t> round_{0};  // a new one is work to do
   std::atomic<bool> stopping_{false};

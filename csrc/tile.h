@@ -61,18 +61,27 @@ struct StepOf<bf16> {
 #define PENSTOCK_UNROLL _Pragma("GCC unroll 32")
 #define PENSTOCK_INLINE __attribute__((always_inline))
 
-// sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes. What
-// lies `ahead` bytes behind what is read is asked for, so that it is there when its time comes.
+// What will be read before long: with each step its next `lines` are asked for. Into the second cache, as in the first
+// they would wait for their place before what is read now.
+struct Soon {
+  const char* at = nullptr;
+  int64_t lines = 0;
+};
+
+// sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes.
 template <class Step, int R, int G>
 PENSTOCK_INLINE inline void multiply(const typename Step::X* x, int64_t ldx, const char* panel, int64_t stride, int64_t inputs,
-                     typename Step::Sum (&sums)[R][G], int64_t ahead = 0) {
+                     typename Step::Sum (&sums)[R][G], Soon soon = {}) {
   using X = typename Step::X;
   constexpr int n = Step::kInputs, bytes = Step::kBytes;
   const int64_t steps = inputs / n;
   for (int64_t i = 0; i < steps; i++) {
     const char* at = panel + i * stride;
-    if (ahead)
-      for (int g = 0; g < G; g++) __builtin_prefetch(at + g * bytes + ahead);
+    if (soon.lines) {
+      __builtin_prefetch(soon.at, 0, 2);
+      __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, 2);
+      soon.at += soon.lines * 64;
+    }
     decltype(Step::weights(at)) w[G];
     PENSTOCK_UNROLL for (int g = 0; g < G; g++) w[g] = Step::weights(at + g * bytes);
     PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
