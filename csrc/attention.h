@@ -95,11 +95,25 @@ inline void place_value(typename K::Element* panel, int64_t position, const type
   for (int64_t d = 0; d < dim; d++) to[d * n] = value[d];
 }
 
+// Asks for what both will write, which lies in many places.
+template <class K>
+inline void ask_for_places(const Block<K>& block, int64_t position, int64_t size, int64_t dim) {
+  using Element = typename K::Element;
+  constexpr int n = K::KeyStep::kInputs, m = K::ValueStep::kInputs;
+  for (int64_t d = 0; d < dim; d += n) __builtin_prefetch(block.keys + d * size + position * n, 1);
+  for (int64_t i = 0; i < dim * m; i += 64 / sizeof(Element)) __builtin_prefetch(block.values + position / m * m * dim + i, 1);
+}
+
 template <class T, class K>
 void store_token(const Store& a, int64_t token) {
   const int64_t slot = a.slots[token], position = slot % a.block_size;
+  auto block_of = [&](int64_t head) {
+    return Block<K>(a.cache, slot / a.block_size * a.kv_heads + head, a.dim, a.block_size);
+  };
+  ask_for_places(block_of(0), position, a.block_size, a.dim);
   for (int64_t head = 0; head < a.kv_heads; head++) {
-    const Block<K> block(a.cache, slot / a.block_size * a.kv_heads + head, a.dim, a.block_size);
+    const Block<K> block = block_of(head);
+    if (head + 1 < a.kv_heads) ask_for_places(block_of(head + 1), position, a.block_size, a.dim);
     const T* k = (const T*)a.k + token * a.stride_k + head * a.dim;
     const T* v = (const T*)a.v + token * a.stride_v + head * a.dim;
     if constexpr (K::kRounds) {
@@ -119,15 +133,16 @@ void store_token(const Store& a, int64_t token) {
 // --- Products --------------------------------------------------------------------------------------------------------
 
 // x[R][inputs] * panel[inputs][columns of `width`], as many columns at a time as registers hold: each vector's sums begin
-// with what `begin(row, column)` returns, and go to `finish(row, column, sums)`.
+// with what `begin(row, column)` returns, and go to `finish(row, column, sums)`. `soon` is asked for on the way.
 template <class Step, int R, class Begin, class Finish>
 PENSTOCK_INLINE inline void multiply_columns(const typename Step::X* x, int64_t ldx, const void* panel, int64_t width,
-                                             int64_t columns, int64_t inputs, Begin&& begin, Finish&& finish) {
+                                             int64_t columns, int64_t inputs, Soon soon, Begin&& begin, Finish&& finish) {
   auto some = [&]<int G>(int64_t c) PENSTOCK_INLINE {
     typename Step::Sum sums[R][G];
     PENSTOCK_UNROLL for (int r = 0; r < R; r++)
       PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * 16);
-    multiply<Step, R, G>(x, ldx, (const char*)panel + c / 16 * Step::kBytes, width / 16 * Step::kBytes, inputs, sums);
+    multiply<Step, R, G>(x, ldx, (const char*)panel + c / 16 * Step::kBytes, width / 16 * Step::kBytes, inputs, sums, soon);
+    soon.at += inputs / Step::kInputs * soon.lines * 64;
     PENSTOCK_UNROLL for (int r = 0; r < R; r++)
       PENSTOCK_UNROLL for (int g = 0; g < G; g++) finish(r, c + g * 16, sums[r][g]);
   };
@@ -158,9 +173,12 @@ template <class K>
 struct Meeting {
   Rows<K>& rows;
   int first;
-  const Block<K>& block;
+  const Block<K>&block, &next;
   int64_t dim, size, begin;
   int64_t filled, columns;  // positions seen by one of the rows, and those in full vectors
+
+  // The next block is asked for while the first rows are at this one.
+  Soon soon(const void* next) const { return {(const char*)next, first ? 0 : kGroups}; }
 };
 
 // The three parts of attention are functions of their own, so that none takes the others' registers.
@@ -172,6 +190,7 @@ PENSTOCK_APART void score(Meeting<K>& m) {
   const Rounding* rounding = m.rows.rounding + m.first;
   multiply_columns<typename K::KeyStep, R>(
       m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim,
+      m.soon(m.next.keys),
       [&](int r, int64_t) {
         if constexpr (K::kRounds)
           return i32x16{} - 128 * rounding[r].sum;
@@ -275,6 +294,7 @@ PENSTOCK_APART void blend(Meeting<K>& m) {
   float* out = m.rows.out + m.first * m.dim;
   multiply_columns<typename K::ValueStep, R>(
       m.rows.weights, m.size, m.block.values, m.dim, m.dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
+      m.soon(m.next.values),
       [&](int r, int64_t c) {
         if constexpr (K::kRounds)
           return i32x16{};
@@ -291,13 +311,14 @@ PENSTOCK_APART void blend(Meeting<K>& m) {
 }
 
 template <class K, int R>
-void attend(Rows<K>& rows, int first, const Block<K>& block, int64_t dim, int64_t size, int64_t begin, float power) {
+void attend(Rows<K>& rows, int first, const Block<K>& block, const Block<K>& next, int64_t dim, int64_t size, int64_t begin,
+            float power) {
   int64_t last = 0;
   for (int r = 0; r < R; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
   // What is filled and seen by one of the rows: beyond it lies what other sequences left, which may be anything.
   const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size;
-  Meeting<K> m{rows, first, block, dim, size, begin, filled, (filled + 15) / 16 * 16};
+  Meeting<K> m{rows, first, block, next, dim, size, begin, filled, (filled + 15) / 16 * 16};
   score<K, R>(m);
   weigh<K, R>(m, power);
   blend<K, R>(m);
@@ -335,12 +356,19 @@ void attention_task(const Attention& a, int64_t task) {
     else
       memcpy(rows.q + r * dim, q, dim * sizeof(T));
   }
+  auto block_of = [&](int64_t sequence, int64_t at, int64_t kv_head) {
+    return Block<K>(a.cache, a.block_tables[sequence * a.table_width + at] * a.kv_heads + kv_head, dim, size);
+  };
   for (int64_t at = earliest / size; at <= last / size; at++) {
-    const int64_t number = a.block_tables[sequence * a.table_width + at];
-    const Block<K> block(a.cache, number * a.kv_heads + kv_head, dim, size);
+    const Block<K> block = block_of(sequence, at, kv_head);
+    // After a task's last one, probably the first of the task that follows.
+    const Block<K> next = at < last / size      ? block_of(sequence, at + 1, kv_head)
+                          : tile + 1 < tiles    ? block_of(a.tiles[2 * (tile + 1)], 0, kv_head)
+                          : kv_head + 1 < a.kv_heads ? block_of(a.tiles[0], 0, kv_head + 1)
+                                                : block;
     for (int first = 0; first < count; first += kTileRows)
       with_rows(count - first, [&]<int R>() {
-        attend<K, R>(rows, first, block, dim, size, at * size, a.scale * 1.44269504088896341f);
+        attend<K, R>(rows, first, block, next, dim, size, at * size, a.scale * 1.44269504088896341f);
       });
   }
   for (int r = 0; r < count; r++) {
