@@ -173,7 +173,8 @@ template <class K>
 struct Meeting {
   Rows<K>& rows;
   int first;
-  const Block<K>&block, &next;
+  const Block<K>& block;
+  const Block<K>& next;
   int64_t dim, size, begin;
   int64_t filled, columns;  // positions seen by one of the rows, and those in full vectors
 

@@ -4,8 +4,8 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "likeliest.h"
 #include "limits.h"
-#include "linear.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -28,6 +28,18 @@ void pack(const Pack& a, int64_t task) {
   a.matrix.type == Type::float32 ? pack_panel<float>(a, task) : pack_panel<bf16>(a, task);
 }
 
+void sketch(const Sketch& s, int64_t panel) {
+  s.whole.type == Type::float32 ? sketch_panel<float>(s, panel) : sketch_panel<bf16>(s, panel);
+}
+
+void measure(const Screening& s, int64_t row) {
+  s.whole->type == Type::float32 ? measure_row<float>(s, row) : measure_row<bf16>(s, row);
+}
+
+void settle(const Screening& s, Candidate& candidate) {
+  s.whole->type == Type::float32 ? settle_candidate<float>(s, candidate) : settle_candidate<bf16>(s, candidate);
+}
+
 void store(const Store& a, int64_t token) {
   with_kept(a.type, a.rounded, [&]<class T, class K>() { store_token<T, K>(a, token); });
 }
@@ -44,6 +56,10 @@ const Kernels kernels = {
     PENSTOCK_NAME(PENSTOCK_ISA),
     linear,
     likeliest_block,
+    sketch,
+    measure,
+    screen_block,
+    settle,
     by_type<Quantize, quantize_row<float>, quantize_row<bf16>>,
     gather<gather_row<float>, gather_row<bf16>>,
     pack,

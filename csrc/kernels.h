@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace penstock {
@@ -57,6 +58,32 @@ struct Likeliest {
   Linear product;  // `out` is void
   float* values;   // [rows, tasks of a row]
   int64_t* outputs;
+};
+
+// A plain matrix without bias, the same rounded to 8 bits, and how far off that is: of each panel's outputs the largest
+// distance from what they were rounded to, and the largest length of the latter.
+struct Sketch {
+  Matrix whole, rounded;  // the latter's panels and scales are written
+  float *off, *lengths;   // [panels]
+};
+
+// Sixteen outputs of a row, one of which may be the row's largest.
+struct Candidate {
+  int32_t row, sixteen;
+  float value;   // no output is larger; once it is settled, the largest one
+  int32_t lane;  // of it
+};
+
+// Finds candidates by a sketch, for at most kRowBlock rows.
+struct Screening {
+  Linear product;  // by the rounded matrix; `out` is void
+  const Matrix* whole;
+  const float *off, *lengths;
+  const void* x;
+  float *x_lengths, *x_off;  // [rows]
+  std::atomic<float>* least;  // [rows]: what the largest output is at least
+  Candidate* candidates;      // [tasks][rows * panels of a task * 4]
+  int64_t* counts;            // [tasks]
 };
 
 // Rows of a packed [vocabulary, size] matrix.
@@ -147,6 +174,10 @@ struct Kernels {
   const char* name;
   void (*linear)(const Linear&, int64_t task);
   void (*likeliest)(const Likeliest&, int64_t task);
+  void (*sketch)(const Sketch&, int64_t panel);
+  void (*measure)(const Screening&, int64_t row);
+  void (*screen)(const Screening&, int64_t task);
+  void (*settle)(const Screening&, Candidate&);
   void (*quantize)(const Quantize&, int64_t task);
   void (*gather)(const Gather&, int64_t task);
   void (*pack)(const Pack&, int64_t task);

@@ -96,46 +96,6 @@ void linear_block(const Linear& a, int64_t task) {
   });
 }
 
-// Of each row the largest output, the first where several are.
-inline void likeliest_block(const Likeliest& l, int64_t task) {
-  const Linear& a = l.product;
-  const int64_t tasks = ceil_div(a.matrix.outputs, kPanel * a.panels);
-  const int64_t first = task / tasks * kRowBlock, own = task % tasks;
-  const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
-  f32x16 values[kRowBlock];  // of each lane, and the output that the vector with it begins at
-  i32x16 begins[kRowBlock];
-  for (int64_t row = first; row < end; row++) {
-    values[row - first] = all(-__builtin_inff());
-    begins[row - first] = i32x16{} + int32_t(own * kPanel * a.panels);
-  }
-  with_format(a.matrix, [&]<class F>() {
-    walk<F>(
-        a, task, [](int64_t, int64_t) {},
-        [&](int64_t row, int64_t output, int64_t count, const f32x16(&found)[kGroups]) PENSTOCK_INLINE {
-          f32x16 best = values[row - first];
-          i32x16 begin = begins[row - first];
-          PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-            const f32x16 v = count == kGroups * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
-            begin = v > best ? i32x16{} + int32_t(output + g * 16) : begin;
-            best = max(v, best);
-          }
-          values[row - first] = best;
-          begins[row - first] = begin;
-        });
-  });
-  for (int64_t row = first; row < end; row++) {
-    const f32x16 lanes = values[row - first];
-    const float most = largest(lanes);
-    int64_t found = a.matrix.outputs;
-    for (int lane = 0; lane < 16; lane++) {
-      const int64_t output = begins[row - first][lane] + lane;
-      if (lanes[lane] == most && output < found) found = output;
-    }
-    l.values[row * tasks + own] = most;
-    l.outputs[row * tasks + own] = found < a.matrix.outputs ? found : own * kPanel * a.panels;
-  }
-}
-
 template <class T>
 void quantize_row(const Quantize& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.in;

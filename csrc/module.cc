@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -167,6 +168,57 @@ void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix
   });
 }
 
+void sketch(const Sketch& s) {
+  pool()->run(ceil_div(s.whole.outputs, kPanel), [&](int64_t panel) { kernels->sketch(s, panel); });
+}
+
+// The same by a sketch; false where too much is left to compute for that to be worth it.
+bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch, Address out,
+                         int64_t rows) {
+  thread_local std::vector<Candidate> candidates;  // kept, since to get and clear memory would take as long as the rest
+  const Matrix& m = sketch.whole;
+  const auto threads = pool();
+  for (int64_t first = 0; first < rows; first += kRowBlock) {
+    const int64_t some = std::min(kRowBlock, rows - first), width = (m.in + 7) / 8 * 8;
+    const Linear product{sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
+                         at<int32_t>(x_sums) + first, nullptr, some, panels_of_task(m.outputs), Type::float32};
+    const int64_t tasks = ceil_div(m.outputs, kPanel * product.panels), room = some * product.panels * (kPanel / 16);
+    std::vector<float> lengths(some), off(some);
+    std::vector<std::atomic<float>> least(some);
+    std::vector<int64_t> counts(tasks);
+    for (auto& each : least) each = -INFINITY;
+    if (int64_t(candidates.size()) < tasks * room) candidates.resize(tasks * room);
+    const int64_t bytes = m.in * (m.type == Type::float32 ? 4 : 2);
+    const Screening args{product,        &m,         sketch.off,        sketch.lengths, at<char>(x) + first * bytes,
+                         lengths.data(), off.data(), least.data(), candidates.data(), counts.data()};
+    threads->run(some, [&](int64_t row) { kernels->measure(args, row); });
+    threads->run(tasks, [&](int64_t task) { kernels->screen(args, task); });
+    // First of each row the one that may be largest, then those that may be larger than what that one is.
+    std::vector<Candidate*> best(some), others;
+    auto each = [&](auto&& f) {
+      for (int64_t task = 0; task < tasks; task++)
+        for (int64_t i = 0; i < counts[task]; i++) f(candidates[task * room + i]);
+    };
+    each([&](Candidate& c) {
+      if (!best[c.row] || c.value > best[c.row]->value) best[c.row] = &c;
+    });
+    if (std::find(best.begin(), best.end(), nullptr) != best.end()) return false;  // something is no number
+    threads->run(some, [&](int64_t row) { kernels->settle(args, *best[row]); });
+    each([&](Candidate& c) {
+      if (&c != best[c.row] && c.value >= best[c.row]->value) others.push_back(&c);
+    });
+    if (int64_t(others.size()) > ceil_div(m.outputs, 16) / 2) return false;
+    threads->run(others.size(), [&](int64_t i) { kernels->settle(args, *others[i]); });
+    for (Candidate* c : others) {
+      Candidate*& known = best[c->row];
+      if (c->value > known->value || (c->value == known->value && c->sixteen < known->sixteen)) known = c;
+    }
+    for (int64_t row = 0; row < some; row++)
+      at<int64_t>(out)[first + row] = int64_t(best[row]->sixteen) * 16 + best[row]->lane;
+  }
+  return true;
+}
+
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t in, int64_t padded,
               int64_t group, int type) {
   make_rows(rows, [=](Size size) -> Row {
@@ -297,9 +349,16 @@ NB_MODULE(_kernels, m) {
       .def("record", [](Tape* self) { recording = self; })
       .def("stop", [](Tape*) { recording = nullptr; })
       .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Sketch>(m, "Sketch")
+      .def("__init__",
+           [](Sketch* self, const Matrix& whole, const Matrix& rounded, Address off, Address lengths) {
+             new (self) Sketch{whole, rounded, at<float>(off), at<float>(lengths)};
+           });
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, free);
   m.def("likeliest", &likeliest, free);
+  m.def("sketch", &sketch, free);
+  m.def("likeliest_by_sketch", &likeliest_by_sketch, free);
   m.def("quantize", &quantize, free);
   m.def("time_read", &time_read, free);
   m.def("dot_rate", &dot_rate, free);

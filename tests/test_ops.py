@@ -49,7 +49,9 @@ few = settings(max_examples=25, deadline=None)
 
 
 @few
-@given(seed=seeds, rows=sizes, inputs=sizes, outputs=sizes, dtype=dtypes, bias=st.booleans(), wide=st.booleans())
+@given(
+    seed=seeds, rows=sizes, inputs=st.integers(1, 700), outputs=sizes, dtype=dtypes, bias=st.booleans(), wide=st.booleans()
+)
 def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, wide: bool) -> None:
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
@@ -62,6 +64,43 @@ def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dt
     assert torch.equal(cpu.likeliest(x, packed), cpu.linear(x, packed, wide=True).argmax(-1))
     ids = torch.tensor([outputs - 1, 0])
     assert torch.equal(cpu.embedding(ids, cpu.pack([weight])), weight[ids])
+
+
+def spoil(seed: int, weight: Tensor, x: Tensor) -> None:
+    """Ties, outliers, what is far too large or small, rows of zeros, and what is no number."""
+    draw, (outputs, inputs) = Random(seed), weight.shape
+    for _ in range(draw.randrange(4)):
+        weight[draw.randrange(outputs)] = weight[draw.randrange(outputs)] * draw.choice([1.0, 1.0, 30.0, 1e-35])
+    for _ in range(draw.randrange(3)):
+        x[draw.randrange(len(x)), draw.randrange(inputs)] *= draw.choice([0.0, 100.0])
+    if draw.random() < 0.3:
+        x[draw.randrange(len(x))] = 0
+    if draw.random() < 0.2:
+        x[draw.randrange(len(x)), draw.randrange(inputs)] = draw.choice([float("nan"), float("inf")])
+    if draw.random() < 0.1:
+        weight[draw.randrange(outputs), draw.randrange(inputs)] = draw.choice([float("nan"), float("inf")])
+    if draw.random() < 0.2:
+        weight *= draw.choice([1e-20, 1e15])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, rows=sizes, inputs=st.integers(1, 130), more=st.integers(0, 200), dtype=dtypes)
+def test_likeliest_by_a_sketch(seed: int, rows: int, inputs: int, more: int, dtype: torch.dtype) -> None:
+    outputs = cpu.SKETCHED + more
+    x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
+    spoil(seed, weight, x)
+    sketched, whole = cpu.pack([weight]), cpu.pack([weight], torch.zeros(outputs, dtype=dtype))
+    assert bool(sketched.sketch) == bool(weight.isfinite().all()) and not whole.sketch
+    assert torch.equal(cpu.likeliest(x, sketched), cpu.likeliest(x, whole))
+    if (scores := cpu.linear(x, whole, wide=True)).isfinite().all():
+        assert torch.equal(cpu.likeliest(x, sketched), scores.argmax(-1))
+
+
+def test_a_sketch_says_when_it_takes_the_whole() -> None:
+    weight = randn(0, cpu.SKETCHED, 64, dtype=torch.bfloat16)
+    matrix, out = cpu.pack([weight]), torch.empty(8, dtype=torch.int64)
+    assert matrix.sketch.likeliest(randn(1, 8, 64, dtype=torch.bfloat16), out)
+    assert not matrix.sketch.likeliest(torch.zeros(8, 64, dtype=torch.bfloat16), out)
 
 
 @settings(max_examples=60, deadline=None)

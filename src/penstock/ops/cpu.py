@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ NUMBERS = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
 """The kernels' number of a format, by bits of weights and of activations."""
 
 
+SKETCHED = 8192
+"""Outputs from which on a sketch of a matrix pays."""
+REST = 50
+"""Calls without it after one for which it did not."""
+
+
 @dataclass(frozen=True)
 class Matrix:
     """``[out, in]`` in panels of 64 outputs."""
@@ -41,6 +48,40 @@ class Matrix:
     inputs: int
     dtype: torch.dtype
     format: Format
+
+    @cached_property
+    def sketch(self) -> Sketch | None:
+        """Made when it is first asked for; none where it would not pay, and of what holds more than numbers."""
+        if self.format != PLAIN or "bias" in self.held or self.outputs < SKETCHED:
+            return None
+        rounded = _new_matrix(self.inputs, self.outputs, self.dtype, None, Format(bits=8, activations=8))
+        panels = -(-self.outputs // _kernels.PANEL)
+        bounds = torch.empty(2, panels)
+        native = _kernels.Sketch(self.native, rounded.native, bounds[0].data_ptr(), bounds[1].data_ptr())
+        _kernels.sketch(native)
+        return Sketch(native, rounded, bounds) if bounds.isfinite().all() else None
+
+
+@dataclass
+class Sketch:
+    """A matrix in 8 bits, with bounds of how far off they are: enough to see which outputs may be the largest."""
+
+    native: Any
+    rounded: Matrix
+    bounds: Tensor
+    """``[2, panels]`` float32."""
+    resting: int = 0
+    """Calls that go without it, since it did not pay in the one before them."""
+
+    def likeliest(self, x: Tensor, out: Tensor) -> bool:
+        """Fill ``out`` as ``likeliest`` does, or say that it takes the whole matrix."""
+        if self.resting:
+            self.resting -= 1
+            return False
+        _held, given = _given(x, self.rounded)
+        found = _kernels.likeliest_by_sketch(x.data_ptr(), *given, self.native, out.data_ptr(), x.shape[0])
+        self.resting = 0 if found else REST
+        return found
 
 
 @dataclass(frozen=True)
@@ -195,7 +236,9 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
 
 
 def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
-    out = empty((x.shape[0],), torch.int64)
+    x, out = contiguous(x), empty((x.shape[0],), torch.int64)
+    if matrix.sketch and matrix.sketch.likeliest(x, out):
+        return out
     _held, given = _given(x, matrix)
     _kernels.likeliest(*given, matrix.native, out.data_ptr(), x.shape[0])
     return out
