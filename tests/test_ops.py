@@ -50,7 +50,13 @@ few = settings(max_examples=25, deadline=None)
 
 @few
 @given(
-    seed=seeds, rows=sizes, inputs=st.integers(1, 700), outputs=sizes, dtype=dtypes, bias=st.booleans(), wide=st.booleans()
+    seed=seeds,
+    rows=sizes,
+    inputs=st.integers(1, 700),
+    outputs=sizes,
+    dtype=dtypes,
+    bias=st.booleans(),
+    wide=st.booleans(),
 )
 def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, wide: bool) -> None:
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
