@@ -39,10 +39,7 @@ inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) 
     memcpy(out + i, &narrow, some);
     total += q;
   }
-  int32_t lanes[16], sum = 0;
-  memcpy(lanes, &total, sizeof(lanes));
-  for (int lane : lanes) sum += lane;
-  return sum;
+  return sum(total);
 }
 
 // How a row was rounded. A scale that is no number says that something in it was none.

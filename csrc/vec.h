@@ -167,6 +167,20 @@ inline float fold(f32x16 v, F&& f) {
 inline float sum(f32x16 v) {
   return fold(v, [](auto a, auto b) { return a + b; });
 }
+inline int32_t sum(i32x16 v) {
+  typedef int32_t i32x8 __attribute__((vector_size(32)));
+  typedef int32_t i32x4 __attribute__((vector_size(16)));
+  struct Sixteen {
+    i32x8 low, high;
+  };
+  struct Eight {
+    i32x4 low, high;
+  };
+  const Sixteen a = as<Sixteen>(v);
+  const Eight b = as<Eight>(a.low + a.high);
+  const i32x4 c = b.low + b.high;
+  return c[0] + c[1] + c[2] + c[3];
+}
 inline float largest(f32x16 v) {
   return fold(v, [](auto a, auto b) { return a > b ? a : b; });
 }
