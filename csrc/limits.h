@@ -39,7 +39,7 @@ inline void read(const Read& a, int64_t task) {
   const char* from = (const char*)a.from + task * a.size;
   for (int64_t i = 0; i < a.size; i += 256) {
     PENSTOCK_UNROLL for (int j = 0; j < 4; j++) {
-      __builtin_prefetch(from + i + j * 64 + kSoon);
+      __builtin_prefetch(from + i + j * 64 + kSoon, 0, 2);
       sums[j] += load_bits<u32x16>(from + i + j * 64);
     }
   }

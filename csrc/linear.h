@@ -8,27 +8,35 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-constexpr int64_t kSoon = 512, kPiece = 12288;  // bytes
+constexpr int64_t kSoon = 512;     // bytes ahead of a single tile of rows
+constexpr int64_t kPiece = 12288;  // bytes for each of up to 8 tiles
+
+// Inputs that all rows are multiplied with before the next ones are touched: so many that this takes as long as memory
+// needs to bring those. A single tile of rows is held by memory whatever the piece, and takes all.
+template <class F>
+inline int64_t inputs_of_piece(const Matrix& m, int64_t tiles) {
+  constexpr int64_t n = F::Step::kInputs, step = kPanel / 16 * F::Step::kBytes;
+  if (tiles == 1) return m.in;
+  const int64_t whole = m.group < m.in ? m.group : n;
+  const int64_t pieces = ceil_div(ceil_div(m.in, n) * step, kPiece * (tiles < 8 ? tiles : 8));
+  return ceil_div(ceil_div(m.in, pieces), whole) * whole;
+}
 
 // Calls `finish(row, output, count, values)` for each run of up to kGroups * 16 outputs of some rows and a panel, and before
 // their products `prepare(row, output)`.
 template <class F, class Prepare, class Finish>
 inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
                            const float* scales, Prepare&& prepare, Finish&& finish) {
-  const Matrix& m = a.matrix;
   constexpr int64_t n = F::Step::kInputs, step = kPanel / 16 * F::Step::kBytes;
-  const int64_t tiles = ceil_div(end - first, kTileRows);
-  const int64_t whole = m.group < m.in ? m.group : n;
-  const int64_t pieces = tiles > 1 ? ceil_div(ceil_div(m.in, n) * step, kPiece * (tiles < 8 ? tiles : 8)) : 1;
-  const int64_t few = ceil_div(ceil_div(m.in, pieces), whole) * whole;
-  const int64_t lines = ceil_div(step / 64, tiles);
+  const Matrix& m = a.matrix;
+  const int64_t tiles = ceil_div(end - first, kTileRows), inputs = inputs_of_piece<F>(m, tiles);
+  const int64_t lines = ceil_div(step / 64, tiles);  // asked for with a step, so that the tiles together ask for all
   f32x16 kept[kRowBlock][kPanel / 16];
-  for (int64_t begin = 0, some; begin < m.in; begin += some) {
-    some = few < m.in - begin ? few : m.in - begin;
-    const Piece piece{begin, begin + some};
-    // Memory is asked for the next piece while this one is multiplied.
-    const char* soon = panel + ceil_div(tiles > 1 ? piece.end : begin, n) * step + (tiles > 1 ? 0 : kSoon);
-    const char* const until = soon + ceil_div(some, n) * step;
+  for (Piece piece{0, 0}; piece.end < m.in;) {
+    piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};
+    const int64_t steps = ceil_div(piece.end - piece.begin, n);
+    const char* soon = panel + piece.begin / n * step + (tiles > 1 ? steps * step : kSoon);
+    const char* const until = soon + steps * step;
     // As even as can be: a tile of one or two rows takes nearly as long as one of four.
     for (int64_t row = first, height; row < end; row += height) {
       height = ceil_div(end - row, ceil_div(end - row, kTileRows));
@@ -42,7 +50,7 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
           const bool done =
               F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, piece,
                                      {soon, soon < until ? lines : 0}, kept[row - first] + c / 16, out);
-          soon += ceil_div(some, n) * lines * 64;
+          soon += steps * lines * 64;
           if (!done) continue;
           if (m.bias) {
             PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
