@@ -190,8 +190,7 @@ template <class K, int R>
 PENSTOCK_APART void score(Meeting<K>& m) {
   const Rounding* rounding = m.rows.rounding + m.first;
   multiply_columns<typename K::KeyStep, R>(
-      m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim,
-      m.soon(m.next.keys),
+      m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim, m.soon(m.next.keys),
       [&](int r, int64_t) {
         if constexpr (K::kRounds)
           return i32x16{} - 128 * rounding[r].sum;
@@ -362,11 +361,11 @@ void attention_task(const Attention& a, int64_t task) {
   };
   for (int64_t at = earliest / size; at <= last / size; at++) {
     const Block<K> block = block_of(sequence, at, kv_head);
-    // After a task's last one, probably the first of the task that follows.
-    const Block<K> next = at < last / size      ? block_of(sequence, at + 1, kv_head)
-                          : tile + 1 < tiles    ? block_of(a.tiles[2 * (tile + 1)], 0, kv_head)
-                          : kv_head + 1 < a.kv_heads ? block_of(a.tiles[0], 0, kv_head + 1)
-                                                : block;
+    // After a task's last block, probably the first one of the task that follows.
+    const Block<K> next = at < last / size ? block_of(sequence, at + 1, kv_head)
+                          : tile + 1 < tiles
+                              ? block_of(a.tiles[2 * (tile + 1)], 0, kv_head)
+                              : block_of(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);
     for (int first = 0; first < count; first += kTileRows)
       with_rows(count - first, [&]<int R>() {
         attend<K, R>(rows, first, block, next, dim, size, at * size, a.scale * 1.44269504088896341f);

@@ -204,6 +204,8 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     });
     if (std::find(best.begin(), best.end(), nullptr) != best.end()) return false;  // something is no number
     threads->run(some, [&](int64_t row) { kernels->settle(args, *best[row]); });
+    for (const Candidate* c : best)
+      if (!std::isfinite(c->value)) return false;
     each([&](Candidate& c) {
       if (&c != best[c.row] && c.value >= best[c.row]->value) others.push_back(&c);
     });
