@@ -139,15 +139,15 @@ struct Piece {
 };
 
 // Sums of a few rows, from zero or from what is kept of them: [rows][kPanel / 16].
-template <class Sum, int R>
-PENSTOCK_INLINE inline void resume(bool anew, const f32x16* kept, Sum (&sums)[R][kGroups]) {
+template <class Sum, int R, int G>
+PENSTOCK_INLINE inline void resume(bool anew, const f32x16* kept, Sum (&sums)[R][G]) {
   PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) sums[r][g] = anew ? Sum{} : as<Sum>(kept[r * (kPanel / 16) + g]);
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = anew ? Sum{} : as<Sum>(kept[r * (kPanel / 16) + g]);
 }
-template <class Sum, int R>
-PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][kGroups], f32x16* kept) {
+template <class Sum, int R, int G>
+PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][G], f32x16* kept) {
   PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) kept[r * (kPanel / 16) + g] = as<f32x16>(sums[r][g]);
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) kept[r * (kPanel / 16) + g] = as<f32x16>(sums[r][g]);
 }
 
 // --- Formats ---------------------------------------------------------------------------------------------------------
@@ -157,7 +157,8 @@ template <class T>
 struct Plain {
   using Step = typename StepOf<T>::Step;
   using X = T;
-  static constexpr bool kWidens = false;
+  using Many = Plain;
+  static constexpr int kRows = kTileRows, kGroups = PENSTOCK_ISA::kGroups;
 
   static float get(const Matrix&, const char* panel, const float*, int64_t output, int64_t input) {
     constexpr int n = Step::kInputs;
@@ -179,15 +180,21 @@ struct Plain {
   }
 };
 
-// Integers of `Bits` bits, kept with `Zero` added; a unit holds those of a step for one output.
-template <class S, int Bits, int Zero, class U>
+// Integers of `Bits` bits, kept with `Zero` added; a unit holds those of a step for one output. A product holds up to
+// `Rows` rows of G vectors of columns.
+template <class S, int Bits, int Zero, class U, int Rows = kTileRows, int G = kGroups>
 struct Rounded {
   using Step = S;
   using X = typename S::X;
   using Unit = U;
-  using Wide = Rounded<PairStep, Bits, 0, U>;  // the same integers as bfloat16
-  static constexpr bool kIntegers = sizeof(X) == 1, kWidens = !kIntegers;
-  static constexpr int kBits = Bits;
+  static constexpr bool kIntegers = sizeof(X) == 1;
+  static constexpr int kBits = Bits, kRows = Rows, kGroups = G;
+  // What kMany rows and more are multiplied with: integers as bfloat16, made once for all of them; or, where groups are
+  // summed by themselves, fewer columns at a time, so that both the groups' sums and the outputs stay in registers.
+  static constexpr bool kNarrow = std::is_same_v<S, OctetStep> && G == 4;
+  using Many = std::conditional_t<!kIntegers, Rounded<PairStep, Bits, 0, U>,
+                                  std::conditional_t<kNarrow, Rounded<S, Bits, Zero, U, 7, 2>, Rounded>>;
+  static constexpr int kMany = kNarrow ? 18 : kRows + 1;
 
   static float get(const Matrix& m, const char* panel, const float* scales, int64_t output, int64_t input) {
     const auto unit = ((const typename U::Bits*)panel)[input / S::kInputs * kPanel + output];
@@ -297,7 +304,7 @@ using W4A8 = Rounded<OctetStep, 4, 8, OctetUnit>;
 using WInt8 = Rounded<WidePairStep, 8, 0, PairUnit>;
 using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetUnit>;
 
-// A panel's integers as bfloat16, in the order of `Wide`: with many rows it is cheaper to do that once than for each few.
+// A panel's integers as bfloat16, in the order of `Many`: it is cheaper to do that once than for each few rows.
 template <class F>
 void widen_panel(const Matrix& m, const char* panel, std::vector<char>& wide) {
   using Step = typename F::Step;

@@ -19,6 +19,10 @@ void linear(const Linear& a, int64_t task) {
   a.out_type == Type::float32 ? linear_block<float>(a, task) : linear_block<bf16>(a, task);
 }
 
+void gated(const Linear& a, int64_t task) {
+  a.out_type == Type::float32 ? gated_block<float>(a, task) : gated_block<bf16>(a, task);
+}
+
 template <void (*Float)(const Gather&, int64_t), void (*Brain)(const Gather&, int64_t)>
 void gather(const Gather& a, int64_t task) {
   a.matrix.type == Type::float32 ? Float(a, task) : Brain(a, task);
@@ -55,6 +59,7 @@ extern const Kernels kernels;
 const Kernels kernels = {
     PENSTOCK_NAME(PENSTOCK_ISA),
     linear,
+    gated,
     likeliest_block,
     sketch,
     measure,

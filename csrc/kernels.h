@@ -173,6 +173,7 @@ constexpr int64_t kMaxBlock = 256;  // largest block size
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, int64_t task);
+  void (*gated)(const Linear&, int64_t task);  // silu of the first half of outputs by the other one
   void (*likeliest)(const Likeliest&, int64_t task);
   void (*sketch)(const Sketch&, int64_t panel);
   void (*measure)(const Screening&, int64_t row);

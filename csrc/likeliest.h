@@ -29,12 +29,12 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
   }
   with_format(a.matrix, [&]<class F>() {
     walk<F>(
-        a, task, [](int64_t, int64_t) {},
-        [&](int64_t row, int64_t output, int64_t count, const f32x16(&found)[kGroups]) PENSTOCK_INLINE {
+        a, task,
+        [&]<int G>(int64_t row, int64_t output, int64_t count, const f32x16(&found)[G]) PENSTOCK_INLINE {
           f32x16 best = values[row - first];
           i32x16 begin = begins[row - first];
-          PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-            const f32x16 v = count == kGroups * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
+          PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+            const f32x16 v = count == G * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
             begin = v > best ? i32x16{} + int32_t(output + g * 16) : begin;
             best = max(v, best);
           }
@@ -143,12 +143,12 @@ inline void screen_block(const Screening& s, int64_t task) {
   Candidate* const found = s.candidates + task * a.rows * a.panels * (kPanel / 16);
   int64_t count = 0;
   walk<W8A8>(
-      a, task, [](int64_t, int64_t) {},
-      [&](int64_t row, int64_t output, int64_t some, const f32x16(&values)[kGroups]) PENSTOCK_INLINE {
+      a, task,
+      [&]<int G>(int64_t row, int64_t output, int64_t some, const f32x16(&values)[G]) PENSTOCK_INLINE {
         const int64_t panel = output / kPanel;
         const float off = s.x_lengths[row] * s.off[panel] + s.x_off[row] * s.lengths[panel] + kNothing;
         f32x16 most = values[0];
-        PENSTOCK_UNROLL for (int g = 1; g < kGroups; g++) most = max(values[g], most);
+        PENSTOCK_UNROLL for (int g = 1; g < G; g++) most = max(values[g], most);
         if (!any_reaches(most, least[row] - off)) return;
         for (int g = 0; g * 16 < some; g++) {
           const f32x16 known = kLanes + g * 16 < int32_t(some) ? values[g] : all(-__builtin_inff());

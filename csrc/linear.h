@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "elementwise.h"
 #include "formats.h"
 #include "rounding.h"
 
@@ -22,38 +23,47 @@ inline int64_t inputs_of_piece(const Matrix& m, int64_t tiles) {
   return ceil_div(ceil_div(m.in, pieces), whole) * whole;
 }
 
-// Calls `finish(row, output, count, values)` for each run of up to kGroups * 16 outputs of some rows and a panel, and before
-// their products `prepare(row, output)`.
-template <class F, class Prepare, class Finish>
+// What will be read after a panel: `step` bytes for each of the panel's steps.
+struct Next {
+  const char* at;
+  int64_t step;
+};
+
+// Calls `finish(row, output, count, values)` for each run of outputs that a product holds of some rows and a panel, and
+// before their products `prepare(row, output, count)`. A panel that `is_near` need not be asked for.
+template <class F, bool is_near, class Prepare, class Finish>
 inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
-                           const float* scales, Prepare&& prepare, Finish&& finish) {
-  constexpr int64_t n = F::Step::kInputs, step = kPanel / 16 * F::Step::kBytes;
+                           const float* scales, Next next, Prepare&& prepare, Finish&& finish) {
+  constexpr int64_t n = F::Step::kInputs, step = kPanel / 16 * F::Step::kBytes, width = F::kGroups * 16;
   const Matrix& m = a.matrix;
-  const int64_t tiles = ceil_div(end - first, kTileRows), inputs = inputs_of_piece<F>(m, tiles);
-  const int64_t lines = ceil_div(step / 64, tiles);  // asked for with a step, so that the tiles together ask for all
+  const int64_t tiles = ceil_div(end - first, F::kRows), inputs = inputs_of_piece<F>(m, tiles);
+  const int64_t calls = tiles * (kPanel / width), lines = ceil_div(next.step / 64, calls);
   f32x16 kept[kRowBlock][kPanel / 16];
   for (Piece piece{0, 0}; piece.end < m.in;) {
     piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};
     const int64_t steps = ceil_div(piece.end - piece.begin, n);
-    const char* soon = panel + piece.begin / n * step + (tiles > 1 ? steps * step : kSoon);
-    const char* const until = soon + steps * step;
+    const char* const begin = panel + piece.begin / n * step;
+    const char* soon = is_near            ? next.at + piece.begin / n * next.step
+                       : tiles == 1       ? begin + kSoon
+                       : piece.end < m.in ? begin + steps * step
+                                          : next.at;
+    const char* const until = soon + steps * next.step;
     // As even as can be: a tile of one or two rows takes nearly as long as one of four.
     for (int64_t row = first, height; row < end; row += height) {
-      height = ceil_div(end - row, ceil_div(end - row, kTileRows));
-      with_rows(height, [&]<int R>() {
-        for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += kGroups * 16) {
-          const int64_t at = column + c, left = m.outputs - at;
-          const int64_t count = left < kGroups * 16 ? left : kGroups * 16;
-          f32x16 out[R][kGroups];
+      height = ceil_div(end - row, ceil_div(end - row, F::kRows));
+      with_rows<F::kRows>(height, [&]<int R>() {
+        for (int64_t c = 0; c < kPanel && column + c < m.outputs; c += width) {
+          const int64_t at = column + c, left = m.outputs - at, count = left < width ? left : width;
+          f32x16 out[R][F::kGroups];
           if (piece.end == m.in)
-            for (int r = 0; r < R; r++) prepare(row + r, at);
+            for (int r = 0; r < R; r++) prepare(row + r, at, count);
           const bool done =
               F::template product<R>(a, row, panel + c / 16 * F::Step::kBytes, scales + c, piece,
                                      {soon, soon < until ? lines : 0}, kept[row - first] + c / 16, out);
           soon += steps * lines * 64;
           if (!done) continue;
           if (m.bias) {
-            PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
+            PENSTOCK_UNROLL for (int g = 0; g < F::kGroups; g++) {
               const f32x16 bias = load_some(m.bias + at + g * 16, count - g * 16);
               PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] += bias;
             }
@@ -65,42 +75,94 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
   }
 }
 
-// The same for a task, which is a block of rows by some panels; tasks of the same rows follow each other.
+// The same for the panel that begins at a column; `next` is where the one after it begins.
 template <class F, class Prepare, class Finish>
-inline void walk(const Linear& a, int64_t task, Prepare&& prepare, Finish&& finish) {
+inline void multiply_rows(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, Prepare&& prepare,
+                          Finish&& finish) {
+  constexpr int64_t step = kPanel / 16 * F::Step::kBytes;
   const Matrix& m = a.matrix;
-  const int64_t tasks = ceil_div(m.outputs, kPanel * a.panels), groups = groups_of(m);
-  const int64_t first = task / tasks * kRowBlock, begin = task % tasks * kPanel * a.panels;
-  const int64_t end = first + kRowBlock < a.rows ? first + kRowBlock : a.rows;
-  for (int64_t column = begin; column < begin + kPanel * a.panels && column < m.outputs; column += kPanel) {
-    const char* panel = (const char*)m.panels + column / kPanel * panel_bytes(m);
-    const float* scales = m.scales + column * groups;
-    if constexpr (F::kWidens)
-      if (end - first > kTileRows) {  // once for all rows
+  auto panel = [&](int64_t column) { return (const char*)m.panels + column / kPanel * panel_bytes(m); };
+  const float* scales = m.scales + column * groups_of(m);
+  using Many = typename F::Many;
+  if constexpr (!std::is_same_v<F, Many>)
+    if (end - first >= F::kMany) {
+      if constexpr (std::is_same_v<typename F::Step, typename Many::Step>) {
+        multiply_panel<Many, false>(a, first, end, column, panel(column), scales, {panel(next), step}, prepare, finish);
+      } else {
         thread_local std::vector<char> wide;
-        widen_panel<F>(m, panel, wide);
-        multiply_panel<typename F::Wide>(a, first, end, column, wide.data(), scales, prepare, finish);
-        continue;
+        widen_panel<F>(m, panel(column), wide);
+        multiply_panel<Many, true>(a, first, end, column, wide.data(), scales,
+                                   {panel(next), step / (F::Step::kInputs / Many::Step::kInputs)}, prepare, finish);
       }
-    multiply_panel<F>(a, first, end, column, panel, scales, prepare, finish);
-  }
+      return;
+    }
+  multiply_panel<F, false>(a, first, end, column, panel(column), scales, {panel(next), step}, prepare, finish);
+}
+
+// A task is a block of rows by some panels; tasks of the same rows follow each other.
+struct Share {
+  int64_t first, end, column, until;
+};
+inline Share share_of(const Linear& a, int64_t outputs, int64_t task) {
+  const int64_t width = kPanel * a.panels, tasks = ceil_div(outputs, width);
+  const int64_t first = task / tasks * kRowBlock, column = task % tasks * width;
+  return {first, first + kRowBlock < a.rows ? first + kRowBlock : a.rows, column,
+          column + width < outputs ? column + width : outputs};
+}
+
+template <class F, class Finish>
+inline void walk(const Linear& a, int64_t task, Finish&& finish) {
+  const Share s = share_of(a, a.matrix.outputs, task);
+  for (int64_t column = s.column; column < s.until; column += kPanel)
+    multiply_rows<F>(a, s.first, s.end, column, column + kPanel, [](int64_t, int64_t, int64_t) {}, finish);
+}
+
+// Writes the outputs of some rows and a panel, those of the first row to `out`.
+template <class F, class Out>
+void write_panel(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, Out* out, int64_t stride) {
+  auto at = [&](int64_t row, int64_t output) { return out + (row - first) * stride + output - column; };
+  multiply_rows<F>(
+      a, first, end, column, next,
+      [&](int64_t row, int64_t output, int64_t count) {  // asked for, which takes as long as the product
+        for (int64_t i = 0; i < count; i += 64 / sizeof(Out)) __builtin_prefetch(at(row, output) + i, 1);
+      },
+      [&]<int G>(int64_t row, int64_t output, int64_t count, const f32x16(&values)[G]) PENSTOCK_INLINE {
+        if (count == G * 16)
+          store_all(at(row, output), values);
+        else
+          for (int g = 0; g * 16 < count; g++) store_some(at(row, output) + g * 16, values[g], count - g * 16);
+      });
 }
 
 template <class Out>
 void linear_block(const Linear& a, int64_t task) {
+  const int64_t outputs = a.matrix.outputs;
+  const Share s = share_of(a, outputs, task);
   with_format(a.matrix, [&]<class F>() {
-    auto at = [&](int64_t row, int64_t output) { return (Out*)a.out + row * a.matrix.outputs + output; };
-    walk<F>(
-        a, task,
-        [&](int64_t row, int64_t output) {  // what will be written is asked for, which takes as long as the product
-          for (int64_t i = 0; i < kGroups * 16; i += 64 / sizeof(Out)) __builtin_prefetch(at(row, output) + i, 1);
-        },
-        [&](int64_t row, int64_t output, int64_t count, const f32x16(&values)[kGroups]) PENSTOCK_INLINE {
-          if (count == kGroups * 16)
-            store_all(at(row, output), values);
-          else
-            for (int g = 0; g * 16 < count; g++) store_some(at(row, output) + g * 16, values[g], count - g * 16);
-        });
+    for (int64_t column = s.column; column < s.until; column += kPanel)
+      write_panel<F>(a, s.first, s.end, column, column + kPanel, (Out*)a.out + s.first * outputs + column, outputs);
+  });
+}
+
+// Gate and up, each half of the outputs and whole panels, and of them what the next matrix is multiplied with. A panel of
+// both at a time, so that they stay near; those of a single tile of rows are small, and all panels then follow each other.
+template <class Out>
+void gated_block(const Linear& a, int64_t task) {
+  const int64_t size = a.matrix.outputs / 2;
+  const Share s = share_of(a, size, task);
+  const int64_t some = s.end - s.first > kTileRows ? kPanel : s.until - s.column;
+  static_assert(kRowBlock >= kTileRows * kMostPanels);
+  alignas(64) thread_local Out gates[kRowBlock * kPanel], ups[kRowBlock * kPanel];
+  with_format(a.matrix, [&]<class F>() {
+    for (int64_t begin = s.column; begin < s.until; begin += some) {
+      const int64_t end = begin + some;
+      for (int64_t c = begin; c < end; c += kPanel)
+        write_panel<F>(a, s.first, s.end, c, c + kPanel < end ? c + kPanel : size + begin, gates + c - begin, some);
+      for (int64_t c = begin; c < end; c += kPanel)
+        write_panel<F>(a, s.first, s.end, size + c, c + kPanel < end ? size + c + kPanel : end, ups + c - begin, some);
+      for (int64_t row = 0; row < s.end - s.first; row++)
+        gate(gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * size + begin, some);
+    }
   });
 }
 

@@ -143,13 +143,25 @@ int64_t panels_of_task(int64_t outputs) {
   return fair < 1 ? 1 : fair > kMostPanels ? kMostPanels : fair;
 }
 
-void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows, int out_type) {
+using Product = void (*Kernels::*)(const Linear&, int64_t task);
+
+void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
+              int64_t outputs, int64_t rows, int out_type) {
   make({rows, 0}, [=](Size size) {
-    const Linear args{matrix,          at<void>(x), at<float>(x_scales), at<int32_t>(x_sums),
-                      at<void>(out),   size.tokens, panels_of_task(matrix.outputs), Type(out_type)};
-    const int64_t tasks = ceil_div(matrix.outputs, kPanel * args.panels);
-    pool()->run(ceil_div(args.rows, kRowBlock) * tasks, [&](int64_t task) { kernels->linear(args, task); });
+    const Linear args{matrix,        at<void>(x), at<float>(x_scales),     at<int32_t>(x_sums),
+                      at<void>(out), size.tokens, panels_of_task(outputs), Type(out_type)};
+    const int64_t tasks = ceil_div(args.rows, kRowBlock) * ceil_div(outputs, kPanel * args.panels);
+    pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
+}
+
+void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows, int out_type) {
+  multiply(&Kernels::linear, x, x_scales, x_sums, matrix, out, matrix.outputs, rows, out_type);
+}
+
+// Halves of the outputs are whole panels.
+void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows, int out_type) {
+  multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, matrix.outputs / 2, rows, out_type);
 }
 
 void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows) {
@@ -358,6 +370,7 @@ NB_MODULE(_kernels, m) {
            });
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, free);
+  m.def("gated", &gated, free);
   m.def("likeliest", &likeliest, free);
   m.def("sketch", &sketch, free);
   m.def("likeliest_by_sketch", &likeliest_by_sketch, free);

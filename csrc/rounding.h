@@ -19,13 +19,21 @@ inline i32x16 to_integers(f32x16 v) {
 // The largest magnitude; NaN where something is none, or infinite.
 template <class T>
 inline float magnitude(const T* x, int64_t count) {
-  f32x16 most = {}, spoiled = {};
-  for (int64_t i = 0; i < count; i += 16) {
-    const f32x16 v = count - i < 16 ? load_part(x + i, count - i) : load(x + i);
-    most = max(most, max(v, -v));
-    spoiled += v * 0.0f;
+  constexpr bool wide = sizeof(T) == 4;
+  using Bits = std::conditional_t<wide, u32x16, u16x16>;  // those of magnitudes are in their order
+  Bits most = {};
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const Bits v = load_bits<Bits>(x + i) & (wide ? 0x7fffffff : 0x7fff);
+    most = v > most ? v : most;
   }
-  return largest(most) + sum(spoiled);
+  f32x16 lanes, rest = load_some(x + i, count - i);
+  if constexpr (wide)
+    lanes = as<f32x16>(most);
+  else
+    lanes = widen(most);
+  rest = max(rest, -rest);
+  return largest(max(lanes, rest)) + sum(lanes * 0.0f + rest * 0.0f);
 }
 
 // x * inverse as integers; returns their sum.

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "kernels.h"
 #include "vec.h"
 
 namespace penstock {
@@ -100,17 +101,12 @@ PENSTOCK_INLINE inline void multiply(const typename Step::X* x, int64_t ldx, con
   }
 }
 
-// Calls `f` with the number of rows, 1 to 6, as a constant.
-template <class F>
+// Calls `f` with the number of rows, or `Most` if there are more, as a constant.
+template <int Most = kTileRows, class F>
 inline void with_rows(int64_t rows, F&& f) {
-  switch (rows) {
-    case 1: return f.template operator()<1>();
-    case 2: return f.template operator()<2>();
-    case 3: return f.template operator()<3>();
-    case 4: return f.template operator()<4>();
-    case 5: return f.template operator()<5>();
-    default: return f.template operator()<6>();
-  }
+  if constexpr (Most > 1)
+    if (rows < Most) return with_rows<Most - 1>(rows, f);
+  f.template operator()<Most>();
 }
 
 }  // namespace PENSTOCK_ISA

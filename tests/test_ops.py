@@ -133,6 +133,22 @@ def test_rounded_linear(
 
 
 @few
+@given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), size=sizes, whole=st.booleans(), dtype=dtypes)
+@pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
+def test_gated(format: Format, seed: int, rows: int, inputs: int, size: int, whole: bool, dtype: torch.dtype) -> None:
+    dtype = torch.bfloat16 if format.bits and not format.activations else dtype
+    size = -(-size // 64) * 64 if whole else size
+    x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, 2 * size, inputs, dtype=dtype)
+    bias = randn(seed + 2, 2 * size, dtype=dtype) if seed % 2 else None
+    matrix = cpu.pack([weight], bias, format)
+    got = cpu.gated(x, matrix)
+    assert torch.equal(got, cpu.silu_mul(cpu.linear(x, matrix)))
+    close(got, reference.gated(x, reference.pack([weight], bias, format)), inputs)
+    cut = rows // 2
+    assert torch.equal(got, torch.cat([cpu.gated(x[:cut], matrix), cpu.gated(x[cut:], matrix)]))
+
+
+@few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, heads=st.integers(1, 5), dtype=dtypes)
 def test_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
     weight = randn(seed, size, dtype=dtype)
@@ -256,8 +272,9 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
     """Every op in a row, for batches of any size, and again after others."""
     rng = Random(seed)
     spec = KVSpec(1, 2, 16, torch.bfloat16, 16, rng.random() < 0.5)
-    weights = [randn(seed + i, *shape, dtype=spec.dtype) / 8 for i, shape in enumerate(((50, 64), (128, 64), (64, 64)))]
-    vocabulary, qkv, out = (cpu.pack([weight], None, format) for weight in weights)
+    shapes = ((50, 64), (128, 64), (64, 64), (128, 64))
+    weights = [randn(seed + i, *shape, dtype=spec.dtype) / 8 for i, shape in enumerate(shapes)]
+    vocabulary, qkv, out, gate_up = (cpu.pack([weight], None, format) for weight in weights)
     gain, table = randn(seed, 64, dtype=spec.dtype), randn(seed + 9, 160, 16)
 
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -268,7 +285,7 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
         cpu.store(cache, k, v, batch.slots)
         added = cpu.linear(cpu.attention(q, cache, batch, 0.25).flatten(1), out)
         added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
-        return cpu.silu_mul(added), x
+        return cpu.silu_mul(cpu.gated(added, gate_up)), x
 
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
     cache = fill(spec, batches[0][0], 60, rng, 0)[0]

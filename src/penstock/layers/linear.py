@@ -30,6 +30,10 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._matrix.multiply(x)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """SiLU of the first of two matrices' outputs by the other's."""
+        return self._matrix.gated(x)
+
 
 class Reduced:
     """A matrix whose input is shared among ranks: each multiplies its part, and the parts are summed."""

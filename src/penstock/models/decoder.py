@@ -44,13 +44,12 @@ class Attention:
 
 class MLP:
     def __init__(self, context: Context, config: DecoderConfig, name: str) -> None:
-        self._ops = context.ops
         names, size = [f"{name}.gate_proj", f"{name}.up_proj"], config.intermediate
         self._gate_up = Linear(context, names, config.hidden, [size, size], config.mlp_bias)
         self._down = Reduced(context, f"{name}.down_proj", size, config.hidden, config.mlp_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+        return self._down(self._gate_up.gated(x))
 
 
 class Layer:

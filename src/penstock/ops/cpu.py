@@ -235,6 +235,16 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
     return out
 
 
+def gated(x: Tensor, matrix: Matrix) -> Tensor:
+    size = matrix.outputs // 2
+    if size % _kernels.PANEL:
+        return silu_mul(linear(x, matrix))
+    out = empty((x.shape[0], size), x.dtype)
+    _held, given = _given(x, matrix)
+    _kernels.gated(*given, matrix.native, out.data_ptr(), x.shape[0], TYPES[x.dtype])
+    return out
+
+
 def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
     x, out = contiguous(x), empty((x.shape[0],), torch.int64)
     if matrix.sketch and matrix.sketch.likeliest(x, out):

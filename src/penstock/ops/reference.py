@@ -101,6 +101,11 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
     return out if wide else out.to(x.dtype)
 
 
+def gated(x: Tensor, matrix: Matrix) -> Tensor:
+    """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half (Shazeer, 2020)."""
+    return silu_mul(linear(x, matrix))
+
+
 def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
     """The output that is largest, the first where several are: ``[tokens, in]`` to ``[tokens]`` int64."""
     return linear(x, matrix, wide=True).argmax(-1)
@@ -138,7 +143,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``[tokens, 2 * size]``, gate then up, to ``silu(gate) * up`` of ``[tokens, size]`` (Shazeer, 2020)."""
+    """``[tokens, 2 * size]``, gate then up, to ``silu(gate) * up`` of ``[tokens, size]``."""
     gate, up = gate_up.chunk(2, -1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 

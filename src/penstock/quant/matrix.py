@@ -20,6 +20,10 @@ class Matrix:
         """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""
         return self._ops.linear(x, self._matrix, wide)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half."""
+        return self._ops.gated(x, self._matrix)
+
     def likeliest(self, x: Tensor) -> Tensor:
         """``[tokens, in]`` to the largest output of each, ``[tokens]`` int64."""
         return self._ops.likeliest(x, self._matrix)
