@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from penstock import demo, ops
 from penstock.models import Decoder, load_model
-from penstock.ops import Batch
+from penstock.ops import Batch, Queries
 from penstock.quant import SCHEMES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo_model"))
@@ -79,18 +79,19 @@ def distributions(name: str, kept: str, texts: list[tuple[list[int], int]]) -> I
 
 
 def log_probabilities(model: Decoder, cache: list[Any], ids: list[int], own: int) -> Tensor:
-    blocks = -(-len(ids) // BLOCK)
+    def queries(count: int, length: int) -> Queries:
+        starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, count], [length]))
+        return Queries(starts, lengths, torch.arange(-(-len(ids) // BLOCK), dtype=torch.int32)[None])
+
     batch = Batch(
         token_ids=torch.tensor(ids),
         positions=torch.arange(len(ids)),
         slots=torch.arange(len(ids)),
-        query_starts=torch.tensor([0, len(ids)], dtype=torch.int32),
-        lengths=torch.tensor([len(ids)], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        queries=queries(len(ids), len(ids)),
         logit_rows=torch.arange(len(ids) - own - 1, len(ids) - 1),
+        logit_queries=queries(own, len(ids) - 1),
     )
-    hidden = model.hidden(*model.layers(batch, cache), batch.logit_rows)
-    return model.scores(hidden).log_softmax(-1)
+    return model.scores(model.hidden(batch, cache)).log_softmax(-1)
 
 
 def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, float]:

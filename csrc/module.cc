@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -78,7 +79,7 @@ using Address = uintptr_t;
 
 // --- Steps -----------------------------------------------------------------------------------------------------------
 
-// How much there is to do in a step.
+// How much there is to do.
 struct Size {
   int64_t tokens, sequences;
 };
@@ -91,6 +92,7 @@ using Row = std::function<void(int64_t row)>;
 struct Call {
   std::vector<std::function<Row(Size)>> rows;
   std::function<void(Size)> whole;
+  bool of_taken = false;  // whether it is about the rows that were taken
 
   void operator()(Size size) const {
     if (whole) return whole(size);
@@ -107,12 +109,14 @@ struct Call {
 };
 
 // The calls of a step in their order, to be made again with other sizes: where things lie stays, how many rows there are
-// does not. So a step costs one call from Python, not hundreds.
+// does not. So a step costs one call from Python, not hundreds. It begins with all tokens; once some of their rows are
+// taken, it goes on with those.
 struct Tape {
   std::vector<Call> calls;
+  bool taken = false;
 
-  void run(int64_t tokens, int64_t sequences) const {
-    for (const auto& call : calls) call({tokens, sequences});
+  void run(int64_t tokens, int64_t sequences, int64_t rows, int64_t sequences_of_rows) const {
+    for (const auto& call : calls) call(call.of_taken ? Size{rows, sequences_of_rows} : Size{tokens, sequences});
   }
 };
 
@@ -122,7 +126,7 @@ thread_local Tape* recording = nullptr;
 template <class F>
 void make(Size size, F&& call) {
   if (recording)
-    recording->calls.push_back({{}, std::forward<F>(call)});
+    recording->calls.push_back({{}, std::forward<F>(call), recording->taken});
   else
     call(size);
 }
@@ -131,7 +135,7 @@ void make(Size size, F&& call) {
 template <class F>
 void make_rows(int64_t rows, F&& call) {
   if (!recording) return Call{{std::forward<F>(call)}, {}}({rows, 0});
-  if (recording->calls.empty() || recording->calls.back().whole) recording->calls.emplace_back();
+  if (recording->calls.empty() || recording->calls.back().whole) recording->calls.push_back({{}, {}, recording->taken});
   recording->calls.back().rows.push_back(std::forward<F>(call));
 }
 
@@ -246,6 +250,16 @@ void gather(Address ids, const Matrix& matrix, Address out, int64_t rows) {
   make_rows(rows, [=](Size size) -> Row {
     const Gather args{matrix, at<int64_t>(ids), at<void>(out), size.tokens};
     return [=](int64_t row) { kernels->gather(args, row); };
+  });
+}
+
+// Not as calls by rows are made, since it reads other rows than it writes.
+void take(Address x, Address rows, Address out, int64_t count, int64_t row_bytes) {
+  if (recording) recording->taken = true;
+  make({count, 0}, [=](Size size) {
+    pool()->run(size.tokens, [&](int64_t row) {
+      memcpy(at<char>(out) + row * row_bytes, at<char>(x) + at<int64_t>(rows)[row] * row_bytes, row_bytes);
+    });
   });
 }
 
@@ -378,6 +392,7 @@ NB_MODULE(_kernels, m) {
   m.def("time_read", &time_read, free);
   m.def("dot_rate", &dot_rate, free);
   m.def("gather", &gather, free);
+  m.def("take", &take, free);
   m.def("pack", &pack, free);
   m.def("norm", &norm, free);
   m.def("rope", &rope, free);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.core import PenstockError
-from penstock.ops import Batch, Format, KVSpec, backend, reference
+from penstock.ops import Batch, Format, KVSpec, Queries, backend, reference
 from penstock.quant import SCHEMES
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -183,14 +184,21 @@ def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int
         tables[i, :count] = torch.tensor([free.pop() for _ in range(count)])
     positions = [p for length, n in zip(lengths, new, strict=True) for p in range(length - n, length)]
     starts = [sum(new[:i]) for i in range(sequences + 1)]
+    wanted = [rng.choice((0, 1, 1, n)) for n in new]
+    chosen = [i for i, count in enumerate(wanted) if count]
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
     batch = Batch(
         token_ids=torch.zeros(len(positions), dtype=torch.int64),
         positions=torch.tensor(positions),
         slots=torch.zeros(len(positions), dtype=torch.int64),
-        query_starts=torch.tensor(starts, dtype=torch.int32),
-        lengths=torch.tensor(lengths, dtype=torch.int32),
-        block_tables=tables,
-        logit_rows=torch.zeros(0, dtype=torch.int64),
+        queries=Queries(tensor(starts), tensor(lengths), tables),
+        logit_rows=torch.tensor([row for i in chosen for row in range(starts[i + 1] - wanted[i], starts[i + 1])]),
+        logit_queries=Queries(
+            tensor([0, *accumulate(wanted[i] for i in chosen)]), tensor([lengths[i] for i in chosen]), tables[chosen]
+        ),
     )
     return batch, len(positions), sum(needed)
 
@@ -200,9 +208,9 @@ def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 25
     device = torch.device("cpu")
     ours, theirs = (ops.new_cache(spec, blocks, device)[0] for ops in (cpu, reference))
     ours.data.fill_(garbage)
-    for i, length in enumerate(batch.lengths.tolist()):
+    for i, length in enumerate(batch.queries.lengths.tolist()):
         at = torch.arange(length)
-        slots = batch.block_tables[i].long()[at // spec.block_size] * spec.block_size + at % spec.block_size
+        slots = batch.queries.block_tables[i].long()[at // spec.block_size] * spec.block_size + at % spec.block_size
         k, v = (randn(rng.getrandbits(31), length, spec.kv_heads, spec.head_dim, dtype=spec.dtype) for _ in "kv")
         cpu.store(ours, k, v, slots)
         reference.store(theirs, k, v, slots)
@@ -220,8 +228,8 @@ def test_attention(seed: int) -> None:
     ours, theirs = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
     window = rng.choice((0, 0, 1, 7, 40))
-    got = cpu.attention(q, ours, batch, dim**-0.5, window)
-    expected = reference.attention(q, theirs, batch, dim**-0.5, window)
+    got = cpu.attention(q, ours, batch.queries, dim**-0.5, window)
+    expected = reference.attention(q, theirs, batch.queries, dim**-0.5, window)
     if spec.rounded:
         error = (got - expected).float()
         assert error.square().mean() < 2e-4 * expected.float().square().mean()
@@ -249,19 +257,15 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     batch, tokens, blocks = draw_batch(rng, 16, 4)
     cache, _ = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, 6, 32, dtype=dtype)
-    whole = cpu.attention(q, cache, batch, 0.2)
+    whole = cpu.attention(q, cache, batch.queries, 0.2)
     for i, (begin, end) in enumerate(
-        zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)
+        zip(batch.queries.starts[:-1].tolist(), batch.queries.starts[1:].tolist(), strict=True)
     ):
         row = rng.randrange(begin, end)
-        alone = Batch(
-            token_ids=batch.token_ids[:1],
-            positions=batch.positions[row : row + 1],
-            slots=batch.slots[:1],
-            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        alone = Queries(
+            starts=torch.tensor([0, 1], dtype=torch.int32),
             lengths=batch.positions[row : row + 1].int() + 1,
-            block_tables=batch.block_tables[i : i + 1].contiguous(),
-            logit_rows=batch.logit_rows,
+            block_tables=batch.queries.block_tables[i : i + 1].contiguous(),
         )
         assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, 0.2)[0], whole[row])
 
@@ -272,20 +276,24 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
     """Every op in a row, for batches of any size, and again after others."""
     rng = Random(seed)
     spec = KVSpec(1, 2, 16, torch.bfloat16, 16, rng.random() < 0.5)
-    shapes = ((50, 64), (128, 64), (64, 64), (128, 64))
+    shapes = ((50, 64), (128, 64), (64, 64), (256, 64), (64, 128))
     weights = [randn(seed + i, *shape, dtype=spec.dtype) / 8 for i, shape in enumerate(shapes)]
-    vocabulary, qkv, out, gate_up = (cpu.pack([weight], None, format) for weight in weights)
+    vocabulary, qkv, out, gate_up, back = (cpu.pack([weight], None, format) for weight in weights)
     gain, table = randn(seed, 64, dtype=spec.dtype), randn(seed + 9, 160, 16)
 
-    def step(batch: Batch) -> tuple[Tensor, Tensor]:
-        x = cpu.embedding(batch.token_ids, vocabulary)
-        parts = cpu.linear(cpu.rms_norm(x, gain, 1e-6), qkv).split([64, 32, 32], -1)
-        q, k, v = (part.unflatten(-1, (-1, 16)) for part in parts)
-        q, k = (cpu.rope(part, batch.positions, table) for part in (q, k))
-        cpu.store(cache, k, v, batch.slots)
-        added = cpu.linear(cpu.attention(q, cache, batch, 0.25).flatten(1), out)
-        added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
-        return cpu.silu_mul(cpu.gated(added, gate_up)), x
+    def step(batch: Batch) -> Tensor:
+        x, queries = cpu.embedding(batch.token_ids, vocabulary), batch.queries
+        for last in (False, True):
+            parts = cpu.linear(cpu.rms_norm(x, gain, 1e-6), qkv).split([64, 32, 32], -1)
+            q, k, v = (part.unflatten(-1, (-1, 16)) for part in parts)
+            q, k = (cpu.rope(part, batch.positions, table) for part in (q, k))
+            cpu.store(cache, k, v, batch.slots)
+            if last:
+                q, x, queries = cpu.take(q, batch.logit_rows), cpu.take(x, batch.logit_rows), batch.logit_queries
+            added = cpu.linear(cpu.attention(q, cache, queries, 0.25).flatten(1), out)
+            added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
+            _, x = cpu.add_rms_norm(cpu.linear(cpu.gated(added, gate_up), back), x, gain, 1e-6)
+        return x
 
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
     cache = fill(spec, batches[0][0], 60, rng, 0)[0]
@@ -294,10 +302,10 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
         batch.token_ids[:] = torch.randint(50, (tokens,))
         batch.slots[:] = torch.arange(tokens)
         expected = step(batch)
-        for got, wanted in zip(recorded(batch), expected, strict=True):
-            assert torch.equal(got, wanted)
+        assert len(expected) == len(batch.logit_rows)
+        assert torch.equal(recorded(batch), expected)
     with pytest.raises(RuntimeError, match="contiguous"):
-        cpu.recorded(lambda b: (cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out),) * 2, 9, 1, 1)
+        cpu.recorded(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
 
 
 def test_values_that_are_no_numbers_stay_in_their_row() -> None:

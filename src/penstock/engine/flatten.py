@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ops import Batch
+from penstock.ops import Batch, Queries
 
 from .plan import Item, Plan
 from .sequence import Sequence
@@ -47,14 +47,24 @@ class Flattener:
         def tensor(values: Any, dtype: torch.dtype) -> Tensor:
             return torch.as_tensor(values, dtype=dtype).to(self._device)
 
+        def queries(counts: np.ndarray) -> Queries:
+            """Of each item so many of its last tokens."""
+            some = counts > 0
+            return Queries(
+                starts=tensor(np.concatenate(([0], np.cumsum(counts[some]))), torch.int32),
+                lengths=tensor(total[some], torch.int32),
+                block_tables=tensor(self._tables[rows[some], :most_blocks], torch.int32),
+            )
+
+        wanted = np.array([scores_wanted(item) for item in plan.items])
+        every = queries(lengths)
         return Batch(
             token_ids=tensor(token_ids, torch.int64),
             positions=tensor(positions, torch.int64),
             slots=tensor(slots, torch.int64),
-            query_starts=tensor(np.concatenate(([0], ends)), torch.int32),
-            lengths=tensor(total, torch.int32),
-            block_tables=tensor(self._tables[rows, :most_blocks], torch.int32),
-            logit_rows=tensor(rows_with_scores(plan), torch.int64),
+            queries=every,
+            logit_rows=tensor(np.arange(wanted.sum()) + np.repeat(ends - np.cumsum(wanted), wanted), torch.int64),
+            logit_queries=every if (wanted == lengths).all() else queries(wanted),
         )
 
     def _place(self, sequence: Sequence, start: int) -> None:
@@ -75,15 +85,7 @@ def prompt_tokens(item: Item) -> list[int]:
     return sequence.tokens[item.start + 1 : min(item.start + item.length + 1, sequence.prompt_length)]
 
 
-def rows_with_scores(plan: Plan) -> list[int]:
-    """Rows of the flat batch: all of an item whose prompt is to be told, else its last where it is due a draw."""
-    rows: list[int] = []
-    begin = 0
-    for item in plan.items:
-        end = begin + item.length
-        if prompt_tokens(item):
-            rows += range(begin, end)
-        elif item.samples:
-            rows.append(end - 1)
-        begin = end
-    return rows
+def scores_wanted(item: Item) -> int:
+    """Of how many of an item's tokens, its last ones: all where its prompt is to be told, else one where it is due a
+    draw."""
+    return item.length if prompt_tokens(item) else bool(item.samples)

@@ -12,7 +12,7 @@ from penstock.core import Logprob
 from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
-from .flatten import Flattener, prompt_tokens
+from .flatten import Flattener, prompt_tokens, scores_wanted
 from .plan import Draw, Outcome, Plan
 from .sampler import logprobs, sample, wants_likeliest
 from .sequence import Sequence
@@ -51,8 +51,8 @@ class Runner:
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
         self._flatten = Flattener(rows, longest, spec.block_size, device)
-        self._layers = ops.recorded(
-            partial(model.layers, cache=self._cache),
+        self._hidden = ops.recorded(
+            partial(model.hidden, cache=self._cache),
             tokens=tokens,
             sequences=rows,
             blocks=-(-longest // spec.block_size),
@@ -66,14 +66,13 @@ class Runner:
         if not plan.items:
             return Outcome([])
         batch = self._flatten(plan)
-        hidden = self._model.hidden(*self._layers(batch), batch.logit_rows)
-        return self._draw(plan, hidden)
+        return self._draw(plan, self._hidden(batch))
 
     def collect(self, handle: Outcome) -> Outcome:
         return handle
 
     def _draw(self, plan: Plan, hidden: Tensor) -> Outcome:
-        """Draw what is due; ``hidden`` has the rows that ``flatten.rows_with_scores`` names."""
+        """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted."""
         last_rows: list[int] = []
         sequences: list[Sequence] = []
         prompts: dict[int, list[list[Logprob]]] = {}
@@ -82,8 +81,7 @@ class Runner:
             told = prompt_tokens(item)
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
-            count = item.length if told else bool(item.samples)
-            row += count
+            row += scores_wanted(item)
             last_rows += [row - 1] * len(item.samples)
             sequences += item.samples
         draws: list[Draw] = []

@@ -32,14 +32,17 @@ class Attention:
         if config.qk_norm:
             self._norms = [RMSNorm(context, f"{name}.{part}_norm", dim, config.eps) for part in "qk"]
 
-    def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, cache: Any, batch: Batch, last: bool) -> Tensor:
         qkv = self._qkv(x).split([heads * self._dim for heads in self._heads], -1)
         q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in qkv)
         if self._norms:
             q, k = self._norms[0](q), self._norms[1](k)
         q, k = (self._ops.rope(part, batch.positions, self._rope) for part in (q, k))
         self._ops.store(cache, k, v, batch.slots)
-        return self._o(self._ops.attention(q, cache, batch, self._dim**-0.5, self._window).flatten(1))
+        queries = batch.queries
+        if last:
+            q, queries = self._ops.take(q, batch.logit_rows), batch.logit_queries
+        return self._o(self._ops.attention(q, cache, queries, self._dim**-0.5, self._window).flatten(1))
 
 
 class MLP:
@@ -55,15 +58,21 @@ class MLP:
 class Layer:
     def __init__(self, context: Context, config: DecoderConfig, layer: int, rope: Tensor) -> None:
         name = f"model.layers.{layer}"
+        self._ops = context.ops
+        self._last = layer == config.layers - 1
         self._before = RMSNorm(context, f"{name}.input_layernorm", config.hidden, config.eps)
         self._attention = Attention(context, config, f"{name}.self_attn", layer, rope)
         self._between = RMSNorm(context, f"{name}.post_attention_layernorm", config.hidden, config.eps)
         self._mlp = MLP(context, config, f"{name}.mlp")
 
     def __call__(self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What this layer adds, and the residual stream that it is to be added to."""
+        """What this layer adds, and the residual stream that it is to be added to; of the last layer only for
+        tokens whose scores are wanted, as nothing reads the others."""
         x, residual = (self._before(x), x) if residual is None else self._before.add(x, residual)
-        x, residual = self._between.add(self._attention(x, cache, batch), residual)
+        x = self._attention(x, cache, batch, self._last)
+        if self._last:
+            residual = self._ops.take(residual, batch.logit_rows)
+        x, residual = self._between.add(x, residual)
         return self._mlp(x), residual
 
 
@@ -92,19 +101,14 @@ class Decoder:
         return KVSpec(config.layers, self._kv_heads, config.head_dim, self.dtype, block_size, rounded)
 
     @torch.inference_mode()
-    def layers(self, batch: Batch, cache: list[Any]) -> tuple[Tensor, Tensor]:
-        """What the last layer adds and the residual stream, ``[tokens, hidden]`` each; keys and values of all tokens go
-        to the cache."""
+    def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
+        """The last hidden states of tokens whose scores are wanted, ``[rows, hidden]``. The cache gets all tokens'
+        keys and values."""
         x, residual = self._embedding(batch.token_ids), None
         for layer, kept in zip(self._layers, cache, strict=True):
             x, residual = layer(x, residual, kept, batch)
         assert residual is not None
-        return x, residual
-
-    @torch.inference_mode()
-    def hidden(self, x: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
-        """The last hidden states of some tokens, ``[rows, hidden]``, from what ``layers`` returns."""
-        hidden, _ = self._norm.add(x[rows], residual[rows])
+        hidden, _ = self._norm.add(x, residual)
         return hidden
 
     @torch.inference_mode()

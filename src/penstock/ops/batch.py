@@ -34,6 +34,18 @@ class KVSpec:
 
 
 @dataclass(slots=True)
+class Queries:
+    """Tokens that attend, sequence after sequence: of each the last ones that are in the cache."""
+
+    starts: Tensor
+    """``[sequences + 1]`` int32: where each sequence's tokens begin."""
+    lengths: Tensor
+    """``[sequences]`` int32: tokens of each that are in the cache once this step's are."""
+    block_tables: Tensor
+    """``[sequences, blocks]`` int32: the blocks of each sequence in order."""
+
+
+@dataclass(slots=True)
 class Batch:
     """The tokens of one step, sequence after sequence, without padding."""
 
@@ -43,15 +55,13 @@ class Batch:
     """``[tokens]`` int64, in the token's own sequence."""
     slots: Tensor
     """``[tokens]`` int64: ``block * block_size + offset``, where the token's key and value go."""
-    query_starts: Tensor
-    """``[sequences + 1]`` int32: where each sequence's tokens begin in the flat batch."""
-    lengths: Tensor
-    """``[sequences]`` int32: tokens of each that are in the cache once this step's are."""
-    block_tables: Tensor
-    """``[sequences, blocks]`` int32: the blocks of each sequence in order."""
+    queries: Queries
+    """Of all of them."""
     logit_rows: Tensor
     """``[rows]`` int64: tokens of the flat batch whose scores are wanted."""
+    logit_queries: Queries
+    """Of those."""
 
 
-Step = Callable[[Batch], tuple[Tensor, Tensor]]
-"""A model's layers: what the last one adds and the residual stream, ``[tokens, hidden]`` each."""
+Step = Callable[[Batch], Tensor]
+"""A model but for its scores: the last hidden states of the tokens whose scores are wanted, ``[rows, hidden]``."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from . import _kernels, pages
-from .batch import Batch, KVSpec, Step
+from .batch import KVSpec, Queries, Step
 from .formats import PLAIN, Format
 from .tape import LARGEST_STEP, Recorded, contiguous, empty
 
@@ -261,6 +262,14 @@ def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
     return out
 
 
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    out = empty((rows.shape[0], *x.shape[1:]), x.dtype)
+    x = contiguous(x)
+    row_bytes = prod(x.shape[1:]) * x.element_size()
+    _kernels.take(x.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], row_bytes)
+    return out
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     groups = x.shape[1] if x.dim() == 3 else 1
@@ -352,22 +361,22 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
     )
 
 
-def attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int = 0) -> Tensor:
+def attention(q: Tensor, cache: LayerCache, queries: Queries, scale: float, window: int = 0) -> Tensor:
     spec, heads = cache.spec, q.shape[1]
     out = empty(q.shape, q.dtype)
     _kernels.attention(
         q.data_ptr(),
         out.data_ptr(),
         cache.data.data_ptr(),
-        batch.block_tables.data_ptr(),
-        batch.query_starts.data_ptr(),
-        batch.lengths.data_ptr(),
-        batch.lengths.shape[0],
+        queries.block_tables.data_ptr(),
+        queries.starts.data_ptr(),
+        queries.lengths.data_ptr(),
+        queries.lengths.shape[0],
         heads,
         spec.kv_heads,
         spec.head_dim,
         spec.block_size,
-        batch.block_tables.shape[1],
+        queries.block_tables.shape[1],
         window,
         scale,
         TYPES[q.dtype],

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import Batch, KVSpec, Step
+from .batch import KVSpec, Queries, Step
 from .formats import PLAIN, Format
 
 NAME = "reference"
@@ -102,7 +102,8 @@ def linear(x: Tensor, matrix: Matrix, wide: bool = False) -> Tensor:
 
 
 def gated(x: Tensor, matrix: Matrix) -> Tensor:
-    """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half (Shazeer, 2020)."""
+    """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half (Shazeer,
+    2020)."""
     return silu_mul(linear(x, matrix))
 
 
@@ -114,6 +115,12 @@ def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
 def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
     """Rows ``[tokens]`` int64 of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``."""
     return matrix.weight[token_ids].to(matrix.dtype)
+
+
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``[rows]`` int64 of ``[tokens, ...]``. What is computed of a step after it first takes some is computed of
+    as many rows."""
+    return x[rows]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -179,11 +186,11 @@ def _kept(part: Tensor) -> Tensor:
     return part[..., :-4].float() * part[..., -4:].contiguous().view(torch.float32)
 
 
-def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int = 0) -> Tensor:
+def attention(q: Tensor, cache: Tensor, queries: Queries, scale: float, window: int = 0) -> Tensor:
     """Causal attention of every query over its own sequence's cached keys and values.
 
     Args:
-        q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's.
+        q: ``[tokens, heads, head_dim]`` of the tokens that ``queries`` names; ``heads`` is a multiple of the cache's.
         window: positions that a query sees, itself included; 0 is all.
 
     Returns:
@@ -194,17 +201,18 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
     out = torch.empty_like(q)
-    starts, lengths = batch.query_starts.tolist(), batch.lengths.tolist()
+    starts, lengths = queries.starts.tolist(), queries.lengths.tolist()
     for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
-        blocks = batch.block_tables[i, : -(-length // cache.shape[2])].long()
+        blocks = queries.block_tables[i, : -(-length // cache.shape[2])].long()
         k, v = (_kept(part[blocks].flatten(0, 1)[:length]) for part in cache)
-        queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
-        scores = torch.einsum("tkgd,skd->kgts", queries, k) * scale
+        own = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
+        scores = torch.einsum("tkgd,skd->kgts", own, k) * scale
         at = torch.arange(length, device=q.device)
-        hidden = at > batch.positions[rows, None]
+        position = at[length - len(own) :, None]
+        hidden = at > position
         if window:
-            hidden |= at <= batch.positions[rows, None] - window
+            hidden |= at <= position - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("kgts,skd->tkgd", weights, v).reshape(-1, heads, dim).to(q.dtype)
     return out

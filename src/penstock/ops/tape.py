@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _kernels, pages
-from .batch import Batch, Step
+from .batch import Batch, Queries, Step
 
 LARGEST_STEP = 4096
 """Tokens of a step whose buffers are kept."""
@@ -84,16 +84,19 @@ class Recorded:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
+        def queries() -> Queries:
+            starts, lengths = zeros(sequences + 1, dtype=torch.int32), zeros(sequences, dtype=torch.int32)
+            return Queries(starts, lengths, zeros(sequences, blocks, dtype=torch.int32))
+
         self._step = step
         self._tokens = tokens
         self._batch = Batch(
             token_ids=zeros(tokens),
             positions=zeros(tokens),
             slots=zeros(tokens),
-            query_starts=zeros(sequences + 1, dtype=torch.int32),
-            lengths=zeros(sequences, dtype=torch.int32),
-            block_tables=zeros(sequences, blocks, dtype=torch.int32),
-            logit_rows=zeros(0),
+            queries=queries(),
+            logit_rows=zeros(tokens),
+            logit_queries=queries(),
         )
         self._tape, self._arena = _kernels.Tape(), Arena()
         with taking_from(self._arena):
@@ -103,17 +106,27 @@ class Recorded:
             finally:
                 self._tape.stop()
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, (sequences, blocks) = batch.token_ids.shape[0], batch.block_tables.shape
+    def __call__(self, batch: Batch) -> Tensor:
+        tokens, rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         if tokens > self._tokens:
             return self._step(batch)
         own = self._batch
         own.token_ids[:tokens] = batch.token_ids
         own.positions[:tokens] = batch.positions
         own.slots[:tokens] = batch.slots
-        own.query_starts[: sequences + 1] = batch.query_starts
-        own.lengths[:sequences] = batch.lengths
-        own.block_tables[:sequences, :blocks] = batch.block_tables
-        self._tape.run(tokens, sequences)
-        x, residual = self._out
-        return x[:tokens], residual[:tokens]
+        own.logit_rows[:rows] = batch.logit_rows
+        sequences, of_rows = (
+            _fill(mine, given)
+            for mine, given in ((own.queries, batch.queries), (own.logit_queries, batch.logit_queries))
+        )
+        self._tape.run(tokens, sequences, rows, of_rows)
+        return self._out[:rows]
+
+
+def _fill(own: Queries, given: Queries) -> int:
+    """Returns how many sequences there are."""
+    sequences, blocks = given.block_tables.shape
+    own.starts[: sequences + 1] = given.starts
+    own.lengths[:sequences] = given.lengths
+    own.block_tables[:sequences, :blocks] = given.block_tables
+    return sequences
