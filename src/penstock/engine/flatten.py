@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,41 +29,41 @@ class Flattener:
     def __call__(self, plan: Plan) -> Batch:
         """The batch of a plan with at least one item."""
         token_ids: list[int] = []
-        for sequence, start, length, _ in plan.items:
+        numbers: list[tuple[int, int, int, int]] = []
+        for item in plan.items:
+            sequence, start, length, _ = item
             self._place(sequence, start)
             token_ids += sequence.tokens[start : start + length]
-        rows = np.array([item.sequence.row for item in plan.items])
-        starts = np.array([item.start for item in plan.items])
-        lengths = np.array([item.length for item in plan.items])
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths)
+            numbers.append((sequence.row, start, length, scores_wanted(item)))
+        rows, starts, lengths, wanted = np.array(numbers).T
+        total, ends = starts + lengths, lengths.cumsum()
+        positions = np.arange(ends[-1]) + (total - ends).repeat(lengths)
         blocks, offsets = np.divmod(positions, self._block_size)
-        slots = self._tables[np.repeat(rows, lengths), blocks].astype(np.int64) * self._block_size + offsets
-        total = starts + lengths
         most_blocks = -(-int(total.max()) // self._block_size)
-
-        def tensor(values: Any, dtype: torch.dtype) -> Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(self._device)
-
-        def queries(counts: np.ndarray) -> Queries:
-            """Of each item so many of its last tokens."""
-            some = counts > 0
-            return Queries(
-                starts=tensor(np.concatenate(([0], np.cumsum(counts[some]))), torch.int32),
-                lengths=tensor(total[some], torch.int32),
-                block_tables=tensor(self._tables[rows[some], :most_blocks], torch.int32),
-            )
-
-        wanted = np.array([scores_wanted(item) for item in plan.items])
-        every = queries(lengths)
+        slots = self._tables[rows.repeat(lengths), blocks].astype(np.int64) * self._block_size + offsets
+        queries = logit_queries = self._queries(rows, total, lengths, most_blocks)
+        if not (wanted == lengths).all():
+            some = wanted > 0
+            logit_queries = self._queries(rows[some], total[some], wanted[some], most_blocks)
+        drawn = wanted.cumsum()
         return Batch(
-            token_ids=tensor(token_ids, torch.int64),
-            positions=tensor(positions, torch.int64),
-            slots=tensor(slots, torch.int64),
-            queries=every,
-            logit_rows=tensor(np.arange(wanted.sum()) + np.repeat(ends - np.cumsum(wanted), wanted), torch.int64),
-            logit_queries=every if (wanted == lengths).all() else queries(wanted),
+            token_ids=self._tensor(np.array(token_ids)),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            queries=queries,
+            logit_rows=self._tensor(np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)),
+            logit_queries=logit_queries,
         )
+
+    def _queries(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, blocks: int) -> Queries:
+        """Of each row so many of its last tokens."""
+        starts = np.zeros(len(rows) + 1, np.int32)
+        counts.cumsum(out=starts[1:])
+        tables = self._tables[rows, :blocks]
+        return Queries(self._tensor(starts), self._tensor(lengths.astype(np.int32)), self._tensor(tables))
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
 
     def _place(self, sequence: Sequence, start: int) -> None:
         """Bring the sequence's row of block numbers up to date: all of it where the list of blocks is another, as it is
