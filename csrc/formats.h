@@ -201,7 +201,7 @@ struct Rounded {
     return float(U::get(unit, input % S::kInputs)) * scales[input / m.group * kPanel + output];
   }
 
-  // Of a group by itself the integers are kept, else the outputs so far.
+  // With one group its sums are kept between pieces, else the outputs so far.
   template <int R>
   PENSTOCK_INLINE static bool product(const Linear& a, int64_t row, const char* panel, const float* scales, Piece piece,
                       Soon soon, f32x16* kept, f32x16 (&out)[R][kGroups]) {

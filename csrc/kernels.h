@@ -49,7 +49,7 @@ struct Quantize {
   int8_t* out;    // [rows, padded]
   float* scales;  // [rows]
   int32_t* sums;  // [rows, groups]
-  int64_t rows, in, padded, group;
+  int64_t in, padded, group;
   Type type;
 };
 
@@ -91,7 +91,6 @@ struct Gather {
   Matrix matrix;
   const int64_t* ids;
   void* out;
-  int64_t rows;
 };
 
 // Packs some rows of a matrix, and rounds where the format wants it: its panels and scales are written.
@@ -107,7 +106,7 @@ struct Norm {
   void* residual;  // null: none; else read and written, [rows, size], and groups is 1
   const void* weight;
   void* out;
-  int64_t rows, groups, size, stride;
+  int64_t groups, size, stride;
   float eps;
   Type type;
 };
@@ -118,14 +117,14 @@ struct Rope {
   void* out;
   const int64_t* positions;
   const float* table;  // [longest, dim], cosines then sines
-  int64_t tokens, heads, dim, stride;
+  int64_t heads, dim, stride;
   Type type;
 };
 
 struct SiluMul {
   const void* gate_up;  // [rows, 2 * size]
   void* out;            // [rows, size]
-  int64_t rows, size;
+  int64_t size;
   Type type;
 };
 
@@ -137,7 +136,7 @@ struct Store {
   const void *k, *v;  // [tokens, kv_heads, dim], tokens `stride_k` and `stride_v` elements apart
   void* cache;
   const int64_t* slots;
-  int64_t tokens, kv_heads, dim, block_size, stride_k, stride_v;
+  int64_t kv_heads, dim, block_size, stride_k, stride_v;
   Type type;
   bool rounded;
 };
@@ -162,7 +161,7 @@ struct Read {
   int64_t size;
 };
 
-constexpr int64_t kTileRows = 6;    // rows of a product
+constexpr int64_t kTileRows = 6;    // rows of a product, unless its format says otherwise
 constexpr int64_t kTaskRows = 24;   // query rows of an attention's task
 constexpr int64_t kRowBlock = 96;   // rows of a linear layer's task
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task

@@ -69,8 +69,11 @@ inline f32x16 roots(f32x16 v) {
   return v;
 }
 
-// Sums of floats are off by less than that for each product's size, in whatever order; with a margin.
+// The share of |x| |w| by which a sum of float products is off at most, in whatever order; with a margin.
 inline float slack_of(int64_t in) { return float(in + 16) * 0x1p-22f; }
+
+// A length that is at least the true one: with a margin for how it was summed, and for squares too small for a float.
+inline float at_least(float length) { return length * 1.01f + 1e-17f; }
 
 template <class T>
 void sketch_panel(const Sketch& s, int64_t number) {
@@ -104,8 +107,8 @@ void sketch_panel(const Sketch& s, int64_t number) {
     sound = sound && sum(distances) + sum(lengths) < __builtin_inff();
   }
   // As above, since these are sums, too. What holds something that is no number has no bounds.
-  s.off[number] = sound ? (off + slack_of(m.in) * length) * 1.01f : __builtin_nanf("");
-  s.lengths[number] = length * 1.01f;
+  s.off[number] = sound ? at_least(off + slack_of(m.in) * length) : __builtin_nanf("");
+  s.lengths[number] = at_least(length);
 }
 
 template <class T>
@@ -123,8 +126,8 @@ void measure_row(const Screening& s, int64_t row) {
     lengths = fma(v, v, lengths);
     distances = fma(rest, rest, distances);
   }
-  s.x_lengths[row] = std::sqrt(sum(lengths)) * 1.01f;
-  s.x_off[row] = std::sqrt(sum(distances)) * 1.01f;
+  s.x_lengths[row] = at_least(std::sqrt(sum(lengths)));
+  s.x_off[row] = at_least(std::sqrt(sum(distances)));
 }
 
 inline bool any_reaches(f32x16 v, float least) {

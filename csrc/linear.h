@@ -37,7 +37,7 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
   constexpr int64_t n = F::Step::kInputs, step = kPanel / 16 * F::Step::kBytes, width = F::kGroups * 16;
   const Matrix& m = a.matrix;
   const int64_t tiles = ceil_div(end - first, F::kRows), inputs = inputs_of_piece<F>(m, tiles);
-  const int64_t calls = tiles * (kPanel / width), lines = ceil_div(next.step / 64, calls);
+  const int64_t calls = tiles == 1 ? 1 : tiles * (kPanel / width), lines = ceil_div(next.step / 64, calls);
   f32x16 kept[kRowBlock][kPanel / 16];
   for (Piece piece{0, 0}; piece.end < m.in;) {
     piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};

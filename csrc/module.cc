@@ -90,19 +90,17 @@ using Row = std::function<void(int64_t row)>;
 
 // A part of a step: rows, or something else.
 struct Call {
-  std::vector<std::function<Row(Size)>> rows;
+  std::vector<Row> rows;
   std::function<void(Size)> whole;
   bool of_taken = false;  // whether it is about the rows that were taken
 
   void operator()(Size size) const {
     if (whole) return whole(size);
     if (!size.tokens) return;
-    std::vector<Row> calls;
-    for (const auto& each : rows) calls.push_back(each(size));
     const int64_t fair = ceil_div(size.tokens, pool()->threads()), some = fair < kRowsTogether ? fair : kRowsTogether;
     pool()->run(ceil_div(size.tokens, some), [&](int64_t task) {
       const int64_t first = task * some, end = std::min(first + some, size.tokens);
-      for (const auto& call : calls)
+      for (const auto& call : rows)
         for (int64_t row = first; row < end; row++) call(row);
     });
   }
@@ -131,12 +129,13 @@ void make(Size size, F&& call) {
     call(size);
 }
 
-// The same where rows stand alone: `call(size)` is what is done for a row.
-template <class F>
-void make_rows(int64_t rows, F&& call) {
-  if (!recording) return Call{{std::forward<F>(call)}, {}}({rows, 0});
+// The same where rows stand alone.
+template <class A>
+void make_rows(int64_t rows, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
+  Row row = [=](int64_t row) { (kernels->*kernel)(args, row); };
+  if (!recording) return Call{{row}, {}}({rows, 0});
   if (recording->calls.empty() || recording->calls.back().whole) recording->calls.push_back({{}, {}, recording->taken});
-  recording->calls.back().rows.push_back(std::forward<F>(call));
+  recording->calls.back().rows.push_back(row);
 }
 
 // --- Ops -------------------------------------------------------------------------------------------------------------
@@ -188,7 +187,8 @@ void sketch(const Sketch& s) {
   pool()->run(ceil_div(s.whole.outputs, kPanel), [&](int64_t panel) { kernels->sketch(s, panel); });
 }
 
-// The same by a sketch; false where too much is left to compute for that to be worth it.
+// What `likeliest` finds, by a sketch; false where that has no bounds, since something is too large or no number, or where
+// too much is left to compute for it to be worth it.
 bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch, Address out,
                          int64_t rows) {
   thread_local std::vector<Candidate> candidates;  // kept, since to get and clear memory would take as long as the rest
@@ -208,6 +208,8 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     const Screening args{product,        &m,         sketch.off,        sketch.lengths, at<char>(x) + first * bytes,
                          lengths.data(), off.data(), least.data(), candidates.data(), counts.data()};
     threads->run(some, [&](int64_t row) { kernels->measure(args, row); });
+    for (int64_t row = 0; row < some; row++)
+      if (!std::isfinite(lengths[row]) || !std::isfinite(off[row])) return false;
     threads->run(tasks, [&](int64_t task) { kernels->screen(args, task); });
     // First of each row the one that may be largest, then those that may be larger than what that one is.
     std::vector<Candidate*> best(some), others;
@@ -239,18 +241,12 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
 
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t in, int64_t padded,
               int64_t group, int type) {
-  make_rows(rows, [=](Size size) -> Row {
-    const Quantize args{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), size.tokens, in, padded,
-                        group,       Type(type)};
-    return [=](int64_t row) { kernels->quantize(args, row); };
-  });
+  make_rows(rows, &Kernels::quantize,
+            Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, Type(type)});
 }
 
 void gather(Address ids, const Matrix& matrix, Address out, int64_t rows) {
-  make_rows(rows, [=](Size size) -> Row {
-    const Gather args{matrix, at<int64_t>(ids), at<void>(out), size.tokens};
-    return [=](int64_t row) { kernels->gather(args, row); };
-  });
+  make_rows(rows, &Kernels::gather, Gather{matrix, at<int64_t>(ids), at<void>(out)});
 }
 
 // Not as calls by rows are made, since it reads other rows than it writes.
@@ -270,36 +266,25 @@ void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
           int64_t stride, float eps, int type) {
-  make_rows(rows, [=](Size size) -> Row {
-    const Norm args{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), size.tokens, groups, width,
-                    stride,      eps,                Type(type)};
-    return [=](int64_t row) { kernels->norm(args, row); };
-  });
+  make_rows(rows, &Kernels::norm,
+            Norm{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out), groups, width, stride, eps, Type(type)});
 }
 
 void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
           int64_t stride, int type) {
-  make_rows(tokens, [=](Size size) -> Row {
-    const Rope args{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), size.tokens, heads, dim,
-                    stride,      Type(type)};
-    return [=](int64_t row) { kernels->rope(args, row); };
-  });
+  make_rows(tokens, &Kernels::rope,
+            Rope{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), heads, dim, stride, Type(type)});
 }
 
 void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int type) {
-  make_rows(rows, [=](Size size) -> Row {
-    const SiluMul args{at<void>(gate_up), at<void>(out), size.tokens, width, Type(type)};
-    return [=](int64_t row) { kernels->silu_mul(args, row); };
-  });
+  make_rows(rows, &Kernels::silu_mul, SiluMul{at<void>(gate_up), at<void>(out), width, Type(type)});
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool rounded) {
-  make_rows(tokens, [=](Size size) -> Row {
-    const Store args{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), size.tokens, kv_heads, dim,
-                     block_size,  stride_k,    stride_v,        Type(type),    rounded};
-    return [=](int64_t row) { kernels->store(args, row); };
-  });
+  make_rows(tokens, &Kernels::store,
+            Store{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), kv_heads, dim, block_size, stride_k,
+                  stride_v, Type(type), rounded});
 }
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,

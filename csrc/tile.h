@@ -62,8 +62,8 @@ struct StepOf<bf16> {
 #define PENSTOCK_UNROLL _Pragma("GCC unroll 32")
 #define PENSTOCK_INLINE __attribute__((always_inline))
 
-// What will be read before long: with each step its next `lines` are asked for. Into the second cache, as in the first
-// they would wait for their place before what is read now.
+// What will be read before long: with each step its next `lines` are asked for, by two of them, since a line's neighbour
+// comes with it. Into the second cache, as in the first they would wait for their place before what is read now.
 struct Soon {
   const char* at = nullptr;
   int64_t lines = 0;

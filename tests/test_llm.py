@@ -44,6 +44,13 @@ def test_a_cache_in_8_bits_answers_nearly_always_the_same() -> None:
     assert same >= 0.95 * len(whole), f"{same} of {len(whole)}"
 
 
+def test_a_sketch_of_the_vocabulary_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    whole = Penstock(demo.CHAT).ask(questions()[:9])
+    monkeypatch.setattr(cpu, "SKETCHED", 64)
+    assert Penstock(demo.CHAT).ask(questions()[:9]) == whole
+
+
 @torch.inference_mode()
 def test_bfloat16_is_as_good_as_transformers() -> None:
     """Against the library in float32: the error of what was said is at most 1.2 times that of the library in bfloat16,
