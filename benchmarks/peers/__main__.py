@@ -132,7 +132,7 @@ def export_openvino(args: argparse.Namespace, format: str, folder: Path) -> None
 
 @contextmanager
 def running(system: System) -> Iterator[Callable[[Work], float]]:
-    """A system with its model loaded; what is yielded gives the seconds of a work.
+    """A system, ready; what is yielded gives the seconds of a work.
 
     All systems of a format are there at once and take turns work by work, so that what others do on the machine meets
     them alike; who is not asked sleeps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,6 +145,9 @@ class LLM:
         left = iter(assemblers)
         following = next(left, None)
         bar = tqdm(total=len(assemblers), desc="requests", unit="request", disable=not use_tqdm)
+        collecting = gc.get_freeze_count() == 0
+        if collecting:
+            gc.freeze()  # until the end, what is there now need not be looked through again and again
         try:
             while following or self.engine.busy:
                 while following and self.engine.has_room:
@@ -155,6 +159,8 @@ class LLM:
                         self.engine.stop(delta.request_id, delta.sequence)
                     bar.update(assembler.output.finished)
         finally:
+            if collecting:
+                gc.unfreeze()
             bar.close()
             for request_id, assembler in by_id.items():
                 if not assembler.output.finished:
