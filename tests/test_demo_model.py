@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from penstock import demo
 
-SAMPLE = 6
+SAMPLE = 4
 """Questions a skill: enough to see a skill break, few enough for two cores."""
 
 

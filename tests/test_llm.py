@@ -23,7 +23,7 @@ CANADA = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 @cache
 def questions() -> list[Conversation]:
-    drawn = held_out(count=3, seed=3)
+    drawn = held_out(count=2, seed=3)
     return [c for cs in drawn.values() for c in cs if c.check is not Check.FREE]
 
 
