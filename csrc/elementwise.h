@@ -83,7 +83,7 @@ void rope_token(const Rope& a, int64_t token) {
 
 // silu(gate) * up.
 template <class T>
-inline void gate(const T* gate, const T* up, T* out, int64_t size) {
+inline void silu_mul(const T* gate, const T* up, T* out, int64_t size) {
   by_sixteen(size, [&](int64_t i, auto n) {
     f32x16 g = get(gate + i, n);
     put(out + i, g / (exp(-g) + 1.0f) * get(up + i, n), n);
@@ -93,7 +93,7 @@ inline void gate(const T* gate, const T* up, T* out, int64_t size) {
 template <class T>
 void silu_mul_row(const SiluMul& a, int64_t row) {
   const T* both = (const T*)a.gate_up + row * 2 * a.size;
-  gate(both, both + a.size, (T*)a.out + row * a.size, a.size);
+  silu_mul(both, both + a.size, (T*)a.out + row * a.size, a.size);
 }
 
 }  // namespace PENSTOCK_ISA

@@ -161,7 +161,7 @@ void gated_block(const Linear& a, int64_t task) {
       for (int64_t c = begin; c < end; c += kPanel)
         write_panel<F>(a, s.first, s.end, size + c, c + kPanel < end ? size + c + kPanel : end, ups + c - begin, some);
       for (int64_t row = 0; row < s.end - s.first; row++)
-        gate(gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * size + begin, some);
+        silu_mul(gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * size + begin, some);
     }
   });
 }
