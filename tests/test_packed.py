@@ -1,9 +1,11 @@
-"""Rounded weights on disk: found again by the next start, and never those of another checkpoint."""
+"""Packed weights on disk: found again by the next start, and never those of another checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,11 @@ def answers(checkpoint: Path, cache: Path | str, quantization: str = "w4a8") -> 
         num_gpu_blocks_override=20,
     )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    texts = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    for thread in threading.enumerate():
+        if thread.name == "keep-weights":
+            thread.join()
+    return texts
 
 
 def test_the_next_start_finds_them(checkpoint: Path, tmp_path: Path) -> None:
@@ -45,8 +51,9 @@ def test_the_next_start_finds_them(checkpoint: Path, tmp_path: Path) -> None:
     other = answers(checkpoint, cache, "wint8")
     assert len(list(cache.iterdir())) == 2
     assert answers(checkpoint, cache, "wint8") == other
-    answers(checkpoint, cache, "none")
-    assert len(list(cache.iterdir())) == 2
+    plain = answers(checkpoint, cache, "none")
+    assert len(list(cache.iterdir())) == 3
+    assert answers(checkpoint, cache, "none") == plain == answers(checkpoint, "none", "none")
 
 
 def test_those_of_another_state_are_made_again(checkpoint: Path, tmp_path: Path) -> None:
@@ -77,5 +84,17 @@ def test_damage_and_a_full_disk_stop_nothing(
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
         assert not caplog.text
-        assert answers(checkpoint, file) == expected  # a file where a folder should be
-    assert "were not kept" in caplog.text
+    with caplog.at_level(logging.INFO):
+        assert answers(checkpoint, file / "no-folder") == expected
+    assert "are not kept" in caplog.text
+
+
+def test_what_a_killed_process_left_is_taken_away(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    file.rename(file.with_suffix(f".{ended.pid}"))
+    answers(checkpoint, cache)
+    assert list(cache.iterdir()) == [file]

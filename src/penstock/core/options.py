@@ -90,7 +90,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     weight_cache_dir: Annotated[
         str,
         option(
-            "Folder that keeps rounded weights for the next start; nothing for ~/.cache/penstock, none for nowhere."
+            "Folder for packed weights, which the next start maps; nothing for ~/.cache/penstock, none for nowhere."
         ),
     ] = ""
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"

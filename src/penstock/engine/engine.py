@@ -53,7 +53,8 @@ class Engine:
         """What decides the bits of a result besides the model."""
         self.batch_invariant = backend.BATCH_INVARIANT
         spec = self.model.kv_spec(options.block_size, rounded)
-        blocks, host_blocks = count_blocks(options, spec, device), count_host_blocks(options, spec)
+        blocks = count_blocks(options, spec, device, self.model.mapped_bytes)
+        host_blocks = count_host_blocks(options, spec)
         self.scheduler = Scheduler(
             scheduling,
             BlockPool(blocks, options.block_size),

@@ -40,8 +40,11 @@ def _reclaimable(usage: Path) -> int:
     return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
 
 
-def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device) -> int:
+def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device, mapped: int) -> int:
     """KV blocks that fit, or as many as were asked for.
+
+    Args:
+        mapped: bytes of weights that are mapped from a disk. They count as free, but every step needs them.
 
     Raises ``PenstockError`` (``invalid``) where not even one fits.
     """
@@ -53,7 +56,7 @@ def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device) -> 
         free, total = torch.cuda.mem_get_info(device)
         room = int(free - (1 - options.gpu_memory_utilization) * total)
     else:
-        room = int(free_host_bytes() * FREE_SHARE) - count_host_blocks(options, spec) * spec.bytes_per_block
+        room = int((free_host_bytes() - mapped) * FREE_SHARE) - count_host_blocks(options, spec) * spec.bytes_per_block
     if room < spec.bytes_per_block:
         raise invalid(
             "kv_cache_memory_bytes", f"one KV block takes {spec.bytes_per_block} bytes, and {max(room, 0)} are there"

@@ -25,6 +25,8 @@ class Weights(Protocol):
 class Kept(Protocol):
     """Packed matrices from an earlier start, by name."""
 
+    mapped_bytes: int
+
     def find(self, name: str) -> dict[str, Tensor] | None: ...
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None: ...
 
@@ -40,7 +42,6 @@ class Context:
     group: Group = ALONE
     scheme: Scheme = UNCHANGED
     kept: Kept | None = None
-    """For rounded matrices."""
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A whole tensor, in the dtype and on the device that the model computes with."""
@@ -56,10 +57,9 @@ class Context:
         bias: Tensor | None = None,
     ) -> Matrix:
         """``[outputs, inputs]`` in a format, as an earlier start kept it, or made of ``parts``, rows after rows."""
-        kept = self.kept if format.bits else None
-        if kept and (found := kept.find(name)):
+        if self.kept and (found := self.kept.find(name)):
             return Matrix(self.ops, self.ops.restore(found, inputs, outputs, self.dtype, bias, format))
         matrix = self.ops.pack(parts(), bias, format)
-        if kept:
-            kept.keep(name, self.ops.packed(matrix))
+        if self.kept:
+            self.kept.keep(name, self.ops.packed(matrix))
         return Matrix(self.ops, matrix)

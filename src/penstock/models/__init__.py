@@ -11,7 +11,7 @@ import torch
 from penstock.core.errors import invalid
 from penstock.layers import Context, Weights
 from penstock.ops import Ops
-from penstock.quant import SCHEMES, UNCHANGED
+from penstock.quant import SCHEMES
 
 from .checkpoint import Checkpoint, Dummy
 from .config import DecoderConfig, read_config
@@ -42,7 +42,7 @@ def load_model(
         longest: tokens a sequence may have; None is the model's own context, which it must not exceed.
         seed: of dummy weights.
         quantization: what the weights are rounded to, a name of ``SCHEMES``.
-        cache: where rounded weights are kept for the next start.
+        cache: where packed weights are kept for the next start.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
     """
@@ -56,7 +56,7 @@ def load_model(
     dtype = dtype or config.dtype
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
     scheme, kept = SCHEMES[quantization], None
-    if cache and scheme != UNCHANGED and load_format != "dummy":
+    if cache and load_format != "dummy":
         kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}")
     context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept)
     model = Decoder(context, config, longest or config.context)

@@ -94,6 +94,8 @@ class Decoder:
             self._head = Embedding(context, "lm_head", config.vocabulary, config.hidden)
         self._kv_heads = context.group.part(config.kv_heads)
         self.dtype = context.dtype
+        self.mapped_bytes = context.kept.mapped_bytes if context.kept else 0
+        """Of its matrices on disk, which the system counts as free memory, since it could read them again."""
 
     def kv_spec(self, block_size: int, rounded: bool = False) -> KVSpec:
         """What its KV cache holds."""

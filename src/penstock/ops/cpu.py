@@ -55,7 +55,7 @@ class Matrix:
         """Made when it is first asked for; none where it would not pay, and of what holds more than numbers."""
         if self.format != PLAIN or "bias" in self.held or self.outputs < SKETCHED:
             return None
-        rounded = _new_matrix(self.inputs, self.outputs, self.dtype, None, Format(bits=8, activations=8))
+        rounded = _matrix(None, self.inputs, self.outputs, self.dtype, None, Format(bits=8, activations=8))
         panels = -(-self.outputs // _kernels.PANEL)
         bounds = torch.empty(2, panels)
         native = _kernels.Sketch(self.native, rounded.native, bounds[0].data_ptr(), bounds[1].data_ptr())
@@ -158,7 +158,7 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = P
     if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
-    matrix = _new_matrix(inputs, sum(part.shape[0] for part in parts), dtype, bias, format)
+    matrix = _matrix(None, inputs, sum(part.shape[0] for part in parts), dtype, bias, format)
     first = 0
     for part in parts:
         part = part.contiguous()  # held until it is packed
@@ -174,23 +174,29 @@ def packed(matrix: Matrix) -> dict[str, Tensor]:
 def restore(
     found: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
-    matrix = _new_matrix(inputs, outputs, dtype, bias, format)
-    for name, tensor in packed(matrix).items():
-        tensor.copy_(found[name])
-    return matrix
+    return _matrix(found, inputs, outputs, dtype, bias, format)
 
 
-def _new_matrix(inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format) -> Matrix:
-    """Still empty."""
+def _matrix(
+    found: Mapping[str, Tensor] | None,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    format: Format,
+) -> Matrix:
+    """Of what was packed before, or still empty."""
     kind, number = check(dtype), NUMBERS[format.bits, format.activations]
     if format.bits and not format.activations and dtype is not torch.bfloat16:
         raise PenstockError(Code.UNSUPPORTED, "integers by float32; use bfloat16", "quantization")
     group = format.group or inputs
     sizes = inputs, outputs, group, number, kind
-    panels = -(-outputs // _kernels.PANEL)
-    held = {"values": pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)}
-    if format.bits:
-        held["scales"] = torch.zeros(panels * -(-inputs // group) * _kernels.PANEL)
+    held = dict(found or {})
+    if found is None:
+        panels = -(-outputs // _kernels.PANEL)
+        held["values"] = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)
+        if format.bits:
+            held["scales"] = torch.zeros(panels * -(-inputs // group) * _kernels.PANEL)
     if bias is not None:
         held["bias"] = bias.float()
     at, scales, added = (held[name].data_ptr() if name in held else 0 for name in ("values", "scales", "bias"))

@@ -60,14 +60,14 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = P
 
 
 def packed(matrix: Matrix) -> dict[str, Tensor]:
-    """What ``restore`` makes the same matrix of, but for its bias."""
-    return {"weight": matrix.weight}
+    """What ``restore`` makes the same matrix of, but for its bias; nothing for one that is as in the checkpoint."""
+    return {"weight": matrix.weight} if matrix.format.bits else {}
 
 
 def restore(
     found: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
-    """A rounded matrix from what ``packed`` gave, under the same ``LAYOUT``."""
+    """A matrix from what ``packed`` gave, under the same ``LAYOUT``."""
     return Matrix(found["weight"], None if bias is None else bias.float(), dtype, format)
 
 
