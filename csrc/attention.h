@@ -91,8 +91,19 @@ inline void place_key(typename K::Element* panel, int64_t position, int64_t size
 template <class K>
 inline void place_value(typename K::Element* panel, int64_t position, const typename K::Element* value, int64_t dim) {
   constexpr int n = K::ValueStep::kInputs;
-  typename K::Element* to = panel + position / n * n * dim + position % n;
-  for (int64_t d = 0; d < dim; d++) to[d * n] = value[d];
+  typename K::Element* to = panel + position / n * n * dim;
+#if defined(__AVX512BW__)
+  if constexpr (n > 1) {  // sixteen at a time; other positions may be written by somebody else meanwhile
+    const int part = int(position % n * sizeof(*to));
+    const uint64_t bytes = (sizeof(*to) == 1 ? 0x1111111111111111 : 0x3333333333333333) << part;
+    for (; dim >= 16; dim -= 16, value += 16, to += 16 * n) {
+      using Narrow = std::conditional_t<sizeof(*to) == 1, u8x16, u16x16>;
+      const u32x16 wide = __builtin_convertvector(load_bits<Narrow>(value), u32x16) << (8 * part);
+      _mm512_mask_storeu_epi8(to, bytes, (__m512i)wide);
+    }
+  }
+#endif
+  for (int64_t d = 0; d < dim; d++) to[d * n + position % n] = value[d];
 }
 
 // Asks for what both will write, which lies in many places.

@@ -8,25 +8,9 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Sum of squares in sixteen lanes, then over the lanes; what is too short for a vector is padded with zeros.
-template <class T>
-float squares(const T* x, int64_t size) {
-  f32x16 acc = {};
-  for (int64_t i = 0; i + 16 <= size; i += 16) {
-    f32x16 v = load(x + i);
-    acc = fma(v, v, acc);
-  }
-  if (size % 16) {
-    f32x16 v = load_part(x + size / 16 * 16, size % 16);
-    acc = fma(v, v, acc);
-  }
-  return sum(acc);
-}
-
-// Calls `f(i, count)` for each run of up to 16 elements.
+// Calls `f(i, count)` for each run of up to 16 elements from the i-th one on.
 template <class F>
-inline void by_sixteen(int64_t size, F&& f) {
-  int64_t i = 0;
+inline void by_sixteen(int64_t size, F&& f, int64_t i = 0) {
   for (; i + 16 <= size; i += 16) f(i, std::integral_constant<int64_t, 16>());
   if (i < size) f(i, size - i);
 }
@@ -48,18 +32,37 @@ inline f32x16 rounded(f32x16 v) {
     return widen(round_to_bf16(v));
 }
 
+// Sum of the squares of what `get(i, count)` returns, in four times sixteen lanes, so that sums need not wait for each other.
+template <class F>
+inline float squares(int64_t size, F&& get) {
+  f32x16 sums[4] = {};
+  auto add = [&](f32x16& sum, f32x16 v) { sum = fma(v, v, sum); };
+  const int64_t even = size / 64 * 64;
+  for (int64_t i = 0; i < even; i += 64)
+    for (int g = 0; g < 4; g++) add(sums[g], get(i + g * 16, std::integral_constant<int64_t, 16>()));
+  by_sixteen(size, [&](int64_t i, auto n) { add(sums[0], get(i, n)); }, even);
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
 template <class T>
 void norm_row(const Norm& a, int64_t row) {
   const T* weight = (const T*)a.weight;
   for (int64_t group = 0; group < a.groups; group++) {
     const T* x = (const T*)a.x + row * a.stride + group * a.size;
     T* out = (T*)a.out + (row * a.groups + group) * a.size;
+    float total;
     if (a.residual) {
       T* residual = (T*)a.residual + row * a.size;
-      by_sixteen(a.size, [&](int64_t i, auto n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
+      total = squares(a.size, [&](int64_t i, auto n) {
+        const f32x16 both = get(residual + i, n) + get(x + i, n);
+        put(residual + i, both, n);
+        return rounded<T>(both);
+      });
       x = residual;
+    } else {
+      total = squares(a.size, [&](int64_t i, auto n) { return get(x + i, n); });
     }
-    const float scale = 1.0f / __builtin_sqrtf(squares(x, a.size) / float(a.size) + a.eps);
+    const float scale = 1.0f / __builtin_sqrtf(total / float(a.size) + a.eps);
     by_sixteen(a.size, [&](int64_t i, auto n) {
       put(out + i, rounded<T>(get(x + i, n) * scale) * get(weight + i, n), n);
     });
@@ -86,7 +89,7 @@ template <class T>
 inline void silu_mul(const T* gate, const T* up, T* out, int64_t size) {
   by_sixteen(size, [&](int64_t i, auto n) {
     f32x16 g = get(gate + i, n);
-    put(out + i, g / (exp(-g) + 1.0f) * get(up + i, n), n);
+    put(out + i, g * inverse(exp(-g) + 1.0f) * get(up + i, n), n);
   });
 }
 

@@ -70,7 +70,14 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 inline f32x16 as_float(f32x16 v) { return v; }
 inline f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 
-inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+// b where one is no number.
+inline f32x16 max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
 inline f32x16 widen(u16x16 v) { return as<f32x16>(__builtin_convertvector(v, u32x16) << 16); }
@@ -208,12 +215,11 @@ inline f32x16 exp2(f32x16 x) {
 #endif
 }
 
-// e^x within two units in the last place; zero below -87.
+// e^x within two units in the last place; x is taken for -87.3 where it is less and for 87.3 where it is more.
 inline f32x16 exp(f32x16 x) {
-  f32x16 clamped = max(x, all(-87.3f));
-  clamped = clamped < 88.3f ? clamped : all(88.3f);
-  const f32x16 magic = all(12582912.0f);  // adding it rounds to an integer
-  f32x16 n = fma(clamped, all(1.44269504088896341f), magic) - magic;
+  const f32x16 most = all(87.3f), magic = all(12582912.0f);  // adding it rounds to an integer
+  const f32x16 low = max(x, -most), clamped = low < most ? low : most;
+  const f32x16 n = fma(clamped, all(1.44269504088896341f), magic) - magic;
   f32x16 r = fma(n, all(-0.693359375f), clamped);  // log 2 in two parts
   r = fma(n, all(2.12194440e-4f), r);
   f32x16 p = all(1.9875691500e-4f);
@@ -223,9 +229,21 @@ inline f32x16 exp(f32x16 x) {
   p = fma(p, r, all(1.6666665459e-1f));
   p = fma(p, r, all(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.0f);
-  i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
-  f32x16 result = p * as<f32x16>(exponent);
-  return x < -87.3f ? all(0.0f) : result;
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
+  return p * as<f32x16>((__builtin_convertvector(n, i32x16) + 127) << 23);
+#endif
+}
+
+// 1 / x within two units in the last place, for x from 1 to 2^126.
+inline f32x16 inverse(f32x16 x) {
+#if defined(__AVX512F__)
+  const f32x16 about = (f32x16)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);  // and a step of Newton's
+  return about * fma(-x, about, all(2.0f));
+#else
+  return 1.0f / x;
+#endif
 }
 
 }  // namespace PENSTOCK_ISA

@@ -258,7 +258,7 @@ def test_attention(seed: int) -> None:
     expected = reference.attention(q, theirs, batch.queries, dim**-0.5, window)
     if spec.rounded:
         error = (got - expected).float()
-        assert error.square().mean() < 2e-4 * expected.float().square().mean()
+        assert error.square().mean() < 4e-4 * expected.float().square().mean()
         assert error.abs().max() < 0.12
     else:
         close(got, expected)

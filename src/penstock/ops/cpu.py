@@ -107,7 +107,7 @@ class LayerCache:
 
 def fingerprint() -> str:
     """What decides the bits of a result besides the model: instruction set and format of the kernels."""
-    return f"cpu-{_kernels.current()}-3"
+    return f"cpu-{_kernels.current()}-4"
 
 
 def set_threads(count: int) -> None:
