@@ -30,7 +30,7 @@ def test_a_containers_limit_counts(tmp_path: Path, names: tuple[str, str]) -> No
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{value}\n")
     assert free_host_bytes(tmp_path) == 600_000
-    (tmp_path / names[1]).with_name("memory.stat").write_text("anon 300000\ninactive_file 100000\n")
+    (tmp_path / names[1]).with_name("memory.stat").write_text("anon 300000\ninactive_file 60000\nactive_file 40000\n")
     assert free_host_bytes(tmp_path) == 700_000
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from checkpoints import SMALL, save
 from transformers import Qwen3Config
 
 from penstock import LLM, SamplingParams
+from penstock.core import PenstockError
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
 
@@ -76,11 +77,13 @@ def test_damage_and_a_full_disk_stop_nothing(
     cache = tmp_path / "cache"
     expected = answers(checkpoint, cache)
     (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes()[:1000])
-    with caplog.at_level(logging.WARNING):
-        assert answers(checkpoint, cache) == expected
-    assert "damaged" in caplog.text
-    caplog.clear()
+    whole = file.read_bytes()
+    for damaged in (whole[:1000], b"\xff" * 9, b"", whole[:8] + whole[8:].replace(b"uint8", b"uint9", 1)):
+        file.write_bytes(damaged)
+        with caplog.at_level(logging.WARNING):
+            assert answers(checkpoint, cache) == expected
+        assert "cannot be used" in caplog.text
+        caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
         assert not caplog.text
@@ -89,12 +92,21 @@ def test_damage_and_a_full_disk_stop_nothing(
     assert "are not kept" in caplog.text
 
 
+def test_a_changed_configuration_is_not_met_with_old_weights(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answers(checkpoint, cache)
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 64'))
+    with pytest.raises(PenstockError, match="has shape"):
+        answers(checkpoint, cache)
+
+
 def test_what_a_killed_process_left_is_taken_away(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     answers(checkpoint, cache)
     (file,) = cache.iterdir()
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    file.rename(file.with_suffix(f".{ended.pid}"))
-    answers(checkpoint, cache)
-    assert list(cache.iterdir()) == [file]
+    file.rename(file.with_suffix(".part"))
+    with (cache / "other.part").open("wb") as other:  # which somebody writes
+        fcntl.flock(other, fcntl.LOCK_EX)
+        answers(checkpoint, cache)
+        assert set(cache.iterdir()) == {file, Path(other.name)}

@@ -37,7 +37,7 @@ def _reclaimable(usage: Path) -> int:
     except OSError:
         return 0
     found = dict(line.split() for line in lines if line)
-    return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+    return sum(int(found.get(f"total_{kind}_file", found.get(f"{kind}_file", 0))) for kind in ("inactive", "active"))
 
 
 def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device, mapped: int) -> int:

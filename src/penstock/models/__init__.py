@@ -56,7 +56,7 @@ def load_model(
     dtype = dtype or config.dtype
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
     scheme, kept = SCHEMES[quantization], None
-    if cache and load_format != "dummy":
+    if cache and load_format != "dummy" and device.type == "cpu":
         kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}")
     context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept)
     model = Decoder(context, config, longest or config.context)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import shutil
 import threading
+import warnings
 from math import prod
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO
 
 import msgspec
 import torch
@@ -18,6 +22,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+UNFINISHED = ".part"
+"""Ends the names of files that are still being written, which who writes them has locked."""
 HUGE = 2 * 2**20
 """Bytes of a huge page. What is as large begins at one, so that it is mapped in whole ones where the system can."""
 LINE = 64
@@ -61,8 +67,9 @@ class Packed:
     Args:
         form: all that decides the bytes of a packed matrix besides the checkpoint.
 
-    What was kept of another state of the checkpoint (other headers, sizes or times of its files) is not found, and is
-    replaced. What is found is mapped, not read: engines on one machine share it, and it takes no time to copy.
+    What was kept of another state of the checkpoint (another configuration; other headers, sizes or times of its files)
+    is not found, and is replaced. What is found is mapped, not read: engines on one machine share it, and nothing needs
+    to be copied.
     """
 
     def __init__(self, cache: Path, checkpoint: Path, form: str) -> None:
@@ -77,11 +84,11 @@ class Packed:
             self._found = self._map()
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("%s is damaged (%s) and is made again", self._path, error)
+        except Exception as error:  # a cache keeps no engine from starting
+            logger.warning("%s cannot be used (%s) and is made again", self._path, error)
 
     def find(self, name: str) -> dict[str, Tensor] | None:
-        """What was kept under a name, or nothing."""
+        """What was kept under a name, or nothing. It is read only."""
         return self._found.get(name)
 
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -92,75 +99,77 @@ class Packed:
     def save(self) -> None:
         """Write what was kept, if there was anything to keep, while the start goes on.
 
-        Where the disk does not take it, the log says so.
+        Where the disk does not take it, the log says so. A process that ends before does not wait for it.
         """
         if self._added:
-            threading.Thread(target=self._save, name="keep-weights").start()
+            threading.Thread(target=self._save, name="keep-weights", daemon=True).start()
 
     def _map(self) -> dict[str, dict[str, Tensor]]:
         """What lies in the file, if it is of the checkpoint's state."""
         with self._path.open("rb") as file:
-            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")), type=Header)
+            size = os.fstat(file.fileno()).st_size
+            header = msgspec.json.decode(file.read(min(int.from_bytes(file.read(8), "little"), size)), type=Header)
             start = _up(file.tell(), HUGE)
             if header.state != self._state:
                 return {}
-            if os.fstat(file.fileno()).st_size != start + header.size:
+            if size != start + header.size:
                 raise ValueError("not of its full length")
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # a tensor of what is read only warns of it
-        with contextlib.suppress(OSError, AttributeError):  # of systems without
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            memory.madvise(POPULATE_READ)
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for advice in (getattr(mmap, "MADV_HUGEPAGE", POPULATE_READ), POPULATE_READ):
+            with contextlib.suppress(OSError):  # of systems without
+                memory.madvise(advice)
 
         def tensor(place: Place) -> Tensor:
-            dtype = getattr(torch, place.dtype)
-            count = prod(place.shape)
+            dtype, count = getattr(torch, place.dtype), prod(place.shape)
             return torch.frombuffer(memory, dtype=dtype, count=count, offset=start + place.at).view(place.shape)
 
-        found = {name: {key: tensor(place) for key, place in places.items()} for name, places in header.places.items()}
+        with warnings.catch_warnings(action="ignore"):  # that it cannot be written to
+            found = {name: {key: tensor(at) for key, at in own.items()} for name, own in header.places.items()}
         self.mapped_bytes = header.size
         return found
 
     def _save(self) -> None:
-        written = self._path.with_suffix(f".{os.getpid()}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._clean()
-            self._write(written)
-            os.replace(written, self._path)
+            folder = self._path.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            _clean(folder)
+            with NamedTemporaryFile(dir=folder, prefix=f"{self._path.stem}.", suffix=UNFINISHED) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._write(file)
+                os.link(file.name, written := file.name + UNFINISHED)
+                os.replace(written, self._path)
             logger.info("packed weights are kept for the next start in %s", self._path)
-        except OSError as error:
+        except Exception as error:
             logger.info("packed weights are not kept for the next start: %s", error)
-            with contextlib.suppress(OSError):
-                written.unlink()
         self._added = {}
 
-    def _clean(self) -> None:
-        """Take away what processes left that were killed while they wrote."""
-        for left in self._path.parent.glob(f"{self._path.stem}.[0-9]*"):
-            if not Path("/proc", left.suffix[1:]).exists():
-                left.unlink(missing_ok=True)
-
-    def _write(self, path: Path) -> None:
+    def _write(self, file: IO[bytes]) -> None:
+        kept = self._found | self._added
+        tensors = {(name, key): tensor for name, own in kept.items() for key, tensor in own.items()}
         at = 0
-        places: dict[str, dict[str, Place]] = {}
-        for name, tensors in self._added.items():
-            places[name] = {}
-            for key, tensor in tensors.items():
-                at = _up(at, HUGE if tensor.nbytes >= HUGE else LINE)
-                places[name][key] = Place(at, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                at += tensor.nbytes
-        if shutil.disk_usage(path.parent).free < ROOM * at:
-            raise OSError(f"{path.parent} has less room than {ROOM} times their {at / 1e9:.1f} GB")
+        places: dict[str, dict[str, Place]] = {name: {} for name in kept}
+        for (name, key), tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+            at = _up(at, HUGE if tensor.nbytes >= HUGE else LINE)
+            places[name][key] = Place(at, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            at += tensor.nbytes
+        if shutil.disk_usage(self._path.parent).free < ROOM * at:
+            raise OSError(f"{self._path.parent} has less room than {ROOM} times their {at / 1e9:.1f} GB")
         header = msgspec.json.encode(Header(self._state, at, places))
         start = _up(8 + len(header), HUGE)
-        with path.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for name, tensors in self._added.items():
-                for key, tensor in tensors.items():
-                    file.seek(start + places[name][key].at)
-                    file.write(tensor.view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())  # or a name might outlive, through a loss of power, what it is of
+        file.write(len(header).to_bytes(8, "little") + header)
+        for (name, key), tensor in tensors.items():
+            file.seek(start + places[name][key].at)
+            file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())  # or a name might outlive, through a loss of power, what it is of
+
+
+def _clean(folder: Path) -> None:
+    """Take away what processes left that ended while they wrote."""
+    for left in folder.glob(f"*{UNFINISHED}"):
+        with contextlib.suppress(OSError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def _up(size: int, unit: int) -> int:
@@ -168,8 +177,8 @@ def _up(size: int, unit: int) -> int:
 
 
 def _state(checkpoint: Path) -> str:
-    """Of the files with weights: names, sizes, times and headers."""
-    digest = hashlib.sha256()
+    """Of a checkpoint: its configuration, and its files' names, sizes, times and headers."""
+    digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
     for file in sorted(checkpoint.glob("*.safetensors")):
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} ".encode())
