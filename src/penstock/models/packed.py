@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -32,6 +33,8 @@ POPULATE_READ = 22
 """To ``madvise`` (Linux 5.14): have all of it read and mapped now, not in the first step."""
 ROOM = 2
 """How often a disk must have room for what is written to it."""
+PATIENCE = 8.0
+"""Seconds that a process which ends waits for what it still writes; then it is left unfinished."""
 
 
 def cache_folder(name: str) -> Path | None:
@@ -99,10 +102,12 @@ class Packed:
     def save(self) -> None:
         """Write what was kept, if there was anything to keep, while the start goes on.
 
-        Where the disk does not take it, the log says so. A process that ends before does not wait for it.
+        Where the disk does not take it, the log says so.
         """
         if self._added:
-            threading.Thread(target=self._save, name="keep-weights", daemon=True).start()
+            thread = threading.Thread(target=self._save, name="keep-weights", daemon=True)
+            thread.start()
+            atexit.register(thread.join, PATIENCE)
 
     def _map(self) -> dict[str, dict[str, Tensor]]:
         """What lies in the file, if it is of the checkpoint's state."""
