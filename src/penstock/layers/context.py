@@ -26,6 +26,7 @@ class Kept(Protocol):
     """Packed matrices from an earlier start, by name."""
 
     mapped_bytes: int
+    """Of what was found on disk."""
 
     def find(self, name: str) -> dict[str, Tensor] | None: ...
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None: ...

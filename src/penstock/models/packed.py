@@ -7,11 +7,9 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import shutil
 import threading
-import warnings
 from math import prod
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,16 +19,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.ops import pages
+
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".part"
 """Ends the names of files that are still being written, which who writes them has locked."""
-HUGE = 2 * 2**20
-"""Bytes of a huge page. What is as large begins at one, so that it is mapped in whole ones where the system can."""
 LINE = 64
-"""Bytes of a cache line, where all else begins."""
-POPULATE_READ = 22
-"""To ``madvise`` (Linux 5.14): have all of it read and mapped now, not in the first step."""
+"""Bytes of a cache line, where tensors begin; those as large as a huge page begin with one, to be mapped as such."""
 ROOM = 2
 """How often a disk must have room for what is written to it."""
 PATIENCE = 8.0
@@ -114,22 +110,19 @@ class Packed:
         with self._path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = msgspec.json.decode(file.read(min(int.from_bytes(file.read(8), "little"), size)), type=Header)
-            start = _up(file.tell(), HUGE)
+            start = _up(file.tell(), pages.HUGE)
             if header.state != self._state:
                 return {}
             if size != start + header.size:
                 raise ValueError("not of its full length")
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        for advice in (getattr(mmap, "MADV_HUGEPAGE", POPULATE_READ), POPULATE_READ):
-            with contextlib.suppress(OSError):  # of systems without
-                memory.madvise(advice)
+            memory = pages.mapped(file)
 
         def tensor(place: Place) -> Tensor:
-            dtype, count = getattr(torch, place.dtype), prod(place.shape)
-            return torch.frombuffer(memory, dtype=dtype, count=count, offset=start + place.at).view(place.shape)
+            dtype = getattr(torch, place.dtype)
+            own = memory[start + place.at :][: prod(place.shape) * dtype.itemsize]
+            return own.view(dtype).view(place.shape)
 
-        with warnings.catch_warnings(action="ignore"):  # that it cannot be written to
-            found = {name: {key: tensor(at) for key, at in own.items()} for name, own in header.places.items()}
+        found = {name: {key: tensor(at) for key, at in own.items()} for name, own in header.places.items()}
         self.mapped_bytes = header.size
         return found
 
@@ -154,13 +147,13 @@ class Packed:
         at = 0
         places: dict[str, dict[str, Place]] = {name: {} for name in kept}
         for (name, key), tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-            at = _up(at, HUGE if tensor.nbytes >= HUGE else LINE)
+            at = _up(at, pages.HUGE if tensor.nbytes >= pages.HUGE else LINE)
             places[name][key] = Place(at, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             at += tensor.nbytes
         if shutil.disk_usage(self._path.parent).free < ROOM * at:
             raise OSError(f"{self._path.parent} has less room than {ROOM} times their {at / 1e9:.1f} GB")
         header = msgspec.json.encode(Header(self._state, at, places))
-        start = _up(8 + len(header), HUGE)
+        start = _up(8 + len(header), pages.HUGE)
         file.write(len(header).to_bytes(8, "little") + header)
         for (name, key), tensor in tensors.items():
             file.seek(start + places[name][key].at)

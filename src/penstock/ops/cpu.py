@@ -191,16 +191,19 @@ def _matrix(
         raise PenstockError(Code.UNSUPPORTED, "integers by float32; use bfloat16", "quantization")
     group = format.group or inputs
     sizes = inputs, outputs, group, number, kind
-    held = dict(found or {})
+    panels = -(-outputs // _kernels.PANEL)
+    values = panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes
+    scales = panels * -(-inputs // group) * _kernels.PANEL if format.bits else 0
     if found is None:
-        panels = -(-outputs // _kernels.PANEL)
-        held["values"] = pages.zeros(panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes, huge=True)
-        if format.bits:
-            held["scales"] = torch.zeros(panels * -(-inputs // group) * _kernels.PANEL)
+        held = {"values": pages.zeros(values, huge=True)} | ({"scales": torch.zeros(scales)} if scales else {})
+    else:
+        held = dict(found)
+    if any(held[name].numel() != size for name, size in (("values", values), ("scales", scales)) if size):
+        raise PenstockError(Code.INTERNAL, "kept weights are of another size")  # the kernels would not notice
     if bias is not None:
         held["bias"] = bias.float()
-    at, scales, added = (held[name].data_ptr() if name in held else 0 for name in ("values", "scales", "bias"))
-    return Matrix(_kernels.Matrix(at, scales, added, *sizes), held, outputs, inputs, dtype, format)
+    at = (held[name].data_ptr() if name in held else 0 for name in ("values", "scales", "bias"))
+    return Matrix(_kernels.Matrix(*at, *sizes), held, outputs, inputs, dtype, format)
 
 
 def quantize(x: Tensor, group: int = 0) -> Rounded:

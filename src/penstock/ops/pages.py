@@ -1,15 +1,19 @@
-"""Memory straight from the system: zeros that take room when they are first written, and no time before."""
+"""Memory straight from the system: zeros that take room when they are first written, and files as they lie there."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import warnings
+from typing import IO
 
 import torch
 from torch import Tensor
 
 HUGE = 2 * 2**20
 """Bytes of a huge page."""
+POPULATE_READ = 22
+"""To ``madvise`` (Linux 5.14): read and map all of it now, not when it is first needed."""
 
 
 def zeros(size: int, huge: bool = False) -> Tensor:
@@ -30,3 +34,17 @@ def zeros(size: int, huge: bool = False) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -whole.data_ptr() % HUGE
     return whole[start : start + size]
+
+
+def mapped(file: IO[bytes]) -> Tensor:
+    """A file that is not empty, ``[bytes]`` uint8, to read only: nothing is copied, and processes share it.
+
+    In huge pages as far as the system has them for files.
+    """
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with contextlib.suppress(OSError, AttributeError):  # of systems without
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):
+        memory.madvise(POPULATE_READ)
+    with warnings.catch_warnings(action="ignore"):  # that it cannot be written to
+        return torch.frombuffer(memory, dtype=torch.uint8)
