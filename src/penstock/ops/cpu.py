@@ -202,8 +202,8 @@ def _matrix(
         raise PenstockError(Code.INTERNAL, "kept weights are of another size")  # the kernels would not notice
     if bias is not None:
         held["bias"] = bias.float()
-    at = (held[name].data_ptr() if name in held else 0 for name in ("values", "scales", "bias"))
-    return Matrix(_kernels.Matrix(*at, *sizes), held, outputs, inputs, dtype, format)
+    at, by, added = (held[name].data_ptr() if name in held else 0 for name in ("values", "scales", "bias"))
+    return Matrix(_kernels.Matrix(at, by, added, *sizes), held, outputs, inputs, dtype, format)
 
 
 def quantize(x: Tensor, group: int = 0) -> Rounded:
