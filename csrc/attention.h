@@ -28,31 +28,6 @@ struct Whole {
   static constexpr bool kRounds = false;
 };
 
-// Four weights of 8 bits, unsigned, by signed values.
-struct WeightStep {
-  using X = uint8_t;
-  using Sum = i32x16;
-  static constexpr int kInputs = 4, kBytes = 64;
-  static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
-  static u32x16 last(const char* at) { return weights(at); }
-#if defined(__AVX512VNNI__)
-  static u32x16 input(const uint8_t* x) { return all_of_four(x); }
-  static i32x16 add(i32x16 sum, u32x16 x, u32x16 w) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
-  }
-#else
-  static QuadStep::Input input(const uint8_t* x) {
-    auto pair = [](uint32_t low, uint32_t high) { return i32x16{} + int32_t(low | high << 16); };
-    return {pair(x[0], x[2]), pair(x[1], x[3])};
-  }
-  static i32x16 add(i32x16 sum, const QuadStep::Input& x, u32x16 w) {
-    typedef int16_t i16x32 __attribute__((vector_size(64)));
-    const i16x32 odd = as<i16x32>(w) >> 8, even = (as<i16x32>(w) << 8) >> 8;
-    return sum + QuadStep::pairs(as<u32x16>(even), x.even) + QuadStep::pairs(as<u32x16>(odd), x.odd);
-  }
-#endif
-};
-
 // Keys and values rounded to 8 bits, each of a position with its own scale; keys have 128 added. Queries are rounded, too,
 // and weights within a block of positions.
 struct EightBits {
@@ -164,6 +139,10 @@ PENSTOCK_INLINE inline void multiply_columns(const typename Step::X* x, int64_t 
 
 // --- Attention -------------------------------------------------------------------------------------------------------
 
+template <class K>
+constexpr bool kByTiles = ByTiles<typename K::KeyStep>::value;
+constexpr int64_t kTogether = kHasTiles ? kTaskRows : kTileRows;  // rows at a block, at most
+
 // What the rows of a task have come to; vectors of a row lie `dim` apart.
 template <class K>
 struct Rows {
@@ -174,9 +153,9 @@ struct Rows {
   int64_t seen[kTaskRows], from[kTaskRows];  // a row sees positions from..seen
   Rounding rounding[kTaskRows];              // of q
   // Of those at work, positions a block apart.
-  alignas(64) float scores[kTileRows * kMaxBlock];
-  alignas(64) typename K::ValueStep::X weights[kTileRows * kMaxBlock];
-  float scales[kTileRows];  // of weights, where they are rounded
+  alignas(64) float scores[kTogether * kMaxBlock];
+  alignas(64) typename K::ValueStep::X weights[kTogether * kMaxBlock];
+  float scales[kTogether];  // of weights, where they are rounded
 };
 
 // What a block of keys and values, that begins at position `begin`, is to some rows of a task.
@@ -191,6 +170,9 @@ struct Meeting {
 
   // The next block is asked for while the first rows are at this one.
   Soon soon(const void* next) const { return {(const char*)next, first ? 0 : kGroups}; }
+  Soon soon_by_tiles(const void* next, int count) const {
+    return {(const char*)next, first ? 0 : count > kTileHeight ? 2 * kTileHeight : 4 * kTileHeight};
+  }
 };
 
 // The three parts of attention are functions of their own, so that none takes the others' registers.
@@ -216,6 +198,23 @@ PENSTOCK_APART void score(Meeting<K>& m) {
       });
 }
 
+template <class K>
+PENSTOCK_APART void score_by_tiles(Meeting<K>& m, int count) {
+  using Step = typename K::KeyStep;
+  using Sum = typename ByTiles<Step>::Sum;
+  multiply_tiles<Step>(m.rows.q + m.first * m.dim, m.dim, count, m.block.keys, m.size / 16 * Step::kBytes, m.columns, m.dim,
+                       (Sum*)m.rows.scores, m.size, true, m.soon_by_tiles(m.next.keys, count));
+  if constexpr (K::kRounds)
+    for (int r = 0; r < count; r++) {
+      const Rounding& rounding = m.rows.rounding[m.first + r];
+      for (int64_t c = 0; c < m.columns; c += 16) {
+        float* score = m.rows.scores + r * m.size + c;
+        const i32x16 sums = load_bits<i32x16>(score) - 128 * rounding.sum;
+        store(score, as_float(sums) * load(m.block.key_scales + c) * rounding.scale);
+      }
+    }
+}
+
 // The visible positions' scales of values, over the largest of them and times 255, which is what a weight of 1 becomes.
 // Returns that largest one.
 inline float relative_scales(const float* scales, int64_t columns, f32x16* relative, auto&& visible) {
@@ -233,7 +232,8 @@ inline float relative_scales(const float* scales, int64_t columns, f32x16* relat
 // Scores to weights, of which e^(scale * x) is 2^(power * x). A row's weights are relative to the largest score it has seen
 // so far, or to one that is not much less: so what was summed before need not shrink each time a larger one is found.
 template <class K, int R>
-PENSTOCK_APART void weigh(Meeting<K>& m, float power) {
+PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
+  const int64_t first = m.first + at;  // of those at work the rows from `at` on
   constexpr bool coarse = !std::is_same_v<K, Whole<float>>;
   auto whole = [&](int64_t row) { return m.begin >= m.rows.from[row] && m.begin + m.columns - 1 <= m.rows.seen[row]; };
   auto visible = [&](int64_t row, int64_t p) {
@@ -243,34 +243,34 @@ PENSTOCK_APART void weigh(Meeting<K>& m, float power) {
   float highest[16], bases[16], shares[16];  // of each row
   store(highest, all(kNever));
   for (int r = 0; r < R; r++) {
-    float* scores = m.rows.scores + r * m.size;
+    float* scores = m.rows.scores + (at + r) * m.size;
     f32x16 high = all(kNever);
     for (int64_t p = 0; p < m.columns; p += 16) {
       f32x16 known = load(scores + p);
-      if (!whole(m.first + r)) store(scores + p, known = visible(m.first + r, p) ? known : all(kNever));
+      if (!whole(first + r)) store(scores + p, known = visible(first + r, p) ? known : all(kNever));
       high = max(high, known);
     }
     highest[r] = largest(high);
   }
-  const f32x16 now = load(highest), before = load(m.rows.top + m.first);
+  const f32x16 now = load(highest), before = load(m.rows.top + first);
   const i32x16 grows = (now - before) * power > kMuch;
   const f32x16 top = grows ? now : before;
-  store(m.rows.top + m.first, top);
+  store(m.rows.top + first, top);
   store(bases, now == kNever ? f32x16{} : (K::kRounds ? now : top) * -power);  // nothing seen: every weight is zero
   store(shares, now == kNever ? f32x16{} : exp2<false>((now - top) * power));
   const f32x16 keep = exp2<false>((before - top) * power);
   for (int r = 0; r < R; r++)
     if (grows[r]) {
-      float* out = m.rows.out + (m.first + r) * m.dim;
+      float* out = m.rows.out + (first + r) * m.dim;
       for (int64_t d = 0; d < m.dim; d += 16) store(out + d, load(out + d) * keep[r]);
-      m.rows.total[m.first + r] *= keep[r];
+      m.rows.total[first + r] *= keep[r];
     }
   f32x16 relative[kMaxBlock / 16];
   float value_scale = -1.0f;  // of the whole block, once it is known
   for (int r = 0; r < R; r++) {
-    const int64_t row = m.first + r;
-    const float* scores = m.rows.scores + r * m.size;
-    auto* weights = m.rows.weights + r * m.size;
+    const int64_t row = first + r;
+    const float* scores = m.rows.scores + (at + r) * m.size;
+    auto* weights = m.rows.weights + (at + r) * m.size;
     f32x16 sums = {};
     if constexpr (K::kRounds) {  // the block's largest weight becomes about 255
       float own_scale = value_scale;
@@ -287,7 +287,7 @@ PENSTOCK_APART void weigh(Meeting<K>& m, float power) {
         memcpy(weights + p, &narrow, sizeof(narrow));
       }
       sums *= shares[r];
-      m.rows.scales[r] = own_scale / 255.0f * shares[r];
+      m.rows.scales[at + r] = own_scale / 255.0f * shares[r];
     } else {
       for (int64_t p = 0; p < m.columns; p += 16) {
         const f32x16 w = exp2<coarse>(fma(load(scores + p), all(power), all(bases[r])));
@@ -321,18 +321,44 @@ PENSTOCK_APART void blend(Meeting<K>& m) {
       });
 }
 
-template <class K, int R>
-void attend(Rows<K>& rows, int first, const Block<K>& block, const Block<K>& next, int64_t dim, int64_t size, int64_t begin,
+template <class K>
+PENSTOCK_APART void blend_by_tiles(Meeting<K>& m, int count) {
+  using Step = typename K::ValueStep;
+  const int64_t stride = m.dim / 16 * Step::kBytes;
+  const Soon soon = m.soon_by_tiles(m.next.values, count);
+  float* out = m.rows.out + m.first * m.dim;
+  if constexpr (K::kRounds) {
+    alignas(64) int32_t sums[kTogether * kMaxHead];
+    multiply_tiles<Step>(m.rows.weights, m.size, count, m.block.values, stride, m.dim, m.filled, sums, m.dim, true, soon);
+    for (int r = 0; r < count; r++)
+      for (int64_t d = r * m.dim; d < (r + 1) * m.dim; d += 16)
+        store(out + d, fma(as_float(load_bits<i32x16>(sums + d)), all(m.rows.scales[r]), load(out + d)));
+  } else {
+    multiply_tiles<Step>(m.rows.weights, m.size, count, m.block.values, stride, m.dim, m.filled, out, m.dim, false, soon);
+  }
+}
+
+template <class K>
+void attend(Rows<K>& rows, int first, int count, const Block<K>& block, const Block<K>& next, int64_t dim, int64_t size, int64_t begin,
             float power) {
   int64_t last = 0;
-  for (int r = 0; r < R; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
+  for (int r = 0; r < count; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
   // What is filled and seen by one of the rows: beyond it lies what other sequences left, which may be anything.
   const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size;
   Meeting<K> m{rows, first, block, next, dim, size, begin, filled, (filled + 15) / 16 * 16};
-  score<K, R>(m);
-  weigh<K, R>(m, power);
-  blend<K, R>(m);
+  if constexpr (kByTiles<K>) {
+    score_by_tiles(m, count);
+    for (int at = 0; at < count; at += kTileRows)
+      with_rows(count - at, [&]<int R>() { weigh<K, R>(m, at, power); });
+    blend_by_tiles(m, count);
+  } else {
+    with_rows(count, [&]<int R>() {
+      score<K, R>(m);
+      weigh<K, R>(m, 0, power);
+      blend<K, R>(m);
+    });
+  }
 }
 
 // Tasks of a head follow each other, so that its keys and values stay near.
@@ -377,10 +403,10 @@ void attention_task(const Attention& a, int64_t task) {
                           : tile + 1 < tiles
                               ? block_of(a.tiles[2 * (tile + 1)], 0, kv_head)
                               : block_of(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);
-    for (int first = 0; first < count; first += kTileRows)
-      with_rows(count - first, [&]<int R>() {
-        attend<K, R>(rows, first, block, next, dim, size, at * size, a.scale * 1.44269504088896341f);
-      });
+    constexpr int together = kByTiles<K> ? kTogether : kTileRows;
+    for (int first = 0; first < count; first += together)
+      attend<K>(rows, first, count - first < together ? count - first : together, block, next, dim, size, at * size,
+                a.scale * 1.44269504088896341f);
   }
   for (int r = 0; r < count; r++) {
     const f32x16 share = all(1.0f / sum(rows.total[r]));

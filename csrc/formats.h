@@ -8,130 +8,11 @@
 
 #include <vector>
 
+#include "amx.h"
 #include "kernels.h"
-#include "tile.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
-
-// --- Steps of integers -----------------------------------------------------------------------------------------------
-
-// Four inputs of 8 bits: unsigned weights by signed inputs. Sums of integers are exact, so that every instruction set
-// gives the same.
-struct QuadStep {
-  using X = int8_t;
-  using Sum = i32x16;
-  static constexpr int kInputs = 4, kBytes = 64;
-  static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
-  static u32x16 last(const char* at) { return weights(at); }
-#if defined(__AVX512VNNI__)
-  static u32x16 input(const int8_t* x) { return all_of_four(x); }
-  static i32x16 add(i32x16 sum, u32x16 x, u32x16 w) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-  }
-#else
-  struct Input {
-    i32x16 even, odd;  // inputs 0 and 2, 1 and 3, as 16 bits each
-  };
-  static Input input(const int8_t* x) {
-    auto pair = [](int low, int high) { return i32x16{} + int32_t((uint32_t(low) & 0xffff) | uint32_t(high) << 16); };
-    return {pair(x[0], x[2]), pair(x[1], x[3])};
-  }
-  static i32x16 add(i32x16 sum, const Input& x, u32x16 w) {
-    return sum + pairs(w & 0x00ff00ff, x.even) + pairs((w >> 8) & 0x00ff00ff, x.odd);
-  }
-  // Of 16 bits each: the low ones' product and the high ones'.
-  static i32x16 pairs(u32x16 w, i32x16 x) {
-#if defined(__AVX512BW__)
-    return (i32x16)_mm512_madd_epi16((__m512i)w, (__m512i)x);
-#elif defined(__AVX2__)
-    struct Halves {
-      __m256i low, high;
-    };
-    const Halves a = as<Halves>(w), b = as<Halves>(x);
-    return as<i32x16>(Halves{_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)});
-#else
-    return ((as<i32x16>(w) << 16) >> 16) * ((x << 16) >> 16) + (as<i32x16>(w) >> 16) * (x >> 16);
-#endif
-  }
-#endif
-};
-
-// Eight inputs of 4 bits: a byte's low half is one of the first four, its high half one of the others.
-struct OctetStep {
-  using X = int8_t;
-  using Sum = i32x16;
-  static constexpr int kInputs = 8, kBytes = 64;
-  struct Weights {
-    u32x16 low, high;
-  };
-  static Weights weights(const char* at) {
-    const u32x16 both = load_bits<u32x16>(at);
-    return {both & 0x0f0f0f0f, (both >> 4) & 0x0f0f0f0f};
-  }
-  static Weights last(const char* at) { return weights(at); }
-  struct Input {
-    decltype(QuadStep::input(nullptr)) low, high;
-  };
-  static Input input(const int8_t* x) { return {QuadStep::input(x), QuadStep::input(x + 4)}; }
-  static i32x16 add(i32x16 sum, const Input& x, const Weights& w) {
-    return QuadStep::add(QuadStep::add(sum, x.low, w.low), x.high, w.high);
-  }
-};
-
-// Two inputs of 8 bits, signed, as bfloat16, which holds them exactly.
-struct WidePairStep {
-  using X = bf16;
-  using Sum = f32x16;
-  static constexpr int kInputs = 2, kBytes = 32;
-  static u32x16 weights(const char* at) {
-    const i32x16 both = __builtin_convertvector(load_bits<i16x16>(at), i32x16);
-    const f32x16 first = __builtin_convertvector((both << 24) >> 24, f32x16);
-    const f32x16 second = __builtin_convertvector(both >> 8, f32x16);
-    return (as<u32x16>(first) >> 16) | (as<u32x16>(second) & 0xffff0000);
-  }
-  static u32x16 last(const char* at) { return weights(at); }
-  static u32x16 input(const bf16* x) { return PairStep::input(x); }
-  static f32x16 add(f32x16 sum, u32x16 x, u32x16 w) { return PairStep::add(sum, x, w); }
-};
-
-// Eight inputs of 4 bits as bfloat16: the n-th four bits of 16 bits are an input of the n-th pair.
-struct WideOctetStep {
-  using X = bf16;
-  using Sum = f32x16;
-  static constexpr int kInputs = 8, kBytes = 64;
-  struct Pairs {
-    u32x16 of[4];
-  };
-  static u32x16 widened(u32x16 nibbles) {
-#if defined(__AVX512BW__)
-    return as<u32x16>(_mm512_permutexvar_epi16((__m512i)nibbles, (__m512i)load_bits<u32x16>(kValues)));
-#else
-    const f32x16 first = __builtin_convertvector(as<i32x16>(nibbles & 15) - 8, f32x16);
-    const f32x16 second = __builtin_convertvector(as<i32x16>(nibbles >> 16) - 8, f32x16);
-    return (as<u32x16>(first) >> 16) | (as<u32x16>(second) & 0xffff0000);
-#endif
-  }
-  static Pairs weights(const char* at) {
-    const u32x16 all = load_bits<u32x16>(at);
-    Pairs found;
-    for (int n = 0; n < 4; n++) found.of[n] = widened((all >> (4 * n)) & 0x000f000f);
-    return found;
-  }
-  static Pairs last(const char* at) { return weights(at); }
-  static Pairs input(const bf16* x) {
-    Pairs found;
-    for (int n = 0; n < 4; n++) found.of[n] = PairStep::input(x + 2 * n);
-    return found;
-  }
-  static f32x16 add(f32x16 sum, const Pairs& x, const Pairs& w) {
-    for (int n = 0; n < 4; n++) sum = PairStep::add(sum, x.of[n], w.of[n]);
-    return sum;
-  }
-  // -8 to 7 in bfloat16.
-  static constexpr uint16_t kValues[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-};
 
 // A run of inputs: whole groups, or a part of the only one.
 struct Piece {
@@ -158,6 +39,8 @@ struct Plain {
   using Step = typename StepOf<T>::Step;
   using X = T;
   using Many = Plain;
+  static constexpr bool kIntegers = false;
+  static constexpr int kZero = 0;
   static constexpr int kRows = kTileRows, kGroups = PENSTOCK_ISA::kGroups;
 
   static float get(const Matrix&, const char* panel, const float*, int64_t output, int64_t input) {
@@ -188,7 +71,7 @@ struct Rounded {
   using X = typename S::X;
   using Unit = U;
   static constexpr bool kIntegers = sizeof(X) == 1;
-  static constexpr int kBits = Bits, kRows = Rows, kGroups = G;
+  static constexpr int kBits = Bits, kZero = Zero, kRows = Rows, kGroups = G;
   // What kMany rows and more are multiplied with: integers as bfloat16, made once for all of them; or, where groups are
   // summed by themselves, fewer columns at a time, so that both the groups' sums and the outputs stay in registers.
   static constexpr bool kNarrow = std::is_same_v<S, OctetStep> && G == 4;
@@ -304,20 +187,43 @@ using W4A8 = Rounded<OctetStep, 4, 8, OctetUnit>;
 using WInt8 = Rounded<WidePairStep, 8, 0, PairUnit>;
 using WInt4 = Rounded<WideOctetStep, 4, 8, WideOctetUnit>;
 
-// A panel's integers as bfloat16, in the order of `Many`: it is cheaper to do that once than for each few rows.
-template <class F>
-void widen_panel(const Matrix& m, const char* panel, std::vector<char>& wide) {
-  using Step = typename F::Step;
-  constexpr int pairs = Step::kInputs / 2, groups = kPanel / 16;
-  const int64_t steps = ceil_div(m.in, Step::kInputs);
-  wide.resize(steps * pairs * groups * PairStep::kBytes);
+struct alignas(64) Line {
+  char bytes[64];
+};
+
+// Steps of a panel as steps that hold less, one of which is a vector of what `Step::weights` makes: it is cheaper to do that
+// once than for each few rows.
+template <class Step>
+const char* widen(const char* panel, int64_t steps) {
+  constexpr int parts = sizeof(Step::weights(nullptr)) / 64, groups = kPanel / 16;
+  thread_local std::vector<Line> wide;
+  if (int64_t(wide.size()) < steps * parts * groups) wide.resize(steps * parts * groups);
   for (int64_t i = 0; i < steps; i++)
     for (int g = 0; g < groups; g++) {
       const auto weights = Step::weights(panel + (i * groups + g) * Step::kBytes);
-      for (int pair = 0; pair < pairs; pair++)
-        memcpy(wide.data() + ((i * pairs + pair) * groups + g) * PairStep::kBytes, (const u32x16*)&weights + pair, 64);
+      for (int part = 0; part < parts; part++)
+        memcpy(&wide[(i * parts + part) * groups + g], (const u32x16*)&weights + part, 64);
     }
+  return wide[0].bytes;
 }
+
+// What tiles are multiplied with in place of a step.
+template <class Step>
+struct Tiled {
+  using type = Step;
+};
+template <>
+struct Tiled<OctetStep> {
+  using type = QuadStep;
+};
+template <>
+struct Tiled<WidePairStep> {
+  using type = PairStep;
+};
+template <>
+struct Tiled<WideOctetStep> {
+  using type = PairStep;
+};
 
 // Calls `f` with the format of a matrix as a type.
 template <class F>

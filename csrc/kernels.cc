@@ -16,10 +16,12 @@ void by_type(const A& args, int64_t task) {
 }
 
 void linear(const Linear& a, int64_t task) {
+  const TileUse tiles;
   a.out_type == Type::float32 ? linear_block<float>(a, task) : linear_block<bf16>(a, task);
 }
 
 void gated(const Linear& a, int64_t task) {
+  const TileUse tiles;
   a.out_type == Type::float32 ? gated_block<float>(a, task) : gated_block<bf16>(a, task);
 }
 
@@ -40,7 +42,18 @@ void measure(const Screening& s, int64_t row) {
   s.whole->type == Type::float32 ? measure_row<float>(s, row) : measure_row<bf16>(s, row);
 }
 
+void likeliest(const Likeliest& l, int64_t task) {
+  const TileUse tiles;
+  likeliest_block(l, task);
+}
+
+void screen(const Screening& s, int64_t task) {
+  const TileUse tiles;
+  screen_block(s, task);
+}
+
 void settle(const Screening& s, Candidate& candidate) {
+  const TileUse tiles;
   s.whole->type == Type::float32 ? settle_candidate<float>(s, candidate) : settle_candidate<bf16>(s, candidate);
 }
 
@@ -49,6 +62,7 @@ void store(const Store& a, int64_t token) {
 }
 
 void attention(const Attention& a, int64_t task) {
+  const TileUse tiles;
   with_kept(a.type, a.rounded, [&]<class T, class K>() { attention_task<T, K>(a, task); });
 }
 
@@ -58,12 +72,14 @@ void attention(const Attention& a, int64_t task) {
 extern const Kernels kernels;
 const Kernels kernels = {
     PENSTOCK_NAME(PENSTOCK_ISA),
+    kRowBlock,
+    kTaskRows,
     linear,
     gated,
-    likeliest_block,
+    likeliest,
     sketch,
     measure,
-    screen_block,
+    screen,
     settle,
     by_type<Quantize, quantize_row<float>, quantize_row<bf16>>,
     gather<gather_row<float>, gather_row<bf16>>,

@@ -162,8 +162,6 @@ struct Read {
 };
 
 constexpr int64_t kTileRows = 6;    // rows of a product, unless its format says otherwise
-constexpr int64_t kTaskRows = 24;   // query rows of an attention's task
-constexpr int64_t kRowBlock = 96;   // rows of a linear layer's task
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task
 constexpr int64_t kRowsTogether = 16;
 constexpr int64_t kMaxHead = 256;   // largest head size
@@ -171,6 +169,7 @@ constexpr int64_t kMaxBlock = 256;  // largest block size
 
 struct Kernels {
   const char* name;
+  int64_t linear_rows, attention_rows;  // of a task; of the latter's, queries times the heads that share keys
   void (*linear)(const Linear&, int64_t task);
   void (*gated)(const Linear&, int64_t task);  // silu of the first half of outputs by the other one
   void (*likeliest)(const Likeliest&, int64_t task);

@@ -174,9 +174,14 @@ void settle_candidate(const Screening& s, Candidate& c) {
   using Step = typename Plain<T>::Step;
   const Matrix& m = *s.whole;
   const char* panel = (const char*)m.panels + c.sixteen * 16 / kPanel * panel_bytes(m);
+  const T* x = (const T*)s.x + c.row * m.in;
+  panel += c.sixteen % (kPanel / 16) * Step::kBytes;
+  constexpr int64_t stride = kPanel / 16 * Step::kBytes;
   f32x16 sums[1][1] = {};
-  multiply<Step, 1, 1>((const T*)s.x + c.row * m.in, m.in, panel + c.sixteen % (kPanel / 16) * Step::kBytes,
-                       kPanel / 16 * Step::kBytes, m.in, sums);
+  if constexpr (ByTiles<Step>::value)
+    multiply_tiles<Step>(x, m.in, 1, panel, stride, 16, m.in, (float*)sums, 16, true);
+  else
+    multiply<Step, 1, 1>(x, m.in, panel, stride, m.in, sums);
   const int32_t left = int32_t(m.outputs - int64_t(c.sixteen) * 16);
   const f32x16 known = kLanes < left ? sums[0][0] : all(-__builtin_inff());
   c.value = largest(known);

@@ -75,6 +75,101 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
   }
 }
 
+// --- By tiles --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTilePiece = 64 << 10;  // bytes of a panel that all rows of a task are multiplied with in turn
+constexpr int64_t kFewest = 8;            // rows of integers for which tiles are worth it
+
+// Where sums are rounded, rows that are few must be multiplied as many are; integers need not.
+template <class F>
+inline bool by_tiles(const Matrix& m, int64_t rows) {
+  using Step = typename Tiled<typename F::Step>::type;
+  if constexpr (!ByTiles<Step>::value) return false;
+  if constexpr (!F::kIntegers) return true;
+  return rows >= kFewest && (m.group >= m.in || m.group % kTileInputs<Step> == 0);
+}
+
+// As `multiply_panel`. Of each run of inputs the weights stay near while all rows are multiplied with them.
+template <class F, class Prepare, class Finish>
+void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
+                             const float* scales, const char* next, Prepare&& prepare, Finish&& finish) {
+  using From = typename F::Step;
+  using Step = typename Tiled<From>::type;
+  using X = typename Step::X;
+  using Sum = typename ByTiles<Step>::Sum;
+  constexpr int64_t stride = kPanel / 16 * Step::kBytes, from_stride = kPanel / 16 * From::kBytes;
+  constexpr bool plain = std::is_same_v<F, Plain<X>>;
+  alignas(64) thread_local Sum kept[kRowBlock * kPanel];  // outputs so far; where they are one group's, its sums
+  alignas(64) Sum of_group[kTallest * kPanel];
+  const Matrix& m = a.matrix;
+  const bool grouped = !plain && m.group < m.in;
+  const int64_t groups = plain ? 1 : groups_of(m), width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
+  const int64_t unit = grouped ? m.group : kTileInputs<Step>, most = kTilePiece / stride * Step::kInputs;
+  const int64_t inputs = most < unit ? unit : most / unit * unit;
+  const int64_t tiles = ceil_div(end - first, kTallest), blocks = end - first > kTileHeight ? tiles * 2 : 1;
+  const int64_t count = m.outputs - column < kPanel ? m.outputs - column : kPanel;
+  for (Piece piece{0, 0}; piece.end < m.in;) {
+    piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};
+    const bool last = piece.end == m.in;
+    const int64_t steps = ceil_div(piece.end - piece.begin, From::kInputs);
+    const char* const from = panel + piece.begin / From::kInputs * from_stride;
+    const char* weights = from;
+    if constexpr (!std::is_same_v<From, Step>) weights = widen<From>(from, steps);
+    Soon soon{last ? next : from + steps * from_stride,
+              ceil_div(steps * from_stride / 64, blocks * ceil_div(piece.end - piece.begin, kTileInputs<Step>))};
+    for (int64_t row = first; row < end; row += kTallest) {
+      const int64_t rows = end - row < kTallest ? end - row : kTallest;
+      const X* x = (const X*)a.x + row * width + piece.begin;
+      Sum* sums = kept + (row - first) * kPanel;
+      if (last)
+        for (int64_t r = 0; r < rows; r++) prepare(row + r, column, count);
+      auto multiply = [&](int64_t begin, int64_t end, Sum* sums, bool anew) {
+        multiply_tiles<Step>(x + begin - piece.begin, width, rows, weights + (begin - piece.begin) / Step::kInputs * stride,
+                             stride, kPanel, end - begin, sums, kPanel, anew, soon);
+        soon.at += (end - begin) / kTileInputs<Step> * soon.lines * 64 * (rows > kTileHeight ? 2 : 1);
+      };
+      auto shifted = [&](const Sum* sums, int64_t r, int g, int64_t group) {
+        const auto sum = load_bits<typename Step::Sum>(sums + r * kPanel + g * 16);
+        if constexpr (F::kIntegers)
+          return as_float(sum - F::kZero * a.x_sums[(row + r) * groups + group]);
+        else
+          return sum;
+      };
+      if (grouped) {
+        for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+          end = begin + m.group < m.in ? begin + m.group : m.in;
+          multiply(begin, end, of_group, true);
+          const int64_t group = begin / m.group;
+          f32x16 scale[kPanel / 16];
+          for (int g = 0; g < kPanel / 16; g++) scale[g] = load(scales + group * kPanel + g * 16);
+          for (int64_t r = 0; r < rows; r++)
+            PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+              float* out = (float*)sums + r * kPanel + g * 16;
+              store(out, fma(shifted(of_group, r, g, group), scale[g], begin ? load(out) : f32x16{}));
+            }
+        }
+      } else {
+        multiply(piece.begin, piece.end, sums, piece.begin == 0);
+      }
+      if (!last) continue;
+      for (int64_t r = 0; r < rows; r++) {
+        f32x16 out[kPanel / 16];
+        PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+          if (plain || grouped)
+            out[g] = load((const float*)sums + r * kPanel + g * 16);
+          else
+            out[g] = shifted(sums, r, g, 0) * load(scales + g * 16);
+          if constexpr (F::kIntegers) out[g] *= a.x_scales[row + r];
+          if (m.bias) out[g] += load_some(m.bias + column + g * 16, count - g * 16);
+        }
+        finish(row + r, column, count, out);
+      }
+    }
+  }
+}
+
+// --- Of a matrix -----------------------------------------------------------------------------------------------------
+
 // The same for the panel that begins at a column; `next` is where the one after it begins.
 template <class F, class Prepare, class Finish>
 inline void multiply_rows(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, Prepare&& prepare,
@@ -83,17 +178,18 @@ inline void multiply_rows(const Linear& a, int64_t first, int64_t end, int64_t c
   const Matrix& m = a.matrix;
   auto panel = [&](int64_t column) { return (const char*)m.panels + column / kPanel * panel_bytes(m); };
   const float* scales = m.scales + column * groups_of(m);
+  using From = typename F::Step;
   using Many = typename F::Many;
+  if constexpr (ByTiles<typename Tiled<From>::type>::value)
+    if (by_tiles<F>(m, end - first))
+      return multiply_panel_by_tiles<F>(a, first, end, column, panel(column), scales, panel(next), prepare, finish);
   if constexpr (!std::is_same_v<F, Many>)
     if (end - first >= F::kMany) {
-      if constexpr (std::is_same_v<typename F::Step, typename Many::Step>) {
+      if constexpr (std::is_same_v<From, typename Many::Step>)
         multiply_panel<Many, false>(a, first, end, column, panel(column), scales, {panel(next), step}, prepare, finish);
-      } else {
-        thread_local std::vector<char> wide;
-        widen_panel<F>(m, panel(column), wide);
-        multiply_panel<Many, true>(a, first, end, column, wide.data(), scales,
-                                   {panel(next), step / (F::Step::kInputs / Many::Step::kInputs)}, prepare, finish);
-      }
+      else
+        multiply_panel<Many, true>(a, first, end, column, widen<From>(panel(column), ceil_div(m.in, From::kInputs)), scales,
+                                   {panel(next), step / (From::kInputs / Many::Step::kInputs)}, prepare, finish);
       return;
     }
   multiply_panel<F, false>(a, first, end, column, panel(column), scales, {panel(next), step}, prepare, finish);

@@ -4,6 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -35,9 +43,27 @@ extern const Kernels kernels;
 namespace avx512_bf16 {
 extern const Kernels kernels;
 }
+namespace amx {
+extern const Kernels kernels;
+}
 #endif
 
 namespace {
+
+#if defined(PENSTOCK_X86)
+// Whether there is a matrix unit, and this process may use it: Linux saves its large registers only for who asks.
+bool has_tiles() {
+#if defined(__linux__)
+  constexpr long ask = 0x1023, tile_data = 18;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned tile = 1u << 24, int8 = 1u << 25, bf16 = 1u << 22;
+  return (d & tile) && (d & int8) && (d & bf16) && syscall(SYS_arch_prctl, ask, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 // From the slowest to the fastest that this processor has.
 std::vector<const Kernels*> usable() {
@@ -50,6 +76,7 @@ std::vector<const Kernels*> usable() {
     found.push_back(&avx512::kernels);
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
       found.push_back(&avx512_bf16::kernels);
+    if (found.back() == &avx512_bf16::kernels && has_tiles()) found.push_back(&amx::kernels);
   }
 #endif
   return found;
@@ -153,7 +180,7 @@ void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const
   make({rows, 0}, [=](Size size) {
     const Linear args{matrix,        at<void>(x), at<float>(x_scales),     at<int32_t>(x_sums),
                       at<void>(out), size.tokens, panels_of_task(outputs), Type(out_type)};
-    const int64_t tasks = ceil_div(args.rows, kRowBlock) * ceil_div(outputs, kPanel * args.panels);
+    const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
 }
@@ -175,7 +202,7 @@ void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix
     std::vector<float> values(product.rows * tasks);
     std::vector<int64_t> places(product.rows * tasks);
     const Likeliest args{product, values.data(), places.data()};
-    pool()->run(ceil_div(product.rows, kRowBlock) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
+    pool()->run(ceil_div(product.rows, kernels->linear_rows) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
     for (int64_t row = 0; row < product.rows; row++) {
       const auto begin = values.begin() + row * tasks;
       at<int64_t>(out)[row] = places[std::max_element(begin, begin + tasks) - values.begin()];
@@ -194,8 +221,8 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
   thread_local std::vector<Candidate> candidates;  // kept, since to get and clear memory would take as long as the rest
   const Matrix& m = sketch.whole;
   const auto threads = pool();
-  for (int64_t first = 0; first < rows; first += kRowBlock) {
-    const int64_t some = std::min(kRowBlock, rows - first), width = (m.in + 7) / 8 * 8;
+  for (int64_t first = 0; first < rows; first += kernels->linear_rows) {
+    const int64_t some = std::min(kernels->linear_rows, rows - first), width = (m.in + 7) / 8 * 8;
     const Linear product{sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
                          at<int32_t>(x_sums) + first, nullptr, some, panels_of_task(m.outputs), Type::float32};
     const int64_t tasks = ceil_div(m.outputs, kPanel * product.panels), room = some * product.panels * (kPanel / 16);
@@ -295,7 +322,7 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     std::vector<int32_t> tiles;
     for (int64_t sequence = 0; sequence < size.sequences; sequence++) {
       const int64_t rows = (starts[sequence + 1] - starts[sequence]) * (heads / kv_heads);
-      for (int64_t row = 0; row < rows; row += kTaskRows) {
+      for (int64_t row = 0; row < rows; row += kernels->attention_rows) {
         tiles.push_back(int32_t(sequence));
         tiles.push_back(int32_t(row));
       }
