@@ -16,12 +16,6 @@ namespace PENSTOCK_ISA {
 template <class Step>
 struct ByTiles : std::false_type {};
 
-#if defined(__AMX_TILE__)
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-#endif
-
 constexpr int64_t kTileHeight = 16;            // steps, rows and columns of a tile
 constexpr int64_t kTallest = 2 * kTileHeight;  // rows of a product by tiles
 template <class Step>
@@ -115,9 +109,12 @@ inline void tile_add() {
   ByTiles<Step>::template add<sum, x, w>();
 }
 
-// Asks for `lines` of what will be read before long.
+// Asks for `lines` of what will be read before long; where it is read next, into the first cache.
 PENSTOCK_INLINE inline void ask(Soon& soon) {
-  for (int64_t i = 0; i < soon.lines; i++) __builtin_prefetch(soon.at + i * 64, 0, 2);
+  if (soon.near)
+    for (int64_t i = 0; i < soon.lines; i++) __builtin_prefetch(soon.at + i * 64, 0, 3);
+  else
+    for (int64_t i = 0; i < soon.lines; i++) __builtin_prefetch(soon.at + i * 64, 0, 2);
   soon.at += soon.lines * 64;
 }
 

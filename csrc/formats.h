@@ -192,15 +192,17 @@ struct alignas(64) Line {
 };
 
 // Steps of a panel as steps that hold less, one of which is a vector of what `Step::weights` makes: it is cheaper to do that
-// once than for each few rows.
+// once than for each few rows. What lies so many bytes ahead is asked for, unless that is none.
 template <class Step>
-const char* widen(const char* panel, int64_t steps) {
+const char* widen(const char* panel, int64_t steps, int64_t ahead = 0) {
   constexpr int parts = sizeof(Step::weights(nullptr)) / 64, groups = kPanel / 16;
   thread_local std::vector<Line> wide;
   if (int64_t(wide.size()) < steps * parts * groups) wide.resize(steps * parts * groups);
   for (int64_t i = 0; i < steps; i++)
     for (int g = 0; g < groups; g++) {
-      const auto weights = Step::weights(panel + (i * groups + g) * Step::kBytes);
+      const char* from = panel + (i * groups + g) * Step::kBytes;
+      if (ahead) __builtin_prefetch(from + ahead, 0, 3);
+      const auto weights = Step::weights(from);
       for (int part = 0; part < parts; part++)
         memcpy(&wide[(i * parts + part) * groups + g], (const u32x16*)&weights + part, 64);
     }

@@ -9,7 +9,7 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-constexpr int64_t kSoon = 512;     // bytes ahead of a single tile of rows
+constexpr int64_t kSoon = kHasTiles ? 4096 : 512;  // bytes ahead of a single tile of rows
 constexpr int64_t kPiece = 12288;  // bytes for each of up to 8 tiles
 
 // Inputs that all rows are multiplied with before the next ones are touched: so many that this takes as long as memory
@@ -78,7 +78,8 @@ inline void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t 
 // --- By tiles --------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kTilePiece = 64 << 10;  // bytes of a panel that all rows of a task are multiplied with in turn
-constexpr int64_t kFewest = 8;            // rows of integers for which tiles are worth it
+constexpr int64_t kLonePiece = 16 << 10;  // the same where rows are few, and memory is what they wait for
+constexpr int64_t kFewest = 32;           // rows of integers for which tiles are worth it
 
 // Where sums are rounded, rows that are few must be multiplied as many are; integers need not.
 template <class F>
@@ -98,15 +99,16 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
   using X = typename Step::X;
   using Sum = typename ByTiles<Step>::Sum;
   constexpr int64_t stride = kPanel / 16 * Step::kBytes, from_stride = kPanel / 16 * From::kBytes;
-  constexpr bool plain = std::is_same_v<F, Plain<X>>;
+  constexpr bool plain = std::is_same_v<F, Plain<X>>, in_place = std::is_same_v<From, Step>;
   alignas(64) thread_local Sum kept[kRowBlock * kPanel];  // outputs so far; where they are one group's, its sums
   alignas(64) Sum of_group[kTallest * kPanel];
   const Matrix& m = a.matrix;
   const bool grouped = !plain && m.group < m.in;
   const int64_t groups = plain ? 1 : groups_of(m), width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
-  const int64_t unit = grouped ? m.group : kTileInputs<Step>, most = kTilePiece / stride * Step::kInputs;
-  const int64_t inputs = most < unit ? unit : most / unit * unit;
   const int64_t tiles = ceil_div(end - first, kTallest), blocks = end - first > kTileHeight ? tiles * 2 : 1;
+  const int64_t unit = grouped ? m.group : kTileInputs<Step>;
+  const int64_t most = (blocks > 2 ? kTilePiece : kLonePiece) / stride * Step::kInputs;
+  const int64_t inputs = in_place && blocks == 1 ? m.in : most < unit ? unit : most / unit * unit;
   const int64_t count = m.outputs - column < kPanel ? m.outputs - column : kPanel;
   for (Piece piece{0, 0}; piece.end < m.in;) {
     piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};
@@ -114,9 +116,10 @@ void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_
     const int64_t steps = ceil_div(piece.end - piece.begin, From::kInputs);
     const char* const from = panel + piece.begin / From::kInputs * from_stride;
     const char* weights = from;
-    if constexpr (!std::is_same_v<From, Step>) weights = widen<From>(from, steps);
+    if constexpr (!in_place) weights = widen<From>(from, steps, blocks == 1 ? kSoon : 0);
     Soon soon{last ? next : from + steps * from_stride,
-              ceil_div(steps * from_stride / 64, blocks * ceil_div(piece.end - piece.begin, kTileInputs<Step>))};
+              ceil_div(steps * from_stride / 64, blocks * ceil_div(piece.end - piece.begin, kTileInputs<Step>)), blocks <= 2};
+    if (blocks == 1) soon = {from + kSoon, in_place ? soon.lines : 0, true};
     for (int64_t row = first; row < end; row += kTallest) {
       const int64_t rows = end - row < kTallest ? end - row : kTallest;
       const X* x = (const X*)a.x + row * width + piece.begin;

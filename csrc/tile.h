@@ -17,6 +17,13 @@ constexpr int kGroups = 4;  // vectors of columns held at a time: 6 rows of 4 fi
 constexpr int kGroups = 1;  // 6 rows of one, two registers each
 #endif
 
+// Whether there is a matrix unit (amx.h).
+#if defined(__AMX_TILE__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
 // One input of float32.
 struct FloatStep {
   using X = float;
@@ -67,6 +74,7 @@ struct StepOf<bf16> {
 struct Soon {
   const char* at = nullptr;
   int64_t lines = 0;
+  bool near = false;
 };
 
 // sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes.
@@ -79,8 +87,8 @@ PENSTOCK_INLINE inline void multiply(const typename Step::X* x, int64_t ldx, con
   for (int64_t i = 0; i < steps; i++) {
     const char* at = panel + i * stride;
     if (soon.lines) {
-      __builtin_prefetch(soon.at, 0, 2);
-      __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, 2);
+      __builtin_prefetch(soon.at, 0, kHasTiles ? 3 : 2);
+      __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, kHasTiles ? 3 : 2);
       soon.at += soon.lines * 64;
     }
     decltype(Step::weights(at)) w[G];
