@@ -141,19 +141,19 @@ def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_reordered_sum_is_noticed(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers that sum in two halves whenever there is more than one row, as a batched library might."""
+    """Linear layers that sum in two parts whenever there is more than one row, as a batched library might."""
     whole = cpu.linear
 
-    def halved(x: torch.Tensor, matrix: Any, wide: bool = False) -> torch.Tensor:
+    def parted(x: torch.Tensor, matrix: Any, wide: bool = False) -> torch.Tensor:
         if len(x) == 1:
             return whole(x, matrix, wide)
-        half = x.shape[1] // 2
+        end = x.shape[1] // 3  # within what any kernel adds at once
         first, second = x.clone(), x.clone()
-        first[:, half:], second[:, :half] = 0, 0
+        first[:, end:], second[:, :end] = 0, 0
         out = whole(first, matrix, True) + whole(second, matrix, True)
         return out if wide else out.to(x.dtype)
 
-    monkeypatch.setattr(cpu, "linear", halved)
+    monkeypatch.setattr(cpu, "linear", parted)
     monkeypatch.setattr(cpu, "recorded", reference.recorded)  # call by call, of which one is not the kernels' own
     wrong, _, _ = differing(checkpoint, kind, 3)
     assert wrong > 0
