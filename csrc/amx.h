@@ -32,6 +32,10 @@ void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const 
                     int64_t columns, int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew,
                     Soon soon = {});
 
+// Nothing but products of tiles; returns products and sums made, two for each weight.
+template <class Step>
+int64_t dots_by_tiles(int64_t products);
+
 #if defined(__AMX_TILE__)
 
 template <>
@@ -215,6 +219,19 @@ void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const 
     some.template operator()<false, 2>();
     some.template operator()<false, 1>();
   }
+}
+
+template <class Step>
+int64_t dots_by_tiles(int64_t products) {
+  const TileUse use;
+  lay_out_tiles(kTallest);
+  for (int64_t i = 0; i < products; i += 4) {
+    tile_add<Step, 0, 4, 6>();
+    tile_add<Step, 1, 4, 7>();
+    tile_add<Step, 2, 5, 6>();
+    tile_add<Step, 3, 5, 7>();
+  }
+  return ceil_div(products, 4) * 4 * kTileHeight * kTileHeight * kTileInputs<Step> * 2;
 }
 
 #else

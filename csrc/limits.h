@@ -20,18 +20,22 @@ inline void opaque(V& v) {
 // Returns products and sums made, two for each weight.
 template <class Step>
 int64_t dots(int64_t steps) {
-  constexpr int n = 12;
-  alignas(64) static const char panel[64] = {};
-  typename Step::X x[Step::kInputs] = {};
-  const auto w = Step::weights(panel);
-  const auto input = Step::input(x);
-  typename Step::Sum sums[n] = {};
-  for (int64_t i = 0; i < steps; i++)
-    PENSTOCK_UNROLL for (int j = 0; j < n; j++) {
-      sums[j] = Step::add(sums[j], input, w);
-      opaque(sums[j]);
-    }
-  return steps * n * 16 * Step::kInputs * 2;
+  if constexpr (ByTiles<Step>::value) {
+    return dots_by_tiles<Step>(steps / 4);  // one of which adds as much as many vectors do
+  } else {
+    constexpr int n = 12;
+    alignas(64) static const char panel[64] = {};
+    typename Step::X x[Step::kInputs] = {};
+    const auto w = Step::weights(panel);
+    const auto input = Step::input(x);
+    typename Step::Sum sums[n] = {};
+    for (int64_t i = 0; i < steps; i++)
+      PENSTOCK_UNROLL for (int j = 0; j < n; j++) {
+        sums[j] = Step::add(sums[j], input, w);
+        opaque(sums[j]);
+      }
+    return steps * n * 16 * Step::kInputs * 2;
+  }
 }
 
 inline void read(const Read& a, int64_t task) {
@@ -39,7 +43,7 @@ inline void read(const Read& a, int64_t task) {
   const char* from = (const char*)a.from + task * a.size;
   for (int64_t i = 0; i < a.size; i += 256) {
     PENSTOCK_UNROLL for (int j = 0; j < 4; j++) {
-      __builtin_prefetch(from + i + j * 64 + kSoon, 0, 2);
+      __builtin_prefetch(from + i + j * 64 + kSoon, 0, kHasTiles ? 3 : 2);
       sums[j] += load_bits<u32x16>(from + i + j * 64);
     }
   }

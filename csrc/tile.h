@@ -69,8 +69,9 @@ struct StepOf<bf16> {
 #define PENSTOCK_UNROLL _Pragma("GCC unroll 32")
 #define PENSTOCK_INLINE __attribute__((always_inline))
 
-// What will be read before long: with each step its next `lines` are asked for, by two of them, since a line's neighbour
-// comes with it. Into the second cache, as in the first they would wait for their place before what is read now.
+// What will be read before long: with each step its next `lines` are asked for; by two of them, since a line's neighbour
+// comes with it, and into the second cache, as in the first they would wait for their place before what is read now.
+// Processors with a matrix unit want every line asked for, and are fastest where that is the first cache.
 struct Soon {
   const char* at = nullptr;
   int64_t lines = 0;
@@ -87,8 +88,12 @@ PENSTOCK_INLINE inline void multiply(const typename Step::X* x, int64_t ldx, con
   for (int64_t i = 0; i < steps; i++) {
     const char* at = panel + i * stride;
     if (soon.lines) {
-      __builtin_prefetch(soon.at, 0, kHasTiles ? 3 : 2);
-      __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, kHasTiles ? 3 : 2);
+      if constexpr (kHasTiles) {
+        for (int64_t line = 0; line < soon.lines; line++) __builtin_prefetch(soon.at + line * 64, 0, 3);
+      } else {
+        __builtin_prefetch(soon.at, 0, 2);
+        __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, 2);
+      }
       soon.at += soon.lines * 64;
     }
     decltype(Step::weights(at)) w[G];

@@ -140,7 +140,7 @@ def test_rounded_linear(
 
 
 @settings(max_examples=5, deadline=None)
-@given(seed=seeds, rows=st.integers(7, 40), inputs=st.integers(770, 1300), outputs=st.integers(1024, 1200))
+@given(seed=seeds, rows=st.integers(7, 70), inputs=st.integers(770, 1300), outputs=st.integers(1024, 1200))
 @pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
 def test_large_matrices(format: Format, seed: int, rows: int, inputs: int, outputs: int) -> None:
     """Such as pass in several pieces, with several panels a task; with one thread other ones."""

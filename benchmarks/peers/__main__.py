@@ -77,15 +77,20 @@ def main() -> None:
                     for name, take in list(takes.items()) * turns_of(work):
                         own = seconds.setdefault(f"{name} {format}", {each: [] for each in WORKS})
                         own[work].append(take(work))
+                keep(args.json, limits, seconds)
     best = {name: max(one[name] for one in limits) for name in limits[0]}
     rates = {name: {work: rate(work, taken) for work, taken in own.items()} for name, own in seconds.items()}
-    if args.json:
-        kept = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
-        args.json.write_text(json.dumps({"machine": machine(), "limits": limits, "seconds": kept}, indent=1) + "\n")
     if args.picture:
         draw(args.picture, {name: {WORKS[w]: r for w, r in own.items()} for name, own in rates.items()}, args.format)
     print(f"{machine()}, {args.threads} threads, {args.rounds} rounds\n")
     print(table(rates, seconds, best, args.format))
+
+
+def keep(path: Path | None, limits: list[dict[str, float]], seconds: dict[str, dict[Work, list[float]]]) -> None:
+    """What is known so far, since a peer may fail after an hour."""
+    if path:
+        kept = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
+        path.write_text(json.dumps({"machine": machine(), "limits": limits, "seconds": kept}, indent=1) + "\n")
 
 
 def found(args: argparse.Namespace) -> Iterator[System]:
