@@ -236,6 +236,7 @@ int64_t dots_by_tiles(int64_t products) {
 
 #else
 
+// Nothing to do; a destructor, so that nobody takes it for unused.
 struct TileUse {
   ~TileUse() {}
 };
