@@ -339,8 +339,8 @@ PENSTOCK_APART void blend_by_tiles(Meeting<K>& m, int count) {
 }
 
 template <class K>
-void attend(Rows<K>& rows, int first, int count, const Block<K>& block, const Block<K>& next, int64_t dim, int64_t size, int64_t begin,
-            float power) {
+void attend(Rows<K>& rows, int first, int count, const Block<K>& block, const Block<K>& next, int64_t dim, int64_t size,
+            int64_t begin, float power) {
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
