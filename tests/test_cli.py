@@ -65,7 +65,7 @@ def test_help_loads_no_torch_and_names_units() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("penstock.serve.worker", "torch"),
+        ("penstock.serve.api", "torch"),
         ("penstock.serve.supervisor", "torch fastapi uvicorn"),
         ("penstock.cli.main", "torch fastapi huggingface_hub asyncio"),
         ("penstock.engine.process", "fastapi starlette uvicorn prometheus_client huggingface_hub tokenizers"),

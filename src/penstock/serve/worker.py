@@ -1,104 +1,21 @@
 """One API process: ``python -m penstock.serve.worker``, told what to do on standard input.
 
-It speaks HTTP on a socket that the supervisor opened, knows text but no model, and loads no torch. SIGTERM lets its
-requests come to their end; it does not outlive the supervisor.
+SIGTERM lets its requests come to their end; it does not outlive the supervisor.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import gc
 import os
-import signal
-import socket
 import sys
-from collections.abc import Iterator
-from typing import BinaryIO
 
 import msgspec
-import uvicorn
 import uvloop
 
 from penstock.core import PenstockError, logs
-from penstock.core.errors import invalid
-from penstock.engine.client import STOPPING
 from penstock.engine.process import die_with
-from penstock.frontend.gateway import Gateway
-from penstock.frontend.prompts import Preparer
 
-from .app import build
-from .metrics import Metrics
-from .protocol import protocol
-from .service import Service
 from .start import WRONG, WorkerStart
-
-TO_ACCEPT = 0.2
-"""Seconds in which connections that had been made when the server was told to stop are accepted."""
-LAST_WORDS = 5.0
-"""Seconds that streams get to say that the server is stopping, after the time to drain."""
-
-
-class Server(uvicorn.Server):
-    """uvicorn, which leaves signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def run(start: WorkerStart, report: BinaryIO) -> None:
-    """Serve until told to stop; a line in the report says when requests are welcome.
-
-    Raises ``PenstockError`` with one sentence where the configuration does not allow it.
-    """
-    configuration = start.configuration
-    options, drain = configuration.server, configuration.engine.drain_timeout
-    model = configuration.model
-    preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template)
-    preparer.tokenizer.check_template()
-    gateway = Gateway(start.engine, preparer)
-    service = Service(gateway, options, start.names, Metrics(start.names[0]))
-    server = Server(
-        uvicorn.Config(
-            build(service),
-            http=protocol(options.client_timeout, options.max_header_size),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            backlog=4096,
-            timeout_keep_alive=options.timeout_keep_alive,
-            timeout_graceful_shutdown=int(drain + LAST_WORDS),
-            ssl_certfile=options.ssl_certfile or None,
-            ssl_keyfile=options.ssl_keyfile or None,
-            server_header=False,
-        )
-    )
-
-    try:
-        server.config.load()
-    except OSError as error:  # ssl's own are of this kind
-        raise invalid("ssl_certfile", f"the certificate or its key cannot be used: {error}") from error
-
-    async def tell() -> None:
-        await gateway.engine.ready()
-        with contextlib.suppress(BrokenPipeError), report:
-            report.write(b"ready\n")
-
-    def stop() -> None:
-        loop.call_later(TO_ACCEPT, setattr, server, "should_exit", True)
-        loop.call_later(drain, gateway.engine.refuse, STOPPING)
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
-    _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
-    telling = asyncio.create_task(tell())
-    gc.freeze()  # what is there now stays, and need not be looked through again and again
-    await server.serve(sockets=[socket.socket(fileno=descriptor) for descriptor in start.sockets])
-    telling.cancel()
-    await gateway.close()
 
 
 def main() -> None:
@@ -108,6 +25,9 @@ def main() -> None:
     die_with(start.parent)
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
+    gc.disable()  # until it serves: a third of the time that importing takes
+    from .api import run
+
     try:
         uvloop.run(run(start, report))
     except PenstockError as error:
