@@ -1,4 +1,4 @@
-"""Serving HTTP in one process, on a socket that the supervisor opened. It knows text but no model, and loads no torch."""
+"""Serving HTTP in one process, on a socket that the supervisor opened. It knows text, no model, and loads no torch."""
 
 from __future__ import annotations
 
