@@ -136,7 +136,7 @@ class Packed:
                 self._write(file)
                 os.link(file.name, written := file.name + UNFINISHED)
                 os.replace(written, self._path)
-            logger.info("packed weights are kept for the next start in %s", self._path)
+            logger.debug("packed weights are kept for the next start in %s", self._path)
         except Exception as error:
             logger.info("packed weights are not kept for the next start: %s", error)
         self._added = {}
