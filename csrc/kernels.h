@@ -53,9 +53,16 @@ struct Quantize {
   Type type;
 };
 
+// Which outputs of a row may be chosen: a bit each.
+struct Allowed {
+  const uint16_t* bits;  // [rows, sixteens]; null: all may
+  int64_t sixteens;
+};
+
 // The largest output of each row, without keeping the others: of each task's panels the value and the output.
 struct Likeliest {
   Linear product;  // `out` is void
+  Allowed allowed;
   float* values;   // [rows, tasks of a row]
   int64_t* outputs;
 };
@@ -77,6 +84,7 @@ struct Candidate {
 // Finds candidates by a sketch, for at most kRowBlock rows.
 struct Screening {
   Linear product;  // by the rounded matrix; `out` is void
+  Allowed allowed;
   const Matrix* whole;
   const float *off, *lengths;
   const void* x;

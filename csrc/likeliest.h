@@ -15,6 +15,13 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+// Sixteen outputs of a row, but minus infinity where one may not be chosen.
+inline f32x16 if_allowed(const Allowed& a, int64_t row, int64_t output, f32x16 values) {
+  if (!a.bits) return values;
+  const i32x16 bits = i32x16{} + int32_t(a.bits[row * a.sixteens + output / 16]);
+  return ((bits >> kLanes) & 1) != 0 ? values : all(-__builtin_inff());
+}
+
 // Of each row the largest output, the first where several are.
 inline void likeliest_block(const Likeliest& l, int64_t task) {
   const Linear& a = l.product;
@@ -34,7 +41,8 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
           f32x16 best = values[row - first];
           i32x16 begin = begins[row - first];
           PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
-            const f32x16 v = count == G * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
+            const f32x16 known = count == G * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
+            const f32x16 v = if_allowed(l.allowed, row, output + g * 16, known);
             begin = v > best ? i32x16{} + int32_t(output + g * 16) : begin;
             best = max(v, best);
           }
@@ -154,9 +162,11 @@ inline void screen_block(const Screening& s, int64_t task) {
         PENSTOCK_UNROLL for (int g = 1; g < G; g++) most = max(values[g], most);
         if (!any_reaches(most, least[row] - off)) return;
         for (int g = 0; g * 16 < some; g++) {
-          const f32x16 known = kLanes + g * 16 < int32_t(some) ? values[g] : all(-__builtin_inff());
+          const f32x16 there = kLanes + g * 16 < int32_t(some) ? values[g] : all(-__builtin_inff());
+          const f32x16 known = if_allowed(s.allowed, row, output + g * 16, there);
           if (!any_reaches(known, least[row] - off)) continue;
           const float top = largest(known);
+          if (top == -__builtin_inff()) continue;
           found[count++] = {int32_t(row), int32_t(output / 16 + g), top + off, 0};
           least[row] = top - off > least[row] ? top - off : least[row];
         }
@@ -183,7 +193,8 @@ void settle_candidate(const Screening& s, Candidate& c) {
   else
     multiply<Step, 1, 1>(x, m.in, panel, stride, m.in, sums);
   const int32_t left = int32_t(m.outputs - int64_t(c.sixteen) * 16);
-  const f32x16 known = kLanes < left ? sums[0][0] : all(-__builtin_inff());
+  const f32x16 there = kLanes < left ? sums[0][0] : all(-__builtin_inff());
+  const f32x16 known = if_allowed(s.allowed, c.row, int64_t(c.sixteen) * 16, there);
   c.value = largest(known);
   c.lane = 0;
   while (c.lane < 15 && known[c.lane] != c.value) c.lane++;

@@ -194,14 +194,21 @@ void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Ad
   multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, matrix.outputs / 2, rows, out_type);
 }
 
-void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows) {
+// Of outputs that rows may choose, as words of 32 bits.
+Allowed allowed_of(Address bits, const Matrix& matrix, int64_t first = 0) {
+  const int64_t sixteens = ceil_div(matrix.outputs, 32) * 2;
+  return {bits ? at<uint16_t>(bits) + first * sixteens : nullptr, sixteens};
+}
+
+void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address allowed, Address out,
+               int64_t rows) {
   make({rows, 0}, [=](Size size) {
     const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<int32_t>(x_sums),
                          nullptr, size.tokens, panels_of_task(matrix.outputs), Type::float32};
     const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
     std::vector<float> values(product.rows * tasks);
     std::vector<int64_t> places(product.rows * tasks);
-    const Likeliest args{product, values.data(), places.data()};
+    const Likeliest args{product, allowed_of(allowed, matrix), values.data(), places.data()};
     pool()->run(ceil_div(product.rows, kernels->linear_rows) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
     for (int64_t row = 0; row < product.rows; row++) {
       const auto begin = values.begin() + row * tasks;
@@ -216,8 +223,8 @@ void sketch(const Sketch& s) {
 
 // What `likeliest` finds, by a sketch; false where that has no bounds, since something is too large or no number, or where
 // too much is left to compute for it to be worth it.
-bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch, Address out,
-                         int64_t rows) {
+bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch,
+                         Address allowed, Address out, int64_t rows) {
   thread_local std::vector<Candidate> candidates;  // kept, since to get and clear memory would take as long as the rest
   const Matrix& m = sketch.whole;
   const auto threads = pool();
@@ -232,8 +239,12 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     for (auto& each : least) each = -INFINITY;
     if (int64_t(candidates.size()) < tasks * room) candidates.resize(tasks * room);
     const int64_t bytes = m.in * (m.type == Type::float32 ? 4 : 2);
-    const Screening args{product,        &m,         sketch.off,        sketch.lengths, at<char>(x) + first * bytes,
-                         lengths.data(), off.data(), least.data(), candidates.data(), counts.data()};
+    const Screening args{product,        allowed_of(allowed, m, first),
+                         &m,             sketch.off,
+                         sketch.lengths, at<char>(x) + first * bytes,
+                         lengths.data(), off.data(),
+                         least.data(),   candidates.data(),
+                         counts.data()};
     threads->run(some, [&](int64_t row) { kernels->measure(args, row); });
     for (int64_t row = 0; row < some; row++)
       if (!std::isfinite(lengths[row]) || !std::isfinite(off[row])) return false;

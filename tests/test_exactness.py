@@ -14,10 +14,11 @@ import msgspec
 import pytest
 import torch
 from checkpoints import SMALL, save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import Qwen3Config
 
-from penstock.core import EngineRequest, SamplingParams
+from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, Vocabulary
 from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
 from penstock.ops import reference
@@ -54,7 +55,34 @@ def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     dtype, quantization, kept = kind.split()
     fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
-    return Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
+    engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
+    engine.learn(vocabulary)
+    return engine
+
+
+def vocabulary() -> Vocabulary:
+    """A token for each byte, and a few for two."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("1", "1"), ('"', "a")]
+    tokens = ["<eos>", *alphabet, *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return Vocabulary(tokenizer.to_str(), [0])
+
+
+FORMS = (
+    GuidedDecodingParams(regex="(ab|[0-9]é|x+y){30,}"),
+    GuidedDecodingParams(
+        json={
+            "type": "object",
+            "properties": {"a": {"type": "array", "items": {"enum": ["abc", 11, None]}, "minItems": 9}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    ),
+)
 
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
@@ -62,6 +90,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
     prompt = [2 + i for i in range(rng.choice((0, 20, 60)))] + [
         rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
     ]
+    form = rng.choice((None, None, None, *FORMS))
     sampling = SamplingParams(
         n=rng.choice((1, 1, 1, 3)),
         temperature=rng.choice((0.0, 0.8, 1.5)),
@@ -70,7 +99,8 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         repetition_penalty=rng.choice((1.0, 1.1)),
         seed=number,
         max_tokens=max(3 * BLOCK - len(prompt), 0) + rng.randint(4, 40),
-        ignore_eos=True,
+        guided_decoding=form,
+        ignore_eos=form is None,
         logprobs=rng.choice((None, 0, 5)),
         prompt_logprobs=rng.choice((None, None, None, 2)),
     )

@@ -7,6 +7,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,7 +69,10 @@ def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dt
     )
     close(got, expected.to(torch.float32 if wide else dtype), inputs**0.5)
     packed = cpu.pack([weight], added)
-    assert torch.equal(cpu.likeliest(x, packed), cpu.linear(x, packed, wide=True).argmax(-1))
+    scores = cpu.linear(x, packed, wide=True)
+    assert torch.equal(cpu.likeliest(x, packed), scores.argmax(-1))
+    allowed = some_bits(seed, rows, outputs)
+    assert torch.equal(cpu.likeliest(x, packed, allowed), reference.only(scores, allowed).argmax(-1))
     ids = torch.tensor([outputs - 1, 0])
     assert torch.equal(cpu.embedding(ids, cpu.pack([weight])), weight[ids])
 
@@ -101,8 +105,19 @@ def test_likeliest_by_a_sketch(seed: int, rows: int, inputs: int, more: int, dty
     sketched, whole = cpu.pack([weight]), cpu.pack([weight], torch.zeros(outputs, dtype=dtype))
     assert bool(sketched.sketch) == bool(weight.isfinite().all()) and not whole.sketch
     assert torch.equal(cpu.likeliest(x, sketched), cpu.likeliest(x, whole))
+    allowed = some_bits(seed, rows, outputs)
+    assert torch.equal(cpu.likeliest(x, sketched, allowed), cpu.likeliest(x, whole, allowed))
     if (scores := cpu.linear(x, whole, wide=True)).isfinite().all():
         assert torch.equal(cpu.likeliest(x, sketched), scores.argmax(-1))
+        assert torch.equal(cpu.likeliest(x, sketched, allowed), reference.only(scores, allowed).argmax(-1))
+
+
+def some_bits(seed: int, rows: int, outputs: int) -> Tensor:
+    """``[rows, outputs / 32]`` int32: of some outputs, many or few, one at least."""
+    draw = np.random.default_rng(seed)
+    bits = draw.random((rows, -(-outputs // 32) * 32)) < draw.choice([0.0, 0.001, 0.1, 0.9], (rows, 1))
+    bits[np.arange(rows), draw.integers(outputs, size=rows)] = True
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 def test_a_sketch_says_when_it_takes_the_whole() -> None:

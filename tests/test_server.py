@@ -431,7 +431,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "messages[0].content[0]",
     ),
     "a typo": ("/v1/chat/completions", {"messages": STORY, "max_token": 1}, 400, "max_token"),
-    "not yet": ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, 400, "guided_regex"),
+    "not yet": ("/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of"),
     "alone": ("/v1/chat/completions", {"messages": STORY, "top_logprobs": 1}, 400, "top_logprobs"),
     "the template's": (
         "/v1/chat/completions",
@@ -472,12 +472,12 @@ def test_unknown_fields_are_named_with_the_nearest(plain: httpx.Client) -> None:
 
 def test_what_is_not_there_yet_is_refused_by_name(plain: httpx.Client) -> None:
     """But for values that ask for nothing."""
-    refused = {"best_of": 2, "suffix": "x", "use_beam_search": True, "guided_json": {}, "guided_regex": "a"}
-    refused |= {"response_format": {"type": "json_object"}, "logits_processors": [], "truncate_prompt_tokens": 5}
+    refused = {"best_of": 2, "suffix": "x", "use_beam_search": True, "logits_processors": []}
+    refused |= {"truncate_prompt_tokens": 5}
     for field, value in refused.items():
         error = error_of(plain.post("/v1/completions", json={"prompt": "x", field: value}), 400)
         assert error["message"] == f"{field}: not supported yet"
-    nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "response_format": {"type": "text"}}
+    nothing = {"best_of": 1, "suffix": "", "use_beam_search": False}
     nothing |= dict.fromkeys(refused.keys() - nothing.keys())
     assert plain.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **nothing}).status_code == 200
     for field, value in {"tool_choice": "required", "parallel_tool_calls": False, "store": True, "audio": {}}.items():

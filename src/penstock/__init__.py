@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.core import PenstockError, SamplingParams
+    from penstock.core import GuidedDecodingParams, PenstockError, SamplingParams
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
 
@@ -19,12 +19,13 @@ __version__ = "0.0.1"
 
 _HOMES = {
     "AsyncLLM": "penstock.frontend.async_llm",
+    "GuidedDecodingParams": "penstock.core",
     "LLM": "penstock.frontend.llm",
     "PenstockError": "penstock.core",
     "SamplingParams": "penstock.core",
 }
 
-__all__ = ["LLM", "AsyncLLM", "PenstockError", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "GuidedDecodingParams", "PenstockError", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

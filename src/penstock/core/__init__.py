@@ -1,7 +1,8 @@
 """Plain data that every floor shares: requests, sampling parameters, deltas, errors. No torch, no I/O."""
 
 from .errors import Code, Failure, PenstockError
-from .messages import EngineRequest, FinishReason, Logprob, TokenDelta
+from .guided import GuidedDecodingParams
+from .messages import EngineRequest, FinishReason, Logprob, TokenDelta, Vocabulary
 from .sampling import SamplingParams
 
 __all__ = [
@@ -9,8 +10,10 @@ __all__ = [
     "EngineRequest",
     "Failure",
     "FinishReason",
+    "GuidedDecodingParams",
     "Logprob",
     "PenstockError",
     "SamplingParams",
     "TokenDelta",
+    "Vocabulary",
 ]

@@ -37,6 +37,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Requests share cached prefixes only with others of the same salt."""
 
 
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What tokens spell. The engine hands it on to guided decoding, and knows nothing of it."""
+
+    tokenizer: str
+    """Hugging Face's ``tokenizer.json``."""
+    eos: list[int]
+    """Ids that end a sequence, at least one."""
+
+
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """A token's log probability (nats) and its rank, 1 for the likeliest."""
 

@@ -113,6 +113,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         Literal["auto", "int8"],
         option("What keys and values are kept in: auto as they are computed, int8 rounded, which takes half the room."),
     ] = "auto"
+    guided_decoding_backend: Annotated[
+        Literal["auto", "llguidance", "off"],
+        option("What keeps outputs to schemas, patterns and grammars; off refuses requests for it."),
+    ] = "auto"
     threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)

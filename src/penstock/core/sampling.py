@@ -7,6 +7,7 @@ from typing import Self
 import msgspec
 
 from .errors import Code, PenstockError, invalid
+from .guided import GuidedDecodingParams
 
 MOST_LOGPROBS = 20
 """Alternatives a position may list; the widest any dialect offers."""
@@ -20,6 +21,8 @@ MOST = {
     "allowed_token_ids": 4096,
 }
 """Entries of what is looked through at every step."""
+NOT_GUIDED = ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos")
+"""What might leave no token that a form allows, or go on where the form has ended."""
 MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
 """Of all entries together."""
 
@@ -65,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not come out."""
     allowed_token_ids: tuple[int, ...] | None = None
+    guided_decoding: GuidedDecodingParams | None = None
+    """The form that the output has."""
 
     logprobs: int | None = None
     """Likeliest alternatives to give with each generated token, besides its own; 0 gives its own only."""
@@ -112,6 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("bad_word_ids", "must not hold an empty sequence")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
+        if self.guided_decoding is not None and (others := [name for name in NOT_GUIDED if getattr(self, name)]):
+            raise invalid(others[0], "does not go with guided decoding")
         if not self.spaces_between_special_tokens:
             raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
 

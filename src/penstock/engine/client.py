@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
-from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta
+from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 
 from . import wire
 
@@ -30,14 +30,21 @@ class EngineClient:
     Args:
         deliver: called with each step's deltas for this client.
         lost: called with the reason when the engine is gone: every open request has ended with it.
+        vocabulary: called when an engine has to know what tokens spell.
     """
 
     def __init__(
-        self, address: str, deliver: Callable[[list[TokenDelta]], None], lost: Callable[[Failure], None]
+        self,
+        address: str,
+        deliver: Callable[[list[TokenDelta]], None],
+        lost: Callable[[Failure], None],
+        vocabulary: Callable[[], Vocabulary],
     ) -> None:
         self._address = address
         self._deliver = deliver
         self._lost = lost
+        self._vocabulary = vocabulary
+        self._taught = False
         self._loop = asyncio.get_running_loop()
         self._failure = STARTING
         self.engine: wire.Ready | None = None
@@ -66,6 +73,9 @@ class EngineClient:
     def add(self, request: EngineRequest) -> None:
         """Raises ``PenstockError`` (``unavailable``) where no engine is there to take it."""
         self.check()
+        if request.sampling.guided_decoding and not self._taught:
+            self._send(wire.Learn(self._vocabulary()))
+            self._taught = True
         self._send(wire.Add(request))
 
     def abort(self, request_id: str) -> None:
@@ -142,6 +152,7 @@ class EngineClient:
             return
         self._loop.add_reader(self._pidfd, self._mourn)
         self.engine = engine
+        self._taught = False
         self._found.set()
 
     def _mourn(self) -> None:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from penstock import demo, ops
-from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta
+from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 from penstock.models import cache_folder, load_model, read_config
 
 from .blocks import BlockPool
+from .guided import Guides
 from .memory import count_blocks, count_host_blocks
 from .runner import Runner
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+COMPILING = 0.02
+"""Seconds that a step with nothing to compute waits for forms to be compiled."""
 
 
 class Engine:
@@ -60,6 +67,7 @@ class Engine:
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
         )
+        self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
         self._runner = Runner(
             self.model,
             backend,
@@ -84,11 +92,18 @@ class Engine:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
         _check(request, self.model.config.vocabulary)
         self.scheduler.fitted(request)
+        if form := request.sampling.guided_decoding:
+            self._guides.compile(form).result()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
         _check(request, self.model.config.vocabulary)
-        self.scheduler.add(request)
+        form = request.sampling.guided_decoding
+        self.scheduler.add(request, partial(self._guides.compile, form) if form else None)
+
+    def learn(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """What tokens spell, before the first request that is guided. Called where it is not known."""
+        self._guides.learn(vocabulary)
 
     @property
     def has_room(self) -> bool:
@@ -110,9 +125,11 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Run one step. What goes wrong in it ends the requests it was for, and no others."""
-        deltas = self.scheduler.expire(time.monotonic())
+        deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.let_in()
         plan = self.scheduler.schedule()
         if not plan:
+            if compiling := self.scheduler.compiling:
+                wait(compiling, COMPILING, FIRST_COMPLETED)
             return deltas
         try:
             outcome = self._runner.collect(self._runner.submit(plan))

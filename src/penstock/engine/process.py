@@ -132,6 +132,8 @@ class Server:
         match message:
             case wire.Hello():
                 self._socket.send_multipart((client, wire.encode(self._ready)))
+            case wire.Learn(vocabulary):
+                self._engine.learn(lambda: vocabulary)
             case wire.Add(request):
                 own = msgspec.structs.replace(request, request_id=_inside(client, request.request_id))
                 try:

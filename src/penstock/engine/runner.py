@@ -13,6 +13,7 @@ from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
 from .flatten import Flattener, prompt_tokens, scores_wanted
+from .guided import Masks
 from .plan import Draw, Outcome, Plan
 from .sampler import logprobs, sample, wants_likeliest
 from .sequence import Sequence
@@ -51,6 +52,7 @@ class Runner:
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
         self._flatten = Flattener(rows, longest, spec.block_size, device)
+        self._masks = Masks(model.config.vocabulary)
         self._hidden = ops.recorded(
             partial(model.hidden, cache=self._cache),
             tokens=tokens,
@@ -65,14 +67,16 @@ class Runner:
         self._ops.copy_blocks(self._cache, self._cache, plan.copies)
         if not plan.items:
             return Outcome([])
-        batch = self._flatten(plan)
-        return self._draw(plan, self._hidden(batch))
+        masks = self._masks.begin([sequence.guide for item in plan.items for sequence in item.samples])
+        hidden = self._hidden(self._flatten(plan))
+        return self._draw(plan, hidden, masks.result().to(self._device) if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:
         return handle
 
-    def _draw(self, plan: Plan, hidden: Tensor) -> Outcome:
-        """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted."""
+    def _draw(self, plan: Plan, hidden: Tensor, allowed: Tensor | None) -> Outcome:
+        """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted, ``allowed``
+        the tokens that those who draw may choose, where that is not all."""
         last_rows: list[int] = []
         sequences: list[Sequence] = []
         prompts: dict[int, list[list[Logprob]]] = {}
@@ -86,17 +90,20 @@ class Runner:
             sequences += item.samples
         draws: list[Draw] = []
         if sequences:
-            draws = self._sample(hidden, last_rows, sequences)
+            draws = self._sample(hidden, last_rows, sequences, allowed)
         return Outcome(draws, prompts)
 
-    def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence]) -> list[Draw]:
+    def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""
         plain = [wants_likeliest(sequence) for sequence in sequences]
-        chosen = [row for row, own in zip(rows, plain, strict=True) if own]
-        token_ids = iter(self._model.likeliest(hidden[chosen]).tolist() if chosen else [])
-        others = [i for i, own in enumerate(plain) if not own]
-        scores = self._model.scores(hidden[[rows[i] for i in others]]) if others else None
-        drawn = iter(sample(scores, [sequences[i] for i in others]) if scores is not None else [])
+        token_ids, drawn = iter(list[int]()), iter(list[Draw]())
+        if chosen := [i for i, own in enumerate(plain) if own]:
+            own_allowed = None if allowed is None else allowed[chosen]
+            token_ids = iter(self._model.likeliest(hidden[[rows[i] for i in chosen]], own_allowed).tolist())
+        if others := [i for i, own in enumerate(plain) if not own]:
+            own_allowed = None if allowed is None else allowed[others]
+            scores = self._model.scores(hidden[[rows[i] for i in others]])
+            drawn = iter(sample(scores, [sequences[i] for i in others], own_allowed))
         return [Draw([next(token_ids)]) if own else next(drawn) for own in plain]
 
     def _prompt_logprobs(self, hidden: Tensor, tokens: list[int], sequence: Sequence) -> list[list[Logprob]]:

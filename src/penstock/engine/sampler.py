@@ -22,7 +22,7 @@ BIN_SHIFT = 20
 """Bits of a float32 that its bin leaves away: eight bins from one power of two to the next."""
 
 
-def sample(scores: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
+def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = None) -> list[Draw]:
     """Draw the next token of each sequence.
 
     Every row is handled as if it were alone: what it draws depends on its scores, its tokens, its parameters and its
@@ -30,8 +30,9 @@ def sample(scores: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
 
     Args:
         scores: ``[sequences, vocabulary]`` float32.
+        allowed: ``[sequences, vocabulary / 32]`` int32, a bit for each token that may be drawn; None is all.
     """
-    adjusted = adjust(scores, sequences)
+    adjusted = adjust(scores, sequences, allowed)
     chosen = adjusted.argmax(-1)
     random = [i for i, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
     for start in range(0, len(random), ROWS_AT_ONCE):
@@ -47,7 +48,7 @@ def sample(scores: Tensor, sequences: Rows[Sequence]) -> list[Draw]:
 # --- Adjusting --------------------------------------------------------------------------------------------------------
 
 
-def adjust(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def adjust(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = None) -> Tensor:
     """Scores with everything applied that a request asks for besides temperature and truncation."""
     changed = scores
     for i, sequence in enumerate(sequences):
@@ -56,6 +57,11 @@ def adjust(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
                 if changed is scores:
                     changed = scores.clone()
                 apply(changed[i], sequence)
+        if allowed is not None and sequence.guide:
+            if changed is scores:
+                changed = scores.clone()
+            bits = np.unpackbits(allowed[i].cpu().numpy().view(np.uint8), count=scores.shape[1], bitorder="little")
+            changed[i].masked_fill_(torch.from_numpy(bits == 0).to(scores.device), NEVER)
     return changed
 
 

@@ -13,6 +13,8 @@ import heapq
 import math
 import random
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +25,7 @@ from penstock.core.options import SchedulerOptions
 
 from . import prefix
 from .blocks import BlockPool
+from .guided import Grammar
 from .plan import Draw, Item, Outcome, Plan
 from .sequence import Sequence, State
 from .waiting import Waiting
@@ -59,6 +62,7 @@ class Scheduler:
         self.preemptions = 0
         self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
         self._families: dict[str, list[Sequence]] = {}
+        self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
         self._deadlines: list[tuple[float, int, str]] = []
         self._rows = list(range(options.max_num_seqs - 1, -1, -1))
         self._rows_due = 0
@@ -97,8 +101,8 @@ class Scheduler:
         """Whether one more request may wait. What a free row is there for does not count as waiting."""
         return len(self.waiting) < self.options.max_waiting + len(self._rows)
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request.
+    def add(self, request: EngineRequest, compile_form: Callable[[], Future[Grammar]] | None = None) -> None:
+        """Queue a request, which runs once the form that guides it is compiled.
 
         Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
         """
@@ -112,10 +116,36 @@ class Scheduler:
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
         self._arrivals += 1
+        if compile_form:
+            self._compiling.append((first, compile_form()))
+            self.waiting.expect()
+        else:
+            self.waiting.push(first)
         self._families[request.request_id] = [first]
-        self.waiting.push(first)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, first.order, request.request_id))
+
+    def let_in(self) -> list[TokenDelta]:
+        """Queue those whose form is compiled; returns the last deltas of those whose form is wrong."""
+        deltas: list[TokenDelta] = []
+        compiling, self._compiling = self._compiling, []
+        for sequence, grammar in compiling:
+            if sequence.state is State.FINISHED:
+                continue
+            if not grammar.done():
+                self._compiling.append((sequence, grammar))
+            elif error := grammar.exception():
+                failure = error.failure if isinstance(error, PenstockError) else Failure(Code.INTERNAL, str(error))
+                deltas += self.abort(sequence.request.request_id, failure)
+            else:
+                sequence.guide = grammar.result().begin()
+                self.waiting.push(sequence, expected=True)
+        return deltas
+
+    @property
+    def compiling(self) -> list[Future[Grammar]]:
+        """Forms that requests wait for."""
+        return [grammar for _, grammar in self._compiling]
 
     def expire(self, now: float) -> list[TokenDelta]:
         """End requests whose deadline has passed; ``now`` is on the same clock."""
@@ -332,20 +362,30 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, draw: Draw) -> TokenDelta:
         """Append what was drawn and end the sequence where it is time."""
-        finished, stop_token = None, None
-        for token in draw.token_ids:
+        finished, stop_token, failure = None, None, None
+        guide, token_ids = sequence.guide, draw.token_ids
+        for i, token in enumerate(token_ids, 1):
             sequence.tokens.append(token)
             if token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
                 finished, stop_token = FinishReason.STOP, token
+            elif guide and not guide.take(token):
+                finished, failure = FinishReason.ERROR, guide.failure
+            elif guide and guide.complete:
+                finished = FinishReason.STOP
             elif len(sequence.tokens) >= sequence.longest:
                 finished = FinishReason.LENGTH
+            elif guide and i == len(token_ids) and not sequence.pending and draw.logprobs is None:
+                token_ids += guide.forced()
+            if finished:
+                del token_ids[i:]
         delta = TokenDelta(
             request_id=sequence.request.request_id,
             sequence=sequence.index,
-            token_ids=draw.token_ids,
+            token_ids=token_ids,
             logprobs=draw.logprobs,
             prompt_logprobs=sequence.prompt_logprobs,
             finished=finished,
+            failure=failure,
             stop_token=stop_token,
             cached_tokens=sequence.cached or 0,
             queued=sequence.queued,

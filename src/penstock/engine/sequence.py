@@ -7,6 +7,8 @@ from enum import Enum, auto
 
 from penstock.core import EngineRequest, Logprob
 
+from .guided import Guide
+
 
 class State(Enum):
     WAITING = auto()  # in the queue: new, or preempted with its blocks given back
@@ -28,6 +30,7 @@ class Sequence:
         "cached",
         "chain",
         "computed",
+        "guide",
         "host_blocks",
         "index",
         "longest",
@@ -79,6 +82,8 @@ class Sequence:
         self.arrived = time.monotonic()
         self.queued = 0.0
         """Seconds it waited at first, until they are told."""
+        self.guide: Guide | None = None
+        """Its way through the form that its output has."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
         """Those of the prompt so far; None where they are not wanted or given already."""
 
@@ -98,4 +103,5 @@ class Sequence:
         twin.computed, twin.planned, twin.cached = self.computed, self.planned, self.cached
         twin.blocks = blocks
         twin.prompt_logprobs = None
+        twin.guide = self.guide.copy() if self.guide else None
         return twin

@@ -34,8 +34,12 @@ class Waiting:
     def is_long(self, sequence: Sequence) -> bool:
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.computed
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, expected: bool = False) -> None:
         heappush(self._long if self.is_long(sequence) else self._short, (self.place(sequence), sequence))
+        self._count += not expected
+
+    def expect(self) -> None:
+        """One more waits, which is pushed once it can run."""
         self._count += 1
 
     def first(self, with_long: bool) -> Sequence | None:

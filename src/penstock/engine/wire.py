@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core import EngineRequest, Failure, TokenDelta
+from penstock.core import EngineRequest, Failure, TokenDelta, Vocabulary
 from penstock.core.options import EngineOptions, LogOptions
 
 
@@ -14,6 +14,12 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
     """The client is still there. Everything it says counts as this; answered with ``Stats``."""
+
+
+class Learn(msgspec.Struct, tag=True, frozen=True):
+    """What tokens spell; comes before the first request that is guided."""
+
+    vocabulary: Vocabulary
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
@@ -66,7 +72,7 @@ class Deltas(msgspec.Struct, tag=True, frozen=True):
     deltas: list[TokenDelta]
 
 
-ToEngine = Hello | Beat | Add | Abort | Stop
+ToEngine = Hello | Beat | Learn | Add | Abort | Stop
 FromEngine = Ready | Stats | Deltas
 Report = Ready | Broken
 """The one line of JSON that an engine writes on its standard output, for the process that started it."""

@@ -40,7 +40,7 @@ class Gateway:
 
     def __init__(self, address: str, preparer: Preparer) -> None:
         self.preparer = preparer
-        self.engine = EngineClient(address, self._deliver, self._lost)
+        self.engine = EngineClient(address, self._deliver, self._lost, preparer.vocabulary)
         self._open: dict[str, asyncio.Queue[TokenDelta | Failure]] = {}
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")

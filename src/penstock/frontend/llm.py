@@ -92,6 +92,8 @@ class LLM:
         assemblers = []
         for prompt, sampling, rank in zip(each, params, ranks, strict=True):
             assemblers.append(self._preparer.request(str(next(self._ids)), prompt, sampling, rank))
+            if assemblers[-1].request.sampling.guided_decoding:
+                self.engine.learn(self._preparer.vocabulary)
             self.engine.check(assemblers[-1].request)
         return self._run(assemblers, use_tqdm)
 

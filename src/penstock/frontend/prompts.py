@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock import demo
-from penstock.core import EngineRequest, SamplingParams
+from penstock.core import EngineRequest, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
 from penstock.text import Tokenizer
 
@@ -57,6 +57,10 @@ class Preparer:
             cache_salt=cache_salt,
         )
         return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None)
+
+    def vocabulary(self) -> Vocabulary:
+        """What guided decoding has to know of the tokens."""
+        return Vocabulary(self.tokenizer.to_json(), list(self._defaults.eos_token_ids))
 
     def conversation(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""

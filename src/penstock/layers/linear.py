@@ -68,6 +68,10 @@ class Embedding:
         """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
         return self._matrix.multiply(x, wide=True)
 
-    def likeliest(self, x: Tensor) -> Tensor:
-        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64, without keeping the others."""
-        return self._matrix.likeliest(x)
+    def likeliest(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64, without keeping the others.
+
+        Args:
+            allowed: ``[rows, vocabulary / 32]`` int32, a bit for each token that may be chosen; None is all.
+        """
+        return self._matrix.likeliest(x, allowed)

@@ -119,6 +119,10 @@ class Decoder:
         return (self._head or self._embedding).scores(hidden)
 
     @torch.inference_mode()
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64."""
-        return (self._head or self._embedding).likeliest(hidden)
+    def likeliest(self, hidden: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64.
+
+        Args:
+            allowed: ``[rows, vocabulary / 32]`` int32, a bit for each token that may be chosen; None is all.
+        """
+        return (self._head or self._embedding).likeliest(hidden, allowed)

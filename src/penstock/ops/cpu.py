@@ -74,13 +74,14 @@ class Sketch:
     resting: int = 0
     """Calls that go without it, since it did not pay in the one before them."""
 
-    def likeliest(self, x: Tensor, out: Tensor) -> bool:
-        """Fill ``out`` as ``likeliest`` does, or say that it takes the whole matrix."""
+    def likeliest(self, x: Tensor, out: Tensor, allowed: int = 0) -> bool:
+        """Fill ``out`` as ``likeliest`` does, or say that it takes the whole matrix; bits of what is allowed lie at an
+        address, 0 is all."""
         if self.resting:
             self.resting -= 1
             return False
         _held, given = _given(x, self.rounded)
-        found = _kernels.likeliest_by_sketch(x.data_ptr(), *given, self.native, out.data_ptr(), x.shape[0])
+        found = _kernels.likeliest_by_sketch(x.data_ptr(), *given, self.native, allowed, out.data_ptr(), x.shape[0])
         self.resting = 0 if found else REST
         return found
 
@@ -255,12 +256,18 @@ def gated(x: Tensor, matrix: Matrix) -> Tensor:
     return out
 
 
-def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
+def likeliest(x: Tensor, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
     x, out = contiguous(x), empty((x.shape[0],), torch.int64)
-    if matrix.sketch and matrix.sketch.likeliest(x, out):
+    bits = 0
+    if allowed is not None:
+        if allowed.shape != (x.shape[0], -(-matrix.outputs // 32)) or allowed.dtype is not torch.int32:
+            raise ValueError(f"bits of {tuple(allowed.shape)} {allowed.dtype} for {matrix.outputs} outputs")
+        allowed = allowed.contiguous()
+        bits = allowed.data_ptr()
+    if matrix.sketch and matrix.sketch.likeliest(x, out, bits):
         return out
     _held, given = _given(x, matrix)
-    _kernels.likeliest(*given, matrix.native, out.data_ptr(), x.shape[0])
+    _kernels.likeliest(*given, matrix.native, bits, out.data_ptr(), x.shape[0])
     return out
 
 

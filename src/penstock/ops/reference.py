@@ -107,9 +107,22 @@ def gated(x: Tensor, matrix: Matrix) -> Tensor:
     return silu_mul(linear(x, matrix))
 
 
-def likeliest(x: Tensor, matrix: Matrix) -> Tensor:
-    """The output that is largest, the first where several are: ``[tokens, in]`` to ``[tokens]`` int64."""
-    return linear(x, matrix, wide=True).argmax(-1)
+def likeliest(x: Tensor, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
+    """The output that is largest, the first where several are: ``[tokens, in]`` to ``[tokens]`` int64.
+
+    Args:
+        allowed: ``[tokens, outputs / 32]`` int32, a bit for each output that may be chosen, the lowest first; at least
+            one a token.
+    """
+    scores = linear(x, matrix, wide=True)
+    return (scores if allowed is None else only(scores, allowed)).argmax(-1)
+
+
+def only(scores: Tensor, allowed: Tensor) -> Tensor:
+    """``[rows, outputs]``, but minus infinity where a bit of ``[rows, outputs / 32]`` int32 is not set."""
+    places = torch.arange(32, dtype=torch.int32, device=scores.device)
+    bits = (allowed[:, :, None] >> places) & 1
+    return scores.masked_fill(bits.flatten(1)[:, : scores.shape[1]] == 0, float("-inf"))
 
 
 def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:

@@ -24,9 +24,9 @@ class Matrix:
         """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half."""
         return self._ops.gated(x, self._matrix)
 
-    def likeliest(self, x: Tensor) -> Tensor:
-        """``[tokens, in]`` to the largest output of each, ``[tokens]`` int64."""
-        return self._ops.likeliest(x, self._matrix)
+    def likeliest(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """``[tokens, in]`` to the largest output of each, ``[tokens]`` int64, of those that bits allow."""
+        return self._ops.likeliest(x, self._matrix, allowed)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows ``[tokens]`` of the matrix, as an embedding tied to it needs them."""

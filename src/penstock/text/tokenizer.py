@@ -52,6 +52,10 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self.vocabulary, self.special_ids if skip_special_tokens else ())
 
+    def to_json(self) -> str:
+        """As ``tokenizer.json`` has it, whatever file it came from."""
+        return str(self._tokenizer.to_str())
+
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 

@@ -13,6 +13,7 @@ from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
+from .forms import form_of
 from .schema import NOT_YET, ChatRequest, CompletionRequest, Message, Request, TokenizeRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -59,6 +60,8 @@ def sampling_of(request: Request, defaults: SamplingParams, **own: Any) -> Sampl
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         if name in given:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+    if (form := form_of(request)) is not None:
+        given["guided_decoding"] = form
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "goes with stream only")
     return defaults.replace(**given, **own)

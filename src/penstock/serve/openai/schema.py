@@ -24,6 +24,34 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Kept to in either case."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of these forms."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Annotated[list[Words], msgspec.Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all requests that generate have in common. A field that is null is one that is not given."""
 
@@ -54,6 +82,22 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
+
+    response_format: ResponseFormat | None = None
+    """The form of the answer: any JSON object, or one after a schema."""
+    guided_json: str | dict[str, Any] | None = None
+    """A JSON Schema that the answer keeps to."""
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[Words], msgspec.Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    """In Lark's or GBNF's notation."""
+    guided_whitespace_pattern: str | None = None
+    """What may stand between the parts of JSON."""
+    guided_decoding_disable_any_whitespace: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with tagged parts that follow a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """The newer name of all these."""
 
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
@@ -190,12 +234,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
@@ -206,9 +245,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "prompt_token_ids": (),
     "reasoning_effort": (),
     "reasoning_max_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),

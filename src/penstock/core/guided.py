@@ -1,0 +1,93 @@
+"""What an output must look like."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from .errors import invalid
+
+MOST_CHARACTERS = 262_144
+"""Of a schema, pattern or grammar."""
+MOST_CHOICES = 4096
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One form that the output has from its first token to its last.
+
+    Raises ``PenstockError`` (``invalid``) unless there is exactly one, of the right type. Whether it can be kept to is
+    known when it is compiled, by the engine.
+    """
+
+    json: Any = None
+    """A JSON Schema (draft 2020-12): as text, as an object, or a pydantic model."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """Of the whole output; in the syntax of Rust's ``regex``, without looking around."""
+    choice: tuple[str, ...] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """Context free, in Lark's or GBNF's notation."""
+    structural_tag: Any = None
+    """Free text with tagged parts that keep to schemas: ``{"structures": [{"begin", "schema", "end"}], "triggers"}``,
+    as text or as an object."""
+    disable_any_whitespace: bool = False
+    """JSON without any space or line break between its parts."""
+    whitespace_pattern: str | None = None
+    """A pattern of what may stand between the parts of JSON."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            names = " and ".join(given) or "none"
+            raise invalid("guided_decoding", f"give one of {', '.join(FORMS)}; there is {names}")
+        for name in ("json", "structural_tag"):
+            if (value := getattr(self, name)) is not None:
+                msgspec.structs.force_setattr(self, name, as_json(f"guided_{name}" if name == "json" else name, value))
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
+            raise invalid("guided_choice", "must hold at least one text, and none that is empty")
+        if len(self.choice or ()) > MOST_CHOICES:
+            raise invalid("guided_choice", f"must hold at most {MOST_CHOICES} texts", MOST_CHOICES)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, str):
+                raise invalid(f"guided_{name}", f"must be text, is {type(value).__name__}")
+        if self.characters > MOST_CHARACTERS:
+            raise invalid(self.field, f"must have at most {MOST_CHARACTERS} characters", MOST_CHARACTERS)
+
+    @property
+    def field(self) -> str:
+        """What requests call the form that is asked for."""
+        form = next(name for name in FORMS if getattr(self, name) not in (None, False))
+        return form if form == "structural_tag" else f"guided_{form}"
+
+    @property
+    def characters(self) -> int:
+        texts = (
+            self.json,
+            self.regex,
+            self.grammar,
+            self.structural_tag,
+            self.whitespace_pattern,
+            *(self.choice or ()),
+        )
+        return sum(len(text) for text in texts if text)
+
+
+def as_json(field: str, given: Any) -> str:
+    """A schema as text, whichever way it was given. Raises ``PenstockError`` (``invalid``) for what is none."""
+    if isinstance(given, type) and hasattr(given, "model_json_schema"):
+        given = given.model_json_schema()
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(found, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise invalid(field, f"is not JSON: {error}") from error
+    if not isinstance(found, dict | bool):
+        raise invalid(field, "must be a JSON object")
+    return text

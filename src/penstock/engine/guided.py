@@ -1,0 +1,188 @@
+"""Guided decoding: which tokens may come next, so that an output has the form that was asked for.
+
+llguidance compiles schemas, patterns and grammars, and tells the tokens. What it cannot keep to it refuses by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
+from penstock.core.errors import invalid
+
+KEPT = 256
+"""Compiled forms that are kept for the next request with the same."""
+WHITESPACE = r"[ \n\r\t]{1,64}"
+"""Between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing else."""
+
+
+class Guide:
+    """One sequence's way through its form."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> Guide:
+        """For a sibling that goes on from here."""
+        return Guide(self._matcher.deep_copy())
+
+    def take(self, token: int) -> bool:
+        """The sequence goes on with a token; False where it cannot, as where a form takes too long to follow."""
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(Code.INTERNAL, f"guided decoding: {_first_line(self._matcher.get_error())}")
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can be added any more."""
+        return bool(self._matcher.is_stopped())
+
+    def fill(self, row: np.ndarray) -> None:
+        """Set the bits of the tokens that may come next, ``[vocabulary / 32]`` int32, and no others."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def forced(self) -> list[int]:
+        """The tokens that come next, where no others can."""
+        return list(self._matcher.compute_ff_tokens())
+
+
+class Grammar:
+    """A compiled form."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def begin(self) -> Guide:
+        return Guide(self._matcher.deep_copy())
+
+
+class Guides:
+    """Compiles forms in a thread of its own, and keeps those that were asked for last.
+
+    Args:
+        backend: ``off`` refuses all.
+        size: of the model's vocabulary.
+    """
+
+    def __init__(self, backend: str, size: int) -> None:
+        self._backend = backend
+        self._size = size
+        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: Any = None
+        self._thread = ThreadPoolExecutor(1, "compile")
+        self._compiled: OrderedDict[GuidedDecodingParams, Future[Grammar]] = OrderedDict()
+
+    def learn(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """What the model's tokens spell; it is the same for all who tell."""
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary()
+
+    def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
+        """A form, compiled now or before. Its future raises ``PenstockError`` where it cannot be kept to.
+
+        Raises ``PenstockError`` (``unsupported``) where guided decoding is off.
+        """
+        if self._backend == "off":
+            raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
+        if self._vocabulary is None:
+            raise PenstockError(Code.UNAVAILABLE, "the engine does not know what its tokens spell")
+        if (found := self._compiled.get(params)) is None:
+            found = self._compiled[params] = self._thread.submit(self._compile, params)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(params)
+        return found
+
+    def _compile(self, params: GuidedDecodingParams) -> Grammar:
+        from llguidance import LLMatcher, LLTokenizer
+
+        if self._tokenizer is None:
+            assert self._vocabulary is not None
+            known = self._vocabulary
+            self._tokenizer = LLTokenizer(known.tokenizer, n_vocab=self._size, eos_token=known.eos)
+        try:
+            matcher = LLMatcher(self._tokenizer, _grammar(params), log_level=0)
+        except ValueError as error:
+            raise invalid(params.field, f"is wrong: {_first_line(str(error))}") from error
+        if matcher.is_error():
+            raise PenstockError(
+                Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {_first_line(matcher.get_error())}", params.field
+            )
+        return Grammar(matcher)
+
+
+class Masks:
+    """Tokens that sequences may go on with, found in a thread while the model computes.
+
+    Args:
+        vocabulary: tokens of the model.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._words = -(-vocabulary // 32)
+        self._thread = ThreadPoolExecutor(1, "masks")
+
+    def begin(self, guides: Sequence[Guide | None]) -> Future[Tensor] | None:
+        """Bits ``[sequences, vocabulary / 32]`` int32; None where no sequence has a guide."""
+        return self._thread.submit(self._fill, list(guides)) if any(guides) else None
+
+    def _fill(self, guides: list[Guide | None]) -> Tensor:
+        rows = np.full((len(guides), self._words), -1, np.int32)
+        for row, guide in zip(rows, guides, strict=True):
+            if guide:
+                guide.fill(row)
+        return torch.from_numpy(rows)
+
+
+def _grammar(params: GuidedDecodingParams) -> str:
+    """In llguidance's own form. Raises ``ValueError`` where it is none."""
+    from llguidance import LLMatcher, StructTag, grammar_from
+
+    if params.json is not None or params.json_object:
+        return str(LLMatcher.grammar_from_json_schema(params.json or '{"type": "object"}', overrides=_options(params)))
+    if params.regex is not None:
+        return str(grammar_from("regex", params.regex))
+    if params.choice is not None:
+        return str(grammar_from("choice", json.dumps(params.choice)))
+    if params.grammar is not None:
+        return str(grammar_from("grammar", params.grammar))
+    return str(StructTag.to_grammar(_tags(params), assume_special=False))
+
+
+def _options(params: GuidedDecodingParams) -> Any:
+    """Of JSON. A schema that asks to be taken loosely is not."""
+    if params.disable_any_whitespace:
+        return {"lenient": False, "whitespace_flexible": False}
+    return {"lenient": False, "whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+
+
+def _tags(params: GuidedDecodingParams) -> list[Any]:
+    from llguidance import StructTag
+
+    found = json.loads(params.structural_tag)
+    triggers, tags = found.get("triggers"), []
+    for structure in found.get("structures") or ():
+        begin, schema, end = structure.get("begin"), structure.get("schema", {}), structure.get("end", "")
+        trigger = next((t for t in triggers or () if str(begin).startswith(t)), None)
+        if not isinstance(begin, str) or not isinstance(end, str) or not trigger:
+            raise ValueError(f"begin must be text that starts with a trigger, is {begin!r}")
+        if not isinstance(schema, dict):
+            raise ValueError(f"schema must be an object, is {schema!r}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema | {"x-guidance": _options(params)}, end=end))
+    if not tags:
+        raise ValueError("structures must name at least one")
+    return tags
+
+
+def _first_line(words: str) -> str:
+    return words.strip().partition("\n")[0][:500]

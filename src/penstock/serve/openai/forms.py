@@ -1,0 +1,57 @@
+"""The form that an answer has, by any of the names that clients know for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core import GuidedDecodingParams
+from penstock.core.errors import invalid
+
+from .schema import Request, ResponseFormat
+
+GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+
+
+def form_of(request: Request) -> GuidedDecodingParams | None:
+    """Raises ``PenstockError`` (``invalid``) where several are asked for, or one is wrong."""
+    given = {name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None}
+    if request.structural_tag is not None:
+        given["structural_tag"] = request.structural_tag
+    if request.guided_decoding_disable_any_whitespace is not None:
+        given["disable_any_whitespace"] = request.guided_decoding_disable_any_whitespace
+    sources = {
+        "guided_decoding": given,
+        "structured_outputs": _structured(request),
+        "response_format": _format(request),
+    }
+    named = [name for name, form in sources.items() if form.keys() - {"disable_any_whitespace", "whitespace_pattern"}]
+    if len(named) > 1:
+        raise invalid(named[1], f"does not go with {named[0]}: an answer has one form")
+    wanted = {name: value for form in sources.values() for name, value in form.items()}
+    if not named:
+        if wanted:
+            raise invalid("guided_whitespace_pattern", "goes with a form only")
+        return None
+    return GuidedDecodingParams(**wanted)
+
+
+def _structured(request: Request) -> dict[str, Any]:
+    form = request.structured_outputs
+    if form is None:
+        return {}
+    return {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
+
+
+def _format(request: Request) -> dict[str, Any]:
+    form: ResponseFormat | None = request.response_format
+    if form is None or form.type == "text":
+        return {}
+    if form.type == "json_object":
+        return {"json_object": True}
+    if form.type == "structural_tag":
+        return {"structural_tag": {"structures": form.structures or [], "triggers": form.triggers or []}}
+    if form.json_schema is None:
+        raise invalid("response_format.json_schema", "is missing")
+    if form.json_schema.schema is None:
+        return {"json_object": True}
+    return {"json": form.json_schema.schema}

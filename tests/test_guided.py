@@ -1,0 +1,264 @@
+"""Guided decoding: what comes out has the form that was asked for, or the request is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from serving import Served
+
+from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
+from penstock.core import Code
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "address": {"$ref": "#/$defs/address"},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog", None]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "address"],
+    "additionalProperties": False,
+    "$defs": {"address": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+}
+ASKED = [{"role": "user", "content": "Tell me about Anna, who lives in Paris."}]
+TAGGED = {
+    "structures": [
+        {"begin": "<f>", "schema": {"type": "object", "properties": {"x": {"type": "integer"}}}, "end": "</f>"}
+    ],
+    "triggers": ["<f>"],
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_gpu_blocks_override=400, block_size=16)
+
+
+def guided(**form: Any) -> GuidedDecodingParams:
+    return GuidedDecodingParams(**form)
+
+
+def sampling(form: GuidedDecodingParams, **params: Any) -> SamplingParams:
+    return SamplingParams(guided_decoding=form, **{"temperature": 0, "max_tokens": 300} | params)
+
+
+FORMS: dict[str, tuple[GuidedDecodingParams, str]] = {
+    "regex": (guided(regex=r"\d{3}-\d{4}|[a-f]+(é|日)?"), r"\d{3}-\d{4}|[a-f]+(é|日)?"),
+    "choice": (guided(choice=["yes", "no", "no way", "日本"]), "yes|no|no way|日本"),
+    "lark": (guided(grammar='start: "a" (b | "c")+ "d"\nb: "(" "b"? ")"'), r"a(\(b?\)|c)+d"),
+    "gbnf": (guided(grammar='root ::= "a" ("b" | "c") "d"'), "a(b|c)d"),
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("form", FORMS)
+def test_text_has_its_form(llm: LLM, form: str, temperature: float) -> None:
+    params, pattern = FORMS[form]
+    # a model that knows nothing of the form may go on for as long as it allows
+    outputs = llm.chat(ASKED, sampling(params, temperature=temperature, seed=1, n=4 if temperature else 1))[0].outputs
+    assert any(made.finish_reason == "stop" for made in outputs)
+    for made in outputs:
+        assert made.finish_reason == "length" or re.fullmatch(pattern, made.text), made.text
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("options", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
+def test_json_keeps_to_its_schema(llm: LLM, temperature: float, options: dict[str, Any]) -> None:
+    params = sampling(guided(json=PERSON, **options), temperature=temperature, seed=5, n=3 if temperature else 1)
+    for made in llm.chat(ASKED, params)[0].outputs:
+        if made.finish_reason == "length":
+            continue  # within a long name
+        found = json.loads(made.text)
+        jsonschema.validate(found, PERSON)
+        if options.get("disable_any_whitespace"):
+            assert made.text == json.dumps(found, separators=(",", ":"), ensure_ascii=False)
+
+
+def test_any_object(llm: LLM) -> None:
+    made = llm.chat(ASKED, sampling(guided(json_object=True)))[0].outputs[0]
+    assert made.finish_reason == "length" or isinstance(json.loads(made.text), dict)
+
+
+def test_free_text_with_tagged_parts(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=2, max_tokens=60, guided_decoding=guided(structural_tag=TAGGED), logit_bias={}
+    )
+    made = llm.chat(ASKED, params)[0].outputs[0]
+    for inside in re.findall(r"<f>(.*?)</f>", made.text):
+        assert isinstance(json.loads(inside).get("x", 0), int)
+
+
+class City(pydantic.BaseModel, extra="forbid"):
+    name: Literal["Paris", "Rome"]
+    size: Literal["small", "large"]
+
+
+def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
+    made = llm.chat(ASKED, sampling(guided(json=City)))[0].outputs[0]
+    assert made.finish_reason == "length" or City.model_validate_json(made.text)
+
+
+def test_company_changes_nothing(llm: LLM) -> None:
+    """Nor do probabilities, without which tokens that are the only ones are not waited for, nor preemption."""
+    forms = [form for form, _ in FORMS.values()] + [guided(json=PERSON), None]
+    params = [
+        SamplingParams(guided_decoding=form, temperature=t, seed=7, max_tokens=80) for form in forms for t in (0.0, 1.0)
+    ]
+    alone = [llm.chat(ASKED, own)[0].outputs[0] for own in params]
+    told = [llm.chat(ASKED, own.replace(logprobs=1))[0].outputs[0] for own in params]
+    together = [output.outputs[0] for output in llm.chat([ASKED] * len(params), params)]
+    tight = LLM(num_gpu_blocks_override=16, block_size=16, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+    pressed = [output.outputs[0] for output in tight.chat([ASKED] * len(params) * 3, params * 3)][-len(params) :]
+    assert tight.engine.scheduler.preemptions > 0
+    for one, *others in zip(alone, told, together, pressed, strict=True):
+        assert all(other.token_ids == one.token_ids and other.text == one.text for other in others)
+
+
+def test_tokens_that_are_the_only_ones_are_not_waited_for(llm: LLM) -> None:
+    """A choice is settled by its first tokens; what is left of it takes no step where no other token could come."""
+    made = llm.generate("x", sampling(guided(regex="[0-9]\U0001f600\U0001f600\U0001f600")), use_tqdm=False)[0].outputs[
+        0
+    ]
+    assert re.fullmatch("[0-9]\U0001f600{3}", made.text)
+
+
+REFUSED = {
+    "not": {"not": {"type": "string"}},
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 3}},
+    "contains": {"type": "array", "contains": {"type": "integer"}},
+    "format": {"type": "string", "format": "shoe-size"},
+    "lenient": {"not": {}, "x-guidance": {"lenient": True}},
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: str) -> None:
+    named = "not" if keyword == "lenient" else keyword
+    with pytest.raises(PenstockError, match=rf"guided_json.*\b{named}\b") as caught:
+        llm.generate("x", sampling(guided(json=REFUSED[keyword])))
+    assert caught.value.failure.code is Code.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "(a"},
+        {"regex": "(?=a)"},
+        {"grammar": "start: nothing"},
+        {"json": "{"},
+        {"json": 5},
+        {"choice": []},
+        {"choice": ["a", ""]},
+        {"structural_tag": {"structures": []}},
+        {"structural_tag": {"structures": [{"begin": "<g>", "end": ""}], "triggers": ["<f>"]}},
+        {"json": {}, "regex": "a"},
+        {},
+        {"regex": "a" * 300_000},
+    ],
+    ids=lambda form: str(form)[:40],
+)
+def test_what_is_wrong_is_refused(llm: LLM, form: dict[str, Any]) -> None:
+    with pytest.raises(PenstockError, match=r"guided|structural"):
+        llm.generate("x", sampling(guided(**form)))
+    assert not llm.engine.busy
+
+
+@pytest.mark.parametrize(
+    "other", [{"ignore_eos": True}, {"min_tokens": 2}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]}]
+)
+def test_what_does_not_go_with_it_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(PenstockError, match=rf"{next(iter(other))}.*guided"):
+        sampling(guided(regex="a"), **other)
+
+
+# --- Over HTTP --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "400") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> str:
+    answer = client.chat.completions.create(model="default", messages=ASKED, temperature=0, max_tokens=200, **fields)
+    return str(answer.choices[0].message.content)
+
+
+def test_openai_s_client_parses_a_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="default", messages=ASKED, temperature=0, max_tokens=200, response_format=City
+    )
+    assert isinstance(answer.choices[0].message.parsed, City)
+
+
+def test_every_name_of_a_form(client: openai.OpenAI) -> None:
+    schema = City.model_json_schema()
+    made = {
+        ask(client, response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}),
+        ask(client, extra_body={"guided_json": schema}),
+        ask(client, extra_body={"guided_json": json.dumps(schema)}),
+        ask(client, extra_body={"structured_outputs": {"json": schema}}),
+    }
+    assert len(made) == 1
+    City.model_validate_json(made.pop())
+    assert ask(client, extra_body={"guided_choice": ["red", "green"]}) in ("red", "green")
+    assert ask(client, extra_body={"structured_outputs": {"choice": ["red", "green"]}}) in ("red", "green")
+    assert re.fullmatch("[0-9]{4}", ask(client, extra_body={"guided_regex": "[0-9]{4}"}))
+    assert re.fullmatch("ab+c", ask(client, extra_body={"guided_grammar": 'root ::= "a" "b" "b"? "c"'}))
+    compact = ask(client, extra_body={"guided_json": schema, "guided_decoding_disable_any_whitespace": True})
+    assert compact == json.dumps(json.loads(compact), separators=(",", ":"), ensure_ascii=False)
+
+
+def test_a_stream_is_the_answer(client: openai.OpenAI) -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": City.model_json_schema(), "strict": True},
+    }
+    whole = ask(client, response_format=form)
+    stream = client.chat.completions.create(
+        model="default", messages=ASKED, temperature=0, max_tokens=200, response_format=form, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+    completion = client.completions.create(
+        model="default",
+        prompt="x",
+        temperature=0,
+        max_tokens=20,
+        extra_body={"guided_regex": "[xy]{3}"},
+        n=2,
+        stream=True,
+    )
+    texts = ["", ""]
+    for chunk in completion:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts[0] == texts[1] and re.fullmatch("[xy]{3}", texts[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_come_before_any_token(client: openai.OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}, stream=stream)
+    with pytest.raises(openai.BadRequestError, match="one form"):
+        ask(client, response_format={"type": "json_object"}, extra_body={"guided_regex": "a"}, stream=stream)
+    assert ask(client, extra_body={"guided_choice": ["ok"]}) == "ok"
+
+
+def test_it_can_be_switched_off() -> None:
+    off = LLM(num_gpu_blocks_override=100, guided_decoding_backend="off")
+    with pytest.raises(PenstockError, match="guided_decoding_backend"):
+        off.generate("x", sampling(guided(regex="a")))
