@@ -262,3 +262,59 @@ def test_it_can_be_switched_off() -> None:
     off = LLM(num_gpu_blocks_override=100, guided_decoding_backend="off")
     with pytest.raises(PenstockError, match="guided_decoding_backend"):
         off.generate("x", sampling(guided(regex="a")))
+
+
+# --- Calls that must be made ------------------------------------------------------------------------------------------
+
+
+def tool(name: str, **properties: Any) -> Any:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
+
+
+def call(client: openai.OpenAI, stream: bool, **fields: Any) -> tuple[str | None, list[tuple[str, Any]], str]:
+    """Content, calls and why it ended; the same from a stream."""
+    asked: dict[str, Any] = {"model": "default", "messages": ASKED, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+    if not stream:
+        choice = client.chat.completions.create(**asked, **fields).choices[0]
+        made = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or ()]
+        return choice.message.content, made, choice.finish_reason
+    content, names, arguments, reason = "", {}, {}, ""
+    for chunk in client.chat.completions.create(**asked, **fields, stream=True):
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for part in delta.tool_calls or ():
+            names[part.index] = names.get(part.index, "") + (part.function.name or "")
+            arguments[part.index] = arguments.get(part.index, "") + (part.function.arguments or "")
+        reason = chunk.choices[0].finish_reason or reason
+    return content or None, [(names[i], json.loads(arguments[i])) for i in sorted(names)], reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": "roll"}}
+    content, calls, reason = call(client, stream, tool_choice=named)
+    assert (content, reason) == (None, "stop")
+    assert calls in ([("roll", {"sides": 6})], [("roll", {"sides": 20})])
+    content, calls, reason = call(client, stream, tool_choice="required", parallel_tool_calls=False)
+    assert (content, len(calls), reason) == (None, 1, "tool_calls")
+    content, calls, reason = call(client, stream, tool_choice="required")
+    assert content is None and calls
+    for name, arguments in calls:
+        known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
+        jsonschema.validate(arguments, known)
+
+
+def test_a_call_that_cannot_be_made_is_refused(client: openai.OpenAI) -> None:
+    unknown = {"type": "function", "function": {"name": "fly"}}
+    for fields, words in (
+        ({"tool_choice": unknown}, "fly.*get_weather, roll"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another form"),
+        ({"tool_choice": "required", "tools": []}, "with tools only"),
+        ({"tool_choice": "required", "tools": [tool("f", x={"not": {}})]}, "not"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(**{"model": "default", "messages": ASKED, "tools": TOOLS} | fields)

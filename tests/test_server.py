@@ -480,7 +480,7 @@ def test_what_is_not_there_yet_is_refused_by_name(plain: httpx.Client) -> None:
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False}
     nothing |= dict.fromkeys(refused.keys() - nothing.keys())
     assert plain.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **nothing}).status_code == 200
-    for field, value in {"tool_choice": "required", "parallel_tool_calls": False, "store": True, "audio": {}}.items():
+    for field, value in {"tool_choice": "required", "store": True, "audio": {}}.items():
         error = error_of(plain.post("/v1/chat/completions", json={"messages": STORY, field: value}), 400)
         assert error["message"].startswith(f"{field}: ")
 

@@ -41,13 +41,13 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     """A pattern of what may stand between the parts of JSON."""
 
     def __post_init__(self) -> None:
+        for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
+            if (value := getattr(self, name)) is not None:
+                msgspec.structs.force_setattr(self, name, as_json(field, value))
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             names = " and ".join(given) or "none"
             raise invalid("guided_decoding", f"give one of {', '.join(FORMS)}; there is {names}")
-        for name in ("json", "structural_tag"):
-            if (value := getattr(self, name)) is not None:
-                msgspec.structs.force_setattr(self, name, as_json(f"guided_{name}" if name == "json" else name, value))
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
@@ -80,14 +80,24 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
 
 def as_json(field: str, given: Any) -> str:
-    """A schema as text, whichever way it was given. Raises ``PenstockError`` (``invalid``) for what is none."""
+    """A schema as text, whichever way it was given: an object, in which whole numbers are written as such.
+
+    Raises ``PenstockError`` (``invalid``) for what is none.
+    """
     if isinstance(given, type) and hasattr(given, "model_json_schema"):
         given = given.model_json_schema()
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        found = json.loads(given if isinstance(given, str) else json.dumps(given), parse_float=_number)
+        if isinstance(found, bool):
+            found = {} if found else {"not": {}}
         text = json.dumps(found, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
-    if not isinstance(found, dict | bool):
+    if not isinstance(found, dict):
         raise invalid(field, "must be a JSON object")
     return text
+
+
+def _number(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -20,7 +20,7 @@ from penstock.core.errors import invalid
 
 KEPT = 256
 """Compiled forms that are kept for the next request with the same."""
-WHITESPACE = r"[ \n\r\t]{1,64}"
+WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing else."""
 
 

@@ -4,6 +4,6 @@ from .detokenizer import Detokenizer
 from .stops import StopStrings
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
-from .tool_calls import ToolCall, ToolCalls
+from .tool_calls import ToolCall, ToolCalls, grammar_of
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer", "ToolCall", "ToolCalls"]
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer", "ToolCall", "ToolCalls", "grammar_of"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -62,6 +63,32 @@ class ToolCalls:
             at = len(self._held) - keep
             content, self._held = content + self._held[:at], self._held[at:]
             return Parsed(content, calls)
+
+
+def grammar_of(tools: Mapping[str, Mapping[str, Any]], is_token: Callable[[str], bool], several: bool) -> str:
+    """A grammar of nothing but calls, as the model writes them by itself.
+
+    Args:
+        tools: names with the schemas of their arguments.
+        is_token: whether the vocabulary has a token of that text.
+        several: whether more than one call may come.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, arguments in tools.items()
+    ]
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+    opened, closed = (mark if is_token(mark) else json.dumps(mark) for mark in (OPEN, CLOSE))
+    more = r' ("\n" call)*' if several else ""
+    return (
+        f'start: call{more}\ncall: {opened} "\\n" inside "\\n" {closed}\n'
+        f"inside: %json {json.dumps({'anyOf': calls, 'x-guidance': spaces})}\n"
+    )
 
 
 def _may_begin(text: str) -> int:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from msgspec import UNSET, UnsetType
 
+from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
 from penstock.serve.generation import Progress, generate
 from penstock.serve.record import Record
@@ -36,8 +37,9 @@ from .answers import (
     prompt_logprobs_of,
     usage_of,
 )
+from .forms import calls_of
 from .parse import chat_sampling, messages_of, template_options
-from .schema import ChatRequest
+from .schema import ChatRequest, NamedTool
 
 Reason = Literal["stop", "length", "tool_calls"] | None
 
@@ -57,6 +59,10 @@ class Answering:
         self._messages = messages_of(request.messages)
         self._options = template_options(request, preparer.tokenizer.calls_tools)
         self._calls_tools = bool(request.tools) and request.tool_choice != "none"
+        if (calls := calls_of(request, preparer.tokenizer)) is not None:
+            if self._sampling.guided_decoding:
+                raise invalid("tool_choice", "does not go with another form of the answer")
+            self._sampling = self._sampling.replace(guided_decoding=calls)
         self.id = f"chatcmpl-{record.request_id}"
         self._created = int(time.time())
 
@@ -117,6 +123,7 @@ class Answering:
         content, calls = piece.text, list[ToolCall]()
         if telling.parser:
             content, calls = telling.parser.add(content, last=made.finished)
+            calls = self._wanted(calls, telling.calls)
         delta = ChatDelta()
         if content:
             delta.content = content
@@ -129,7 +136,7 @@ class Answering:
         if self._request.return_token_ids:
             chunk.token_ids = piece.token_ids
         if made.finished:
-            chunk.finish_reason, chunk.stop_reason = _reason(made, telling.calls > 0), made.stop_reason
+            chunk.finish_reason, chunk.stop_reason = self._reason(made, telling.calls > 0), made.stop_reason
         elif not content and not calls and chunk.logprobs is None and not self._request.return_token_ids:
             return []
         return [chunk]
@@ -138,17 +145,31 @@ class Answering:
         content, calls = made.text, list[ToolCall]()
         if self._calls_tools:
             content, calls = ToolCalls().add(content, last=True)
+            calls = self._wanted(calls, 0)
         message = ChatMessage(content=content if content or not calls else None)
         if calls:
             message.tool_calls = [_call(call) for call in calls]
         choice = ChatChoice(
-            index=made.index, message=message, finish_reason=_reason(made, bool(calls)), stop_reason=made.stop_reason
+            index=made.index,
+            message=message,
+            finish_reason=self._reason(made, bool(calls)),
+            stop_reason=made.stop_reason,
         )
         if made.logprobs is not None:
             choice.logprobs = self._logprobs(made.logprobs)
         if self._request.return_token_ids:
             choice.token_ids = made.token_ids
         return choice
+
+    def _reason(self, made: CompletionOutput, called: bool) -> Reason:
+        """As OpenAI has it: a call that was named is what ends the answer as asked."""
+        if made.finish_reason == "stop":
+            return "tool_calls" if called and not isinstance(self._request.tool_choice, NamedTool) else "stop"
+        return "length"
+
+    def _wanted(self, calls: list[ToolCall], told: int) -> list[ToolCall]:
+        """Without ``parallel_tool_calls`` the first one alone."""
+        return calls[: 1 - min(told, 1)] if self._request.parallel_tool_calls is False else calls
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(id=self.id, created=self._created, model=self._service.name, choices=choices, usage=usage)
@@ -187,9 +208,3 @@ class _Telling:
 def _call(call: ToolCall, index: int | UnsetType = UNSET) -> ToolCallAnswer:
     function = CalledFunction(name=call.name, arguments=call.arguments)
     return ToolCallAnswer(index=index, id=f"call_{uuid4().hex[:24]}", type="function", function=function)
-
-
-def _reason(made: CompletionOutput, called: bool) -> Reason:
-    if made.finish_reason == "stop":
-        return "tool_calls" if called else "stop"
-    return "length"

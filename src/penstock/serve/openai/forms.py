@@ -6,8 +6,9 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
+from penstock.text import Tokenizer, grammar_of
 
-from .schema import Request, ResponseFormat
+from .schema import ChatRequest, NamedTool, Request, ResponseFormat
 
 GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
@@ -33,6 +34,25 @@ def form_of(request: Request) -> GuidedDecodingParams | None:
             raise invalid("guided_whitespace_pattern", "goes with a form only")
         return None
     return GuidedDecodingParams(**wanted)
+
+
+def calls_of(request: ChatRequest, tokenizer: Tokenizer) -> GuidedDecodingParams | None:
+    """The form of an answer that must call a tool.
+
+    Raises ``PenstockError`` (``invalid``) where there is no such tool.
+    """
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    known = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in request.tools or ()}
+    if not known:
+        raise invalid("tool_choice", "goes with tools only")
+    one = choice.function.name if isinstance(choice, NamedTool) else ""
+    if one and one not in known:
+        raise invalid("tool_choice", f"{one!r} is none of the tools: {', '.join(known)}")
+    several = not one and request.parallel_tool_calls is not False
+    wanted = {one: known[one]} if one else known
+    return GuidedDecodingParams(grammar=grammar_of(wanted, lambda text: tokenizer.id_of(text) is not None, several))
 
 
 def _structured(request: Request) -> dict[str, Any]:

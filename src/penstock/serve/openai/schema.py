@@ -188,6 +188,15 @@ class Tool(msgspec.Struct, kw_only=True):
     function: Function
 
 
+class NamedFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -197,8 +206,10 @@ class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    """Whether a tool is called: as the model likes, not, at least one, or this one."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may call several, which it may by default."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template (enable_thinking …)."""
     add_generation_prompt: bool | None = None

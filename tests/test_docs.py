@@ -1,0 +1,34 @@
+"""The examples in ``docs/features.md`` print what stands below them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Served
+
+FEATURES = (Path(__file__).parents[1] / "docs" / "features.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```\s+```text\n(.*?)```", FEATURES, re.DOTALL)
+ADDRESS = "http://127.0.0.1:8000/v1"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "400") as served:
+        yield served
+
+
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES)
+def test_an_example_prints_what_it_says(server: Served, code: str, printed: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", code.replace(ADDRESS, server.url)], capture_output=True, text=True, check=False
+    )
+    assert said.stdout == printed, said.stderr
+
+
+def test_every_example_is_run() -> None:
+    assert len(EXAMPLES) == FEATURES.count("```python\n") > 0
