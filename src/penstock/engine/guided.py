@@ -12,8 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
 from penstock.core.errors import invalid
@@ -132,16 +130,16 @@ class Masks:
         self._words = -(-vocabulary // 32)
         self._thread = ThreadPoolExecutor(1, "masks")
 
-    def begin(self, guides: Sequence[Guide | None]) -> Future[Tensor] | None:
+    def begin(self, guides: Sequence[Guide | None]) -> Future[np.ndarray] | None:
         """Bits ``[sequences, vocabulary / 32]`` int32; None where no sequence has a guide."""
         return self._thread.submit(self._fill, list(guides)) if any(guides) else None
 
-    def _fill(self, guides: list[Guide | None]) -> Tensor:
+    def _fill(self, guides: list[Guide | None]) -> np.ndarray:
         rows = np.full((len(guides), self._words), -1, np.int32)
         for row, guide in zip(rows, guides, strict=True):
             if guide:
                 guide.fill(row)
-        return torch.from_numpy(rows)
+        return rows
 
 
 def _grammar(params: GuidedDecodingParams) -> str:

@@ -69,7 +69,7 @@ class Runner:
             return Outcome([])
         masks = self._masks.begin([sequence.guide for item in plan.items for sequence in item.samples])
         hidden = self._hidden(self._flatten(plan))
-        return self._draw(plan, hidden, masks.result().to(self._device) if masks else None)
+        return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:
         return handle
