@@ -17,7 +17,7 @@ namespace PENSTOCK_ISA {
 
 // Sixteen outputs of a row, but minus infinity where one may not be chosen.
 inline f32x16 if_allowed(const Allowed& a, int64_t row, int64_t output, f32x16 values) {
-  if (!a.bits) return values;
+  if (!a.bits || output / 16 >= a.sixteens) return values;  // what fills the last panel is none of a row's
   const i32x16 bits = i32x16{} + int32_t(a.bits[row * a.sixteens + output / 16]);
   return ((bits >> kLanes) & 1) != 0 ? values : all(-__builtin_inff());
 }

@@ -137,6 +137,9 @@ REFUSED = {
     "contains": {"type": "array", "contains": {"type": "integer"}},
     "format": {"type": "string", "format": "shoe-size"},
     "lenient": {"not": {}, "x-guidance": {"lenient": True}},
+    "oneOf": {"oneOf": [{"type": "string"}, {"maxLength": 3}], "x-guidance": {"coerce_one_of": True}},
+    "minProperties": {"minProperties": 2},  # of names that may come twice
+    "nothing": {"$ref": "#"},
 }
 
 
@@ -159,6 +162,12 @@ def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: s
         {"choice": []},
         {"choice": ["a", ""]},
         {"structural_tag": {"structures": []}},
+        {"structural_tag": {"structures": 5}},
+        {"structural_tag": {"structures": ["x"], "triggers": 5}},
+        {"structural_tag": {"structures": [{"begin": "<f>", "end": ""}], "triggers": [5]}},
+        {"regex": "\ud800"},
+        {"regex": "a", "whitespace_pattern": " "},
+        {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
         {"structural_tag": {"structures": [{"begin": "<g>", "end": ""}], "triggers": ["<f>"]}},
         {"json": {}, "regex": "a"},
         {},
@@ -170,6 +179,21 @@ def test_what_is_wrong_is_refused(llm: LLM, form: dict[str, Any]) -> None:
     with pytest.raises(PenstockError, match=r"guided|structural"):
         llm.generate("x", sampling(guided(**form)))
     assert not llm.engine.busy
+
+
+def test_long_chains_of_references_are_followed(llm: LLM) -> None:
+    links = 1400  # about as many as a form may have characters for
+    chain = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
+    schema = {"$defs": {**chain, str(links): {"type": "array"}}, "$ref": "#/$defs/0"}
+    made = llm.generate("x", sampling(guided(json=schema), max_tokens=5), use_tqdm=False)[0].outputs[0]
+    assert made.failure is None
+
+
+def test_stop_strings_end_it_at_the_same_token(llm: LLM) -> None:
+    for stop in ("na", "addr", "city"):
+        params = sampling(guided(json=PERSON), stop=(stop,), max_tokens=60)
+        plain, told = (llm.chat(ASKED, own)[0].outputs[0] for own in (params, params.replace(logprobs=0)))
+        assert (plain.text, plain.token_ids) == (told.text, told.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -275,9 +299,11 @@ def tool(name: str, **properties: Any) -> Any:
 TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
 
 
-def call(client: openai.OpenAI, stream: bool, **fields: Any) -> tuple[str | None, list[tuple[str, Any]], str]:
+def call(
+    client: openai.OpenAI, stream: bool, tools: list[Any] = TOOLS, **fields: Any
+) -> tuple[str | None, list[tuple[str, Any]], str]:
     """Content, calls and why it ended; the same from a stream."""
-    asked: dict[str, Any] = {"model": "default", "messages": ASKED, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+    asked: dict[str, Any] = {"model": "default", "messages": ASKED, "tools": tools, "temperature": 0, "max_tokens": 200}
     if not stream:
         choice = client.chat.completions.create(**asked, **fields).choices[0]
         made = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or ()]
@@ -306,6 +332,18 @@ def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, stream: bool) -
     for name, arguments in calls:
         known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
         jsonschema.validate(arguments, known)
+
+
+def test_schemas_of_tools_keep_their_references(client: openai.OpenAI) -> None:
+    where = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    nested = {"properties": {"where": {"$ref": "#/$defs/Where"}}, "required": ["where"], "$defs": {"Where": where}}
+    tree = {"properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}, "required": ["kids"]}
+    for parameters in (nested, tree):
+        parameters |= {"additionalProperties": False}
+        function = {"name": "f", "parameters": parameters}
+        _, calls, _ = call(client, False, tool_choice="required", tools=[{"type": "function", "function": function}])
+        for _, arguments in calls:
+            jsonschema.validate(arguments, {"type": "object"} | parameters)
 
 
 def test_a_call_that_cannot_be_made_is_refused(client: openai.OpenAI) -> None:

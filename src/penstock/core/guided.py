@@ -9,9 +9,10 @@ import msgspec
 
 from .errors import invalid
 
-MOST_CHARACTERS = 262_144
+MOST_CHARACTERS = 65_536
 """Of a schema, pattern or grammar."""
 MOST_CHOICES = 4096
+OF_JSON = ("json", "json_object", "structural_tag")
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -57,6 +58,14 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
                 raise invalid(f"guided_{name}", f"must be text, is {type(value).__name__}")
+        try:
+            msgspec.json.encode([self.regex, self.grammar, self.whitespace_pattern, self.choice])
+        except UnicodeEncodeError as error:
+            raise invalid(self.field, f"is not valid text: {error}") from error
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise invalid("guided_whitespace_pattern", "does not go with disable_any_whitespace")
+        if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in OF_JSON:
+            raise invalid("guided_whitespace_pattern", f"goes with JSON only, not with {given[0]}")
         if self.characters > MOST_CHARACTERS:
             raise invalid(self.field, f"must have at most {MOST_CHARACTERS} characters", MOST_CHARACTERS)
 
@@ -90,7 +99,7 @@ def as_json(field: str, given: Any) -> str:
         found = json.loads(given if isinstance(given, str) else json.dumps(given), parse_float=_number)
         if isinstance(found, bool):
             found = {} if found else {"not": {}}
-        text = json.dumps(found, ensure_ascii=False)
+        text = json.dumps(found)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
     if not isinstance(found, dict):

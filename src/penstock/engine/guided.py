@@ -6,6 +6,7 @@ llguidance compiles schemas, patterns and grammars, and tells the tokens. What i
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,12 @@ KEPT = 256
 """Compiled forms that are kept for the next request with the same."""
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing else."""
+
+
+ESCAPES = '"\\bfnrt'
+"""In strings of JSON. Not those by number, by which a property's name could be written so that it is not recognized."""
+STACK = 256 * 2**20
+"""Bytes of the stack that forms are compiled on; memory is taken where it is used."""
 
 
 class Guide:
@@ -37,8 +44,11 @@ class Guide:
         return bool(self._matcher.consume_token(token))
 
     @property
-    def failure(self) -> Failure:
-        return Failure(Code.INTERNAL, f"guided decoding: {_first_line(self._matcher.get_error())}")
+    def failure(self) -> Failure | None:
+        """Why it cannot go on. The tokens it allows are then none that mean anything."""
+        if not self._matcher.is_error():
+            return None
+        return Failure(Code.UNSUPPORTED, f"the form cannot be followed: {_first_line(self._matcher.get_error())}")
 
     @property
     def complete(self) -> bool:
@@ -78,6 +88,11 @@ class Guides:
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
         self._thread = ThreadPoolExecutor(1, "compile")
+        before = threading.stack_size(STACK)  # references can be chained as deep as a form is long
+        try:
+            self._thread.submit(int).result()  # which starts the thread
+        finally:
+            threading.stack_size(before)
         self._compiled: OrderedDict[GuidedDecodingParams, Future[Grammar]] = OrderedDict()
 
     def learn(self, vocabulary: Callable[[], Vocabulary]) -> None:
@@ -94,7 +109,7 @@ class Guides:
             raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
         if self._vocabulary is None:
             raise PenstockError(Code.UNAVAILABLE, "the engine does not know what its tokens spell")
-        if (found := self._compiled.get(params)) is None:
+        if (found := self._compiled.get(params)) is None or found.cancelled():
             found = self._compiled[params] = self._thread.submit(self._compile, params)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
@@ -107,15 +122,24 @@ class Guides:
         if self._tokenizer is None:
             assert self._vocabulary is not None
             known = self._vocabulary
-            self._tokenizer = LLTokenizer(known.tokenizer, n_vocab=self._size, eos_token=known.eos)
+            try:
+                self._tokenizer = LLTokenizer(known.tokenizer, n_vocab=self._size, eos_token=known.eos)
+            except ValueError as error:
+                words = f"{params.field}: not with this model's tokenizer: {_first_line(str(error))}"
+                raise PenstockError(Code.UNSUPPORTED, words, params.field) from error
         try:
             matcher = LLMatcher(self._tokenizer, _grammar(params), log_level=0)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
             raise invalid(params.field, f"is wrong: {_first_line(str(error))}") from error
-        if matcher.is_error():
+        except NotImplementedError as error:
             raise PenstockError(
-                Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {_first_line(matcher.get_error())}", params.field
-            )
+                Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {error}", params.field
+            ) from error
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what it takes is taken here, where nobody waits, and shows whether it works
+        if matcher.is_error():
+            words = _first_line(matcher.get_error()).replace("NoExtensionBias", "nothing is of this form")
+            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {words}", params.field)
         return Grammar(matcher)
 
 
@@ -147,7 +171,8 @@ def _grammar(params: GuidedDecodingParams) -> str:
     from llguidance import LLMatcher, StructTag, grammar_from
 
     if params.json is not None or params.json_object:
-        return str(LLMatcher.grammar_from_json_schema(params.json or '{"type": "object"}', overrides=_options(params)))
+        schema = json.loads(params.json) if params.json is not None else {"type": "object"}
+        return str(LLMatcher.grammar_from_json_schema(_with_options(schema, params)))
     if params.regex is not None:
         return str(grammar_from("regex", params.regex))
     if params.choice is not None:
@@ -157,11 +182,26 @@ def _grammar(params: GuidedDecodingParams) -> str:
     return str(StructTag.to_grammar(_tags(params), assume_special=False))
 
 
-def _options(params: GuidedDecodingParams) -> Any:
-    """Of JSON. A schema that asks to be taken loosely is not."""
+def _with_options(schema: dict[str, Any], params: GuidedDecodingParams) -> dict[str, Any]:
+    """A schema with our options in place of its own. One that asks to be taken loosely is not."""
+    _refuse_uncounted(schema)
+    options: dict[str, Any] = {"lenient": False, "json_allowed_escapes": ESCAPES}
     if params.disable_any_whitespace:
-        return {"lenient": False, "whitespace_flexible": False}
-    return {"lenient": False, "whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
+    return schema | {"x-guidance": options}
+
+
+def _refuse_uncounted(part: Any) -> None:
+    """Names may come twice where a schema leaves them open, and are then counted twice: more cannot be asked for than
+    are required by name."""
+    if isinstance(part, dict):
+        least, required = part.get("minProperties"), part.get("required")
+        if isinstance(least, int) and least > (len(set(required)) if isinstance(required, list) else 0):
+            raise NotImplementedError("minProperties beyond the properties that are required by name")
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _refuse_uncounted(inner)
 
 
 def _tags(params: GuidedDecodingParams) -> list[Any]:
@@ -176,7 +216,7 @@ def _tags(params: GuidedDecodingParams) -> list[Any]:
             raise ValueError(f"begin must be text that starts with a trigger, is {begin!r}")
         if not isinstance(schema, dict):
             raise ValueError(f"schema must be an object, is {schema!r}")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema | {"x-guidance": _options(params)}, end=end))
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=_with_options(schema, params), end=end))
     if not tags:
         raise ValueError("structures must name at least one")
     return tags

@@ -131,8 +131,11 @@ class Scheduler:
         compiling, self._compiling = self._compiling, []
         for sequence, grammar in compiling:
             if sequence.state is State.FINISHED:
-                continue
-            if not grammar.done():
+                if not any(
+                    wanted is grammar for other, wanted in (*compiling, *self._compiling) if other is not sequence
+                ):
+                    grammar.cancel()  # it has not begun
+            elif not grammar.done():
                 self._compiling.append((sequence, grammar))
             elif error := grammar.exception():
                 failure = error.failure if isinstance(error, PenstockError) else Failure(Code.INTERNAL, str(error))
@@ -366,7 +369,9 @@ class Scheduler:
         guide, token_ids = sequence.guide, draw.token_ids
         for i, token in enumerate(token_ids, 1):
             sequence.tokens.append(token)
-            if token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
+            if guide and (failure := guide.failure):
+                finished = FinishReason.ERROR
+            elif token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
                 finished, stop_token = FinishReason.STOP, token
             elif guide and not guide.take(token):
                 finished, failure = FinishReason.ERROR, guide.failure
@@ -374,7 +379,7 @@ class Scheduler:
                 finished = FinishReason.STOP
             elif len(sequence.tokens) >= sequence.longest:
                 finished = FinishReason.LENGTH
-            elif guide and i == len(token_ids) and not sequence.pending and draw.logprobs is None:
+            elif guide and i == len(token_ids) and self._may_jump(sequence):
                 token_ids += guide.forced()
             if finished:
                 del token_ids[i:]
@@ -396,6 +401,11 @@ class Scheduler:
             self._end(sequence)
             self._forget_if_ended(sequence.request.request_id)
         return delta
+
+    def _may_jump(self, sequence: Sequence) -> bool:
+        """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
+        sampling = sequence.request.sampling
+        return not sequence.pending and sampling.logprobs is None and not sampling.stop
 
     def _forget_if_ended(self, request_id: str) -> None:
         if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):

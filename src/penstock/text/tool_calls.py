@@ -73,22 +73,26 @@ def grammar_of(tools: Mapping[str, Mapping[str, Any]], is_token: Callable[[str],
         is_token: whether the vocabulary has a token of that text.
         several: whether more than one call may come.
     """
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": arguments},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, arguments in tools.items()
-    ]
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+    spaces = {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "lenient": False,
+        "json_allowed_escapes": '"\\bfnrt',
+    }
     opened, closed = (mark if is_token(mark) else json.dumps(mark) for mark in (OPEN, CLOSE))
     more = r' ("\n" call)*' if several else ""
-    return (
-        f'start: call{more}\ncall: {opened} "\\n" inside "\\n" {closed}\n'
-        f"inside: %json {json.dumps({'anyOf': calls, 'x-guidance': spaces})}\n"
-    )
+    rules = [
+        f"start: call{more}",
+        rf'call: {opened} "\n" ({" | ".join(f"tool_{i}" for i in range(len(tools)))}) "\n" {closed}',
+    ]
+    for i, (name, arguments) in enumerate(
+        tools.items()
+    ):  # each with a schema of its own, to which its references point
+        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        rules.append(f'tool_{i}: {json.dumps(begin)} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps({**arguments, 'x-guidance': spaces})}")
+    return "\n".join(rules) + "\n"
 
 
 def _may_begin(text: str) -> int:

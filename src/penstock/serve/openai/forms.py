@@ -18,8 +18,8 @@ def form_of(request: Request) -> GuidedDecodingParams | None:
     given = {name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
         given["structural_tag"] = request.structural_tag
-    if request.guided_decoding_disable_any_whitespace is not None:
-        given["disable_any_whitespace"] = request.guided_decoding_disable_any_whitespace
+    if request.guided_decoding_disable_any_whitespace:
+        given["disable_any_whitespace"] = True
     sources = {
         "guided_decoding": given,
         "structured_outputs": _structured(request),
@@ -44,7 +44,14 @@ def calls_of(request: ChatRequest, tokenizer: Tokenizer) -> GuidedDecodingParams
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
-    known = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in request.tools or ()}
+    known = {}
+    for i, tool in enumerate(request.tools or ()):
+        parameters = {"type": "object"} | (tool.function.parameters or {})
+        if parameters["type"] != "object":
+            raise invalid(f"tools[{i}].function.parameters.type", "must be object where a call is forced")
+        if tool.function.name in known:
+            raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} comes twice")
+        known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "goes with tools only")
     one = choice.function.name if isinstance(choice, NamedTool) else ""
