@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from penstock import LLM, GuidedDecodingParams, SamplingParams
 
-WORDS = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 500}
+WORDS = {"type": "array", "items": {"type": "string"}, "minItems": 500}
 
 
 def main() -> None:

@@ -184,7 +184,7 @@ def _grammar(params: GuidedDecodingParams) -> str:
 
 def _with_options(schema: dict[str, Any], params: GuidedDecodingParams) -> dict[str, Any]:
     """A schema with our options in place of its own. One that asks to be taken loosely is not."""
-    _refuse_uncounted(schema)
+    _refuse_unknown(schema)
     options: dict[str, Any] = {"lenient": False, "json_allowed_escapes": ESCAPES}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
@@ -193,15 +193,17 @@ def _with_options(schema: dict[str, Any], params: GuidedDecodingParams) -> dict[
     return schema | {"x-guidance": options}
 
 
-def _refuse_uncounted(part: Any) -> None:
-    """Names may come twice where a schema leaves them open, and are then counted twice: more cannot be asked for than
-    are required by name."""
+def _refuse_unknown(part: Any) -> None:
+    """Refuse what llguidance would loosen. Names may come twice where a schema leaves them open, and are then counted
+    twice: more cannot be asked for than are required by name. What only ``\\u`` can write, is not written."""
     if isinstance(part, dict):
         least, required = part.get("minProperties"), part.get("required")
         if isinstance(least, int) and least > (len(set(required)) if isinstance(required, list) else 0):
             raise NotImplementedError("minProperties beyond the properties that are required by name")
+    if isinstance(part, str) and any(c < " " and c not in "\b\f\n\r\t" for c in part):
+        raise NotImplementedError("control characters in strings")
     for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        _refuse_uncounted(inner)
+        _refuse_unknown(inner)
 
 
 def _tags(params: GuidedDecodingParams) -> list[Any]:
