@@ -139,6 +139,7 @@ REFUSED = {
     "lenient": {"not": {}, "x-guidance": {"lenient": True}},
     "oneOf": {"oneOf": [{"type": "string"}, {"maxLength": 3}], "x-guidance": {"coerce_one_of": True}},
     "minProperties": {"minProperties": 2},  # of names that may come twice
+    "control": {"const": "a\0b"},
     "nothing": {"$ref": "#"},
 }
 
@@ -353,6 +354,8 @@ def test_a_call_that_cannot_be_made_is_refused(client: openai.OpenAI) -> None:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another form"),
         ({"tool_choice": "required", "tools": []}, "with tools only"),
         ({"tool_choice": "required", "tools": [tool("f", x={"not": {}})]}, "not"),
+        ({"tool_choice": "required", "tools": [tool("f", x={"minProperties": 2})]}, "tools.0.*minProperties"),
+        ({"tool_choice": "required", "tools": [tool("f", x={"const": "a\0b"})]}, "control characters"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             client.chat.completions.create(**{"model": "default", "messages": ASKED, "tools": TOOLS} | fields)

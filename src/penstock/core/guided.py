@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 
-from .errors import invalid
+from .errors import Code, PenstockError, invalid
 
 MOST_CHARACTERS = 65_536
 """Of a schema, pattern or grammar."""
 MOST_CHOICES = 4096
+STRICT = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
+"""How llguidance takes schemas: to the letter, and without ``\\u`` in strings, by which a property's name could be
+written so that it is not recognized."""
 OF_JSON = ("json", "json_object", "structural_tag")
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
@@ -100,11 +103,29 @@ def as_json(field: str, given: Any) -> str:
         if isinstance(found, bool):
             found = {} if found else {"not": {}}
         text = json.dumps(found)
+        check_schema(field, found)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise invalid(field, "must be a JSON object")
     return text
+
+
+def check_schema(field: str, part: Any) -> None:
+    """Raises ``PenstockError`` (``unsupported``) for what llguidance would loosen without a word.
+
+    Names may come twice where a schema leaves them open, and are then counted twice: more cannot be asked for than are
+    required by name. And there are characters that only ``\\u`` can write.
+    """
+    if isinstance(part, dict):
+        least, required = part.get("minProperties"), part.get("required")
+        if isinstance(least, int) and least > (len(required) if isinstance(required, list) else 0):
+            words = "minProperties beyond the properties that are required by name"
+            raise PenstockError(Code.UNSUPPORTED, f"{field}: cannot be kept to: {words}", field)
+    if isinstance(part, str) and any(c < " " and c not in "\b\f\n\r\t" for c in part):
+        raise PenstockError(Code.UNSUPPORTED, f"{field}: cannot be kept to: control characters in strings", field)
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        check_schema(field, inner)
 
 
 def _number(text: str) -> int | float:

@@ -16,15 +16,13 @@ import numpy as np
 
 from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.guided import STRICT
 
 KEPT = 256
 """Compiled forms that are kept for the next request with the same."""
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing else."""
 
-
-ESCAPES = '"\\bfnrt'
-"""In strings of JSON. Not those by number, by which a property's name could be written so that it is not recognized."""
 STACK = 256 * 2**20
 """Bytes of the stack that forms are compiled on; memory is taken where it is used."""
 
@@ -131,10 +129,6 @@ class Guides:
             matcher = LLMatcher(self._tokenizer, _grammar(params), log_level=0)
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
             raise invalid(params.field, f"is wrong: {_first_line(str(error))}") from error
-        except NotImplementedError as error:
-            raise PenstockError(
-                Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {error}", params.field
-            ) from error
         if not matcher.is_error():
             matcher.compute_bitmask()  # what it takes is taken here, where nobody waits, and shows whether it works
         if matcher.is_error():
@@ -184,26 +178,12 @@ def _grammar(params: GuidedDecodingParams) -> str:
 
 def _with_options(schema: dict[str, Any], params: GuidedDecodingParams) -> dict[str, Any]:
     """A schema with our options in place of its own. One that asks to be taken loosely is not."""
-    _refuse_unknown(schema)
-    options: dict[str, Any] = {"lenient": False, "json_allowed_escapes": ESCAPES}
+    options: dict[str, Any] = dict(STRICT)
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
     return schema | {"x-guidance": options}
-
-
-def _refuse_unknown(part: Any) -> None:
-    """Refuse what llguidance would loosen. Names may come twice where a schema leaves them open, and are then counted
-    twice: more cannot be asked for than are required by name. What only ``\\u`` can write, is not written."""
-    if isinstance(part, dict):
-        least, required = part.get("minProperties"), part.get("required")
-        if isinstance(least, int) and least > (len(set(required)) if isinstance(required, list) else 0):
-            raise NotImplementedError("minProperties beyond the properties that are required by name")
-    if isinstance(part, str) and any(c < " " and c not in "\b\f\n\r\t" for c in part):
-        raise NotImplementedError("control characters in strings")
-    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        _refuse_unknown(inner)
 
 
 def _tags(params: GuidedDecodingParams) -> list[Any]:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from penstock.core.guided import STRICT
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -73,25 +75,18 @@ def grammar_of(tools: Mapping[str, Mapping[str, Any]], is_token: Callable[[str],
         is_token: whether the vocabulary has a token of that text.
         several: whether more than one call may come.
     """
-    spaces = {
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-        "lenient": False,
-        "json_allowed_escapes": '"\\bfnrt',
-    }
+    options = STRICT | {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     opened, closed = (mark if is_token(mark) else json.dumps(mark) for mark in (OPEN, CLOSE))
     more = r' ("\n" call)*' if several else ""
     rules = [
         f"start: call{more}",
         rf'call: {opened} "\n" ({" | ".join(f"tool_{i}" for i in range(len(tools)))}) "\n" {closed}',
     ]
-    for i, (name, arguments) in enumerate(
-        tools.items()
-    ):  # each with a schema of its own, to which its references point
+    # Each has a schema of its own, to which its references point.
+    for i, (name, arguments) in enumerate(tools.items()):
         begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         rules.append(f'tool_{i}: {json.dumps(begin)} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps({**arguments, 'x-guidance': spaces})}")
+        rules.append(f"arguments_{i}: %json {json.dumps({**arguments, 'x-guidance': options})}")
     return "\n".join(rules) + "\n"
 
 

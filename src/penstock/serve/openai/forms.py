@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
+from penstock.core.guided import check_schema
 from penstock.text import Tokenizer, grammar_of
 
 from .schema import ChatRequest, NamedTool, Request, ResponseFormat
@@ -51,6 +52,7 @@ def calls_of(request: ChatRequest, tokenizer: Tokenizer) -> GuidedDecodingParams
             raise invalid(f"tools[{i}].function.parameters.type", "must be object where a call is forced")
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} comes twice")
+        check_schema(f"tools[{i}].function.parameters", parameters)
         known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "goes with tools only")
