@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -23,6 +23,8 @@ MOST = {
 """Entries of what is looked through at every step."""
 NOT_GUIDED = ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos")
 """What might leave no token that a form allows, or go on where the form has ended."""
+NOT_SEARCHED = {"top_k": 0, "top_p": 1, "min_p": 0, "stop": (), "logprobs": None}
+"""What a search for the likeliest sequences does without, with the values that ask for nothing."""
 MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
 """Of all entries together."""
 
@@ -36,6 +38,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     n: int = 1
     """Sequences to return, 1 to 128."""
+    best_of: int | None = None
+    """Sequences to make, from ``n`` to 128, of which the ``n`` likeliest are returned; None is ``n``."""
+    use_beam_search: bool = False
+    """Search for the likeliest sequences with ``best_of`` beams, as transformers does. Greedy only."""
+    length_penalty: float = 1.0
+    """Power of the length by which a beam's log probability is divided: above 0 favours longer ones, [-10, 10]."""
+    early_stopping: bool | Literal["never"] = False
+    """When a search ends: False once the best beam is unlikely to come before those found, True as soon as there are
+    ``best_of``, ``never`` once no beam can."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -119,8 +130,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("stop", "must not hold an empty string")
         if self.guided_decoding is not None and (others := [name for name in NOT_GUIDED if getattr(self, name)]):
             raise invalid(others[0], "does not go with guided decoding")
+        self._check_search()
         if not self.spaces_between_special_tokens:
             raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
+
+    def _check_search(self) -> None:
+        if self.best_of is not None:
+            between("best_of", self.best_of, self.n, MOST_SEQUENCES)
+        between("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise invalid("early_stopping", 'must be true, false or "never"')
+        if not self.use_beam_search:
+            if self.width > self.n and self.greedy:
+                raise invalid("best_of", "must be n where temperature is 0, as all would be the same", self.n)
+            if self.length_penalty != 1:
+                raise invalid("length_penalty", "goes with use_beam_search only")
+            if self.early_stopping:
+                raise invalid("early_stopping", "goes with use_beam_search only")
+            return
+        if not self.greedy:
+            raise invalid("temperature", "must be 0 with use_beam_search", 0)
+        if self.width < 2:
+            raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)
+        for field, nothing in NOT_SEARCHED.items():
+            if getattr(self, field) not in (nothing, -1):
+                raise invalid(field, "does not go with use_beam_search")
+
+    @property
+    def width(self) -> int:
+        """Sequences that are made."""
+        return self.best_of or self.n
+
+    @property
+    def told(self) -> int:
+        """Of these, those whose tokens are told: the engine chooses among beams, who sees texts among others."""
+        return self.n if self.use_beam_search else self.width
 
     @property
     def greedy(self) -> bool:

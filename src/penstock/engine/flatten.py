@@ -31,10 +31,10 @@ class Flattener:
         token_ids: list[int] = []
         numbers: list[tuple[int, int, int, int]] = []
         for item in plan.items:
-            sequence, start, length, _ = item
+            sequence, start = item.sequence, item.start
             self._place(sequence, start)
-            token_ids += sequence.tokens[start : start + length]
-            numbers.append((sequence.row, start, length, scores_wanted(item)))
+            token_ids += sequence.tokens[start : start + item.length] + item.draft
+            numbers.append((sequence.row, start, item.length + len(item.draft), scores_wanted(item)))
         rows, starts, lengths, wanted = np.array(numbers).T
         total, ends = starts + lengths, lengths.cumsum()
         positions = np.arange(ends[-1]) + (total - ends).repeat(lengths)
@@ -85,5 +85,5 @@ def prompt_tokens(item: Item) -> list[int]:
 
 def scores_wanted(item: Item) -> int:
     """Of how many of an item's tokens, its last ones: all where its prompt is to be told, else one where it is due a
-    draw."""
-    return item.length if prompt_tokens(item) else bool(item.samples)
+    draw, and one for each guess."""
+    return item.length if prompt_tokens(item) else bool(item.samples) + len(item.draft)

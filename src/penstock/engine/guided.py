@@ -53,9 +53,22 @@ class Guide:
         """Whether nothing can be added any more."""
         return bool(self._matcher.is_stopped())
 
-    def fill(self, row: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next, ``[vocabulary / 32]`` int32, and no others."""
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    def allows(self, tokens: list[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        return int(self._matcher.validate_tokens(tokens))
+
+    def fill(self, rows: np.ndarray, draft: list[int]) -> None:
+        """Set the bits of the tokens that may come next, ``[1 + draft, vocabulary / 32]`` int32, and no others.
+
+        Args:
+            draft: allowed tokens, after each of which there is a row, too.
+        """
+        for i, row in enumerate(rows):
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if i < len(draft):
+                self._matcher.consume_token(draft[i])
+        if draft:
+            self._matcher.rollback(len(draft))
 
     def forced(self) -> list[int]:
         """The tokens that come next, where no others can."""
@@ -148,15 +161,21 @@ class Masks:
         self._words = -(-vocabulary // 32)
         self._thread = ThreadPoolExecutor(1, "masks")
 
-    def begin(self, guides: Sequence[Guide | None]) -> Future[np.ndarray] | None:
-        """Bits ``[sequences, vocabulary / 32]`` int32; None where no sequence has a guide."""
-        return self._thread.submit(self._fill, list(guides)) if any(guides) else None
+    def begin(self, guides: Sequence[tuple[Guide | None, list[int]]]) -> Future[np.ndarray] | None:
+        """Bits ``[rows, vocabulary / 32]`` int32, rows as ``Guide.fill`` has them; None where no sequence has a guide.
 
-    def _fill(self, guides: list[Guide | None]) -> np.ndarray:
-        rows = np.full((len(guides), self._words), -1, np.int32)
-        for row, guide in zip(rows, guides, strict=True):
+        Args:
+            guides: with the tokens that are guessed to come next.
+        """
+        return self._thread.submit(self._fill, list(guides)) if any(guide for guide, _ in guides) else None
+
+    def _fill(self, guides: list[tuple[Guide | None, list[int]]]) -> np.ndarray:
+        rows = np.full((sum(1 + len(draft) for _, draft in guides), self._words), -1, np.int32)
+        end = 0
+        for guide, draft in guides:
+            begin, end = end, end + 1 + len(draft)
             if guide:
-                guide.fill(row)
+                guide.fill(rows[begin:end], draft)
         return rows
 
 

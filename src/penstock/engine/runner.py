@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ class Runner:
         self._ops.copy_blocks(self._cache, self._cache, plan.copies)
         if not plan.items:
             return Outcome([])
-        masks = self._masks.begin([sequence.guide for item in plan.items for sequence in item.samples])
+        masks = self._masks.begin([(sequence.guide, item.draft) for item in plan.items for sequence in item.samples])
         hidden = self._hidden(self._flatten(plan))
         return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
 
@@ -86,12 +87,12 @@ class Runner:
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
             row += scores_wanted(item)
-            last_rows += [row - 1] * len(item.samples)
-            sequences += item.samples
-        draws: list[Draw] = []
-        if sequences:
-            draws = self._sample(hidden, last_rows, sequences, allowed)
-        return Outcome(draws, prompts)
+            for sequence in item.samples:
+                guessed = len(item.draft)
+                last_rows += range(row - 1 - guessed, row)
+                sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
+        draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
+        return Outcome([_agreed(draws, item.draft) for item in plan.items for _ in item.samples], prompts)
 
     def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""
@@ -114,3 +115,17 @@ class Runner:
             chosen = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=scores.device)
             told += logprobs(scores, chosen, [wanted] * len(chosen))
         return told
+
+
+def _agreed(draws: Iterator[Draw], draft: list[int]) -> Draw:
+    """What a sequence drew for itself: as long as that is what was guessed, the draw after it counts, too."""
+    if not draft:
+        return next(draws)
+    first, *later = [next(draws) for _ in range(1 + len(draft))]
+    token_ids, told = list(first.token_ids), list(first.logprobs or [])
+    for guessed, draw in zip(draft, later, strict=True):
+        if token_ids[-1] != guessed:
+            break
+        token_ids += draw.token_ids
+        told += draw.logprobs or []
+    return Draw(token_ids, told if first.logprobs is not None else None)

@@ -48,6 +48,9 @@ class Preparer:
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
+        unasked = sampling.told > sampling.n and sampling.logprobs is None
+        if unasked:
+            sampling = sampling.replace(logprobs=0)  # by which the best are chosen
         request = EngineRequest(
             request_id=request_id,
             prompt=token_ids,
@@ -56,7 +59,7 @@ class Preparer:
             priority=priority,
             cache_salt=cache_salt,
         )
-        return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None)
+        return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None, not unasked)
 
     def vocabulary(self) -> Vocabulary:
         """What guided decoding has to know of the tokens."""
