@@ -122,6 +122,9 @@ class Guesser:
     def fill(self, plan: Plan) -> None:
         pass
 
+    def follow(self, plan: Plan, outcome: Outcome) -> None:
+        pass
+
 
 def serve(scheduler: Scheduler, machine: Machine, depth: int = 1) -> Iterator[list[TokenDelta]]:
     """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas."""

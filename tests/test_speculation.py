@@ -7,13 +7,16 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
 from serving import Served
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.frontend.outputs import RequestOutput
@@ -89,6 +92,55 @@ def test_a_repetitive_text_takes_fewer_steps() -> None:
     model.generate("one two three four five " * 10, params, use_tqdm=False)
     speculation = model.engine.scheduler.speculation
     assert speculation and speculation.counts.accepted_tokens / speculation.counts.drafts > 2
+
+
+def with_head(folder: Path, knowing: bool) -> Path:
+    """A checkpoint with a head that guesses ahead: one that knows what comes next, or one that knows nothing.
+
+    What the knowing one's model says depends on its last token alone, as nothing its layers find is added to it; so the
+    token after the next one follows from the embedding of the next.
+    """
+    config = Qwen3Config(**{**SMALL, "vocab_size": 3584}, head_dim=32, sliding_window=None)
+    save(config, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+    size = config.hidden_size
+    head = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in layer.items()}
+    head |= {f"model.layers.3.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm")}
+    head["model.layers.3.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    head["model.layers.3.eh_proj.weight"] = torch.randn(size, 2 * size)
+    tensors |= head
+    if knowing:
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+        tensors["model.layers.3.eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    save_file(tensors, path, {"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+@pytest.mark.parametrize("knowing", [True, False])
+def test_heads_of_the_model_itself(knowing: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = with_head(tmp_path_factory.mktemp("head"), knowing)
+    options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
+    prompts = [list(range(2, 2 + n)) for n in (3, 20, 40, 70, 70)]
+    asked = [
+        SamplingParams(temperature=t, seed=i, max_tokens=30, n=n, ignore_eos=True)
+        for i, (t, n) in enumerate([(0, 1), (0.7, 2), (0, 1), (0, 1), (1.0, 1)])
+    ]
+    plain = LLM(folder, num_gpu_blocks_override=100, **options).generate(prompts, asked, use_tqdm=False)
+    for more in ({}, {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 24}):
+        more = {"num_gpu_blocks_override": 100} | more
+        speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+        guessing = LLM(folder, speculative_config=speculative, **options, **more)
+        found = guessing.generate(prompts, asked, use_tqdm=False)
+        assert [output.outputs for output in found] == [output.outputs for output in plain]
+        counts = guessing.engine.scheduler.speculation.counts  # type: ignore[union-attr]
+        assert counts.draft_tokens > 0
+        assert not knowing or counts.accepted_tokens > 0.9 * counts.draft_tokens
 
 
 @pytest.mark.parametrize(

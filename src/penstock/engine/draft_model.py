@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.core import EngineRequest
 
-from .plan import Item, Plan
+from .plan import Item, Outcome, Plan
 from .runner import Runner
 from .sequence import Sequence
 from .speculation import UNKNOWN
@@ -53,6 +53,9 @@ class DraftModel:
             for (item, own), token in zip(guessing, drawn, strict=True):
                 item.draft[place] = token
                 own.tokens.append(token)
+
+    def follow(self, plan: Plan, outcome: Outcome) -> None:
+        """What it lacks it computes when it is to guess."""
 
     def _resume(self, sequence: Sequence) -> Sequence:
         """The sequence as it is now, with as much computed as is still true."""

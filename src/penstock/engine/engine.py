@@ -16,12 +16,13 @@ from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelt
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 from penstock.core.speculative import SpeculativeConfig
-from penstock.models import Decoder, cache_folder, load_model, read_config
+from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
 from penstock.ops import KVSpec
 
 from .blocks import BlockPool
 from .draft_model import DraftModel
 from .guided import Guides
+from .heads_ahead import HeadsAhead
 from .memory import count_blocks, count_host_blocks
 from .runner import Runner
 from .scheduler import Scheduler
@@ -59,9 +60,10 @@ class Engine:
                 seed=options.seed,
                 quantization=options.quantization,
                 cache=cache_folder(options.weight_cache_dir),
+                heads_ahead=bool(speculative and speculative.method == "mtp"),
             )
 
-        draft = _draft(speculative, options, read_config(folder).vocabulary)
+        draft = _draft(speculative, options, read_config(folder))
         self.model = load(folder, options.max_model_len or None)
         drafting = load(draft, self.max_model_len) if draft else None
         number = str(self.model.dtype).removeprefix("torch.")
@@ -98,6 +100,7 @@ class Engine:
                 tokens=options.max_num_batched_tokens,
                 rows=options.max_num_seqs,
                 longest=self.max_model_len,
+                whole=bool(model.heads_ahead),
             )
 
         self._runner = runner(self.model, spec, host_blocks)
@@ -112,6 +115,8 @@ class Engine:
                     rows=options.max_num_seqs,
                     tokens=options.max_num_batched_tokens,
                 )
+            elif self.model.heads_ahead:
+                drafter = HeadsAhead(self._runner, len(self.model.heads_ahead), options.max_num_seqs)
             most = speculative.num_speculative_tokens
             self.speculation = self.scheduler.speculation = Speculation(drafter, most, speculative.adaptive)
         logger.info(
@@ -179,7 +184,10 @@ class Engine:
             return deltas
         if self.speculation:
             self.speculation.learn(plan, outcome, time.perf_counter() - begun)
-        return deltas + self.scheduler.update(plan, outcome)
+        deltas += self.scheduler.update(plan, outcome)
+        if self.speculation:
+            self.speculation.follow(plan, outcome)
+        return deltas
 
 
 def _device(name: str) -> torch.device:
@@ -194,22 +202,25 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, vocabulary: int) -> Path | None:
+def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: DecoderConfig) -> Path | None:
     """The checkpoint of the draft model, where there is to be one.
 
-    Raises ``PenstockError`` (``invalid``) where none is named, or it cannot guess for a model of that vocabulary.
+    Raises ``PenstockError`` (``invalid``) where none is named, or it cannot guess for the model, or the model is to
+    guess by itself and cannot.
     """
     if not speculative or speculative.method == "ngram":
         return None
     if speculative.method == "mtp":
-        raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
+        if not model.heads_ahead:
+            raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
+        return None
     folder = Path(speculative.model) if speculative.model else None
     if not folder and (not options.model or Path(options.model) == demo.CHAT):
         folder = demo.DRAFT
     if not folder and speculative.method:
         raise invalid("speculative_config", "name the draft model's folder as model")
-    if folder and (known := read_config(folder).vocabulary) != vocabulary:
-        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {vocabulary}")
+    if folder and (known := read_config(folder).vocabulary) != model.vocabulary:
+        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocabulary}")
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.core import Logprob
 
@@ -60,3 +60,5 @@ class Outcome(NamedTuple):
     """One for each sequence of each item's ``samples``, in their order."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
     """By item: of the prompt tokens after each computed one, where they are wanted."""
+    hidden: Any = None
+    """A tensor ``[tokens, hidden]``, for heads that guess from it."""

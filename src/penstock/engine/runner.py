@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from penstock.core import Logprob
 from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
-from .flatten import Flattener, prompt_tokens, scores_wanted
+from .flatten import Flattener, prompt_tokens
 from .guided import Masks
-from .plan import Draw, Outcome, Plan
+from .plan import Draw, Item, Outcome, Plan
 from .sampler import logprobs, sample, wants_likeliest
 from .sequence import Sequence
 
@@ -32,6 +33,7 @@ class Runner:
         tokens: of a step, at most.
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
+        whole: whether outcomes have the hidden states of all tokens.
     """
 
     def __init__(
@@ -46,13 +48,15 @@ class Runner:
         tokens: int,
         rows: int,
         longest: int,
+        whole: bool = False,
     ) -> None:
         self._model = model
         self._ops = ops
         self._device = device
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, spec.block_size, device)
+        self._flatten = Flattener(rows, longest, spec.block_size, device, whole)
+        self._whole = whole
         self._masks = Masks(model.config.vocabulary)
         self._hidden = ops.recorded(
             partial(model.hidden, cache=self._cache),
@@ -75,6 +79,23 @@ class Runner:
     def collect(self, handle: Outcome) -> Outcome:
         return handle
 
+    def ahead(self, number: int, items: list[Item], states: Tensor) -> tuple[Tensor, list[Draw]]:
+        """What one of the model's heads guesses.
+
+        Args:
+            number: of the head.
+            items: of each the tokens that come next, at the positions of those before; who draws is to draw after them.
+            states: ``[tokens, hidden]``, of the tokens before.
+
+        Returns:
+            The head's own hidden state of each item's last token, ``[items, hidden]``, and the draws.
+        """
+        batch = self._flatten(Plan(items=items))
+        layer = self._model.config.layers + number
+        hidden = self._model.heads_ahead[number].hidden(batch, states, self._cache[layer])
+        ends = [end - 1 for end in accumulate(item.length for item in items)]
+        return hidden[ends], self._sample(hidden, ends, [item.samples[0] for item in items], None)
+
     def _draw(self, plan: Plan, hidden: Tensor, allowed: Tensor | None) -> Outcome:
         """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted, ``allowed``
         the tokens that those who draw may choose, where that is not all."""
@@ -86,13 +107,14 @@ class Runner:
             told = prompt_tokens(item)
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
-            row += scores_wanted(item)
+            row += self._flatten.rows_of(item)
             for sequence in item.samples:
                 guessed = len(item.draft)
                 last_rows += range(row - 1 - guessed, row)
                 sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
         draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
-        return Outcome([_agreed(draws, item.draft) for item in plan.items for _ in item.samples], prompts)
+        drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
+        return Outcome(drawn, prompts, hidden if self._whole else None)
 
     def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""

@@ -247,7 +247,7 @@ class Scheduler:
             if sequence.state is not State.RUNNING:
                 continue  # preempted by one before it
             count = min(self._wanted(sequence), budget)
-            draft = self._guess(sequence, budget - count)
+            draft = self._guess(sequence, budget - count) if self.speculation else []
             if count and self._make_room(sequence, count + len(draft), plan):
                 self._put(sequence, count, plan, draft)
                 budget -= count + len(draft)
@@ -293,8 +293,9 @@ class Scheduler:
     def _guess(self, sequence: Sequence, budget: int) -> list[int]:
         """Tokens to compute along with the newest one of a sequence, in case they are its next; no others make room
         for them."""
-        newest = sequence.planned == len(sequence.tokens) - 1
-        if not self.speculation or not newest or not sequence.generated or sequence.beams:
+        assert self.speculation
+        newest = sequence.planned == len(sequence.tokens) - 1 and not sequence.pending
+        if not newest or not sequence.generated or sequence.beams:
             return []
         draft = self.speculation.guess(sequence, min(budget, sequence.longest - len(sequence.tokens) - 1))
         return draft if self._missing(sequence, 1 + len(draft)) <= self.device.free else []

@@ -29,6 +29,10 @@ class Drafter(Protocol):
         """Put guesses in the place of ``UNKNOWN``; the blocks for them are there now."""
         ...
 
+    def follow(self, plan: Plan, outcome: Outcome) -> None:
+        """A step was made, and its tokens are appended."""
+        ...
+
 
 class Lookup:
     """What followed the last tokens where they came before (prompt lookup, Saxena, 2023).
@@ -53,6 +57,9 @@ class Lookup:
 
     def fill(self, plan: Plan) -> None:
         """Everything is known already."""
+
+    def follow(self, plan: Plan, outcome: Outcome) -> None:
+        """Tokens are read when they are looked through."""
 
     def _read(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
         """Where what came after each run of tokens begins, but for the last run, after which nothing came yet."""
@@ -124,6 +131,10 @@ class Speculation:
                 self._count(item.sequence, len(item.draft), len(drawn[0].token_ids) - 1)
         if self._trials is not None and all(item.length == 1 for item in plan.items):
             self._trials[self._size].note(tokens, seconds)
+
+    def follow(self, plan: Plan, outcome: Outcome) -> None:
+        """A step was made, and its tokens are appended."""
+        self._drafter.follow(plan, outcome)
 
     def _count(self, sequence: Sequence, guessed: int, accepted: int) -> None:
         counts = self.counts
