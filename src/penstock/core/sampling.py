@@ -21,6 +21,8 @@ MOST = {
     "allowed_token_ids": 4096,
 }
 """Entries of what is looked through at every step."""
+NOT_LIMITED = ("allowed_token_ids", "bad_words", "bad_word_ids")
+"""What might keep a thought from being ended."""
 NOT_GUIDED = ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos")
 """What might leave no token that a form allows, or go on where the form has ended."""
 MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
@@ -57,6 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens to generate at most; None is as many as the context holds."""
     min_tokens: int = 0
     """Tokens before which neither a stop token nor a stop string ends the sequence."""
+    reasoning_max_tokens: int | None = None
+    """Tokens of a chat's thought after which it is made to end, and the answer begins; None is any."""
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -100,6 +104,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             between("max_tokens", self.max_tokens, 1, None)
         between("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.reasoning_max_tokens is not None:
+            between("reasoning_max_tokens", self.reasoning_max_tokens, 0, None)
+            if others := [name for name in NOT_LIMITED if getattr(self, name)]:
+                raise invalid(others[0], "does not go with reasoning_max_tokens")
         for field in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,38 +27,79 @@ STACK = 256 * 2**20
 """Bytes of the stack that forms are compiled on; memory is taken where it is used."""
 
 
-class Guide:
-    """One sequence's way through its form."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+class Guide(Protocol):
+    """One sequence's way through what is asked of its output."""
 
     def copy(self) -> Guide:
         """For a sibling that goes on from here."""
-        return Guide(self._matcher.deep_copy())
+        ...
+
+    def for_end(self, end: int) -> int:
+        """The token that is taken for one that ends sequences, where this must not end yet."""
+        ...
 
     def take(self, token: int) -> bool:
         """The sequence goes on with a token; False where it cannot, as where a form takes too long to follow."""
-        return bool(self._matcher.consume_token(token))
+        ...
 
     @property
     def failure(self) -> Failure | None:
         """Why it cannot go on. The tokens it allows are then none that mean anything."""
+        ...
+
+    @property
+    def free(self) -> bool:
+        """Whether any token may come next."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can be added any more."""
+        ...
+
+    def fill(self, row: np.ndarray) -> None:
+        """Set the bits of the tokens that may come next, ``[vocabulary / 32]`` int32, and no others.
+
+        Called where not any may come.
+        """
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that come next, where no others can."""
+        ...
+
+
+class FormGuide(Guide):
+    """The way through a compiled form."""
+
+    free = False
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> FormGuide:
+        return FormGuide(self._matcher.deep_copy())
+
+    def for_end(self, end: int) -> int:
+        return end  # which comes only where the form allows it
+
+    def take(self, token: int) -> bool:
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def failure(self) -> Failure | None:
         if not self._matcher.is_error():
             return None
         return Failure(Code.UNSUPPORTED, f"the form cannot be followed: {_first_line(self._matcher.get_error())}")
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can be added any more."""
         return bool(self._matcher.is_stopped())
 
     def fill(self, row: np.ndarray) -> None:
-        """Set the bits of the tokens that may come next, ``[vocabulary / 32]`` int32, and no others."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
     def forced(self) -> list[int]:
-        """The tokens that come next, where no others can."""
         return list(self._matcher.compute_ff_tokens())
 
 
@@ -69,7 +110,7 @@ class Grammar:
         self._matcher = matcher
 
     def begin(self) -> Guide:
-        return Guide(self._matcher.deep_copy())
+        return FormGuide(self._matcher.deep_copy())
 
 
 class Guides:

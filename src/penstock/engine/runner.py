@@ -67,7 +67,7 @@ class Runner:
         self._ops.copy_blocks(self._cache, self._cache, plan.copies)
         if not plan.items:
             return Outcome([])
-        masks = self._masks.begin([sequence.guide for item in plan.items for sequence in item.samples])
+        masks = self._masks.begin([sequence.limits for item in plan.items for sequence in item.samples])
         hidden = self._hidden(self._flatten(plan))
         return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
 

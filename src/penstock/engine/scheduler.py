@@ -28,6 +28,7 @@ from .blocks import BlockPool
 from .guided import Grammar
 from .plan import Draw, Item, Outcome, Plan
 from .sequence import Sequence, State
+from .thinking import guide_of
 from .waiting import Waiting
 
 
@@ -115,6 +116,7 @@ class Scheduler:
             )
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
+        first.guide = guide_of(request, None)
         self._arrivals += 1
         if compile_form:
             self._compiling.append((first, compile_form()))
@@ -141,7 +143,7 @@ class Scheduler:
                 failure = error.failure if isinstance(error, PenstockError) else Failure(Code.INTERNAL, str(error))
                 deltas += self.abort(sequence.request.request_id, failure)
             else:
-                sequence.guide = grammar.result().begin()
+                sequence.guide = guide_of(sequence.request, grammar.result())
                 self.waiting.push(sequence, expected=True)
         return deltas
 
@@ -368,6 +370,8 @@ class Scheduler:
         finished, stop_token, failure = None, None, None
         guide, token_ids = sequence.guide, draw.token_ids
         for i, token in enumerate(token_ids, 1):
+            if guide and token in sequence.request.eos_token_ids:
+                token = token_ids[i - 1] = guide.for_end(token)
             sequence.tokens.append(token)
             if guide and (failure := guide.failure):
                 finished = FinishReason.ERROR

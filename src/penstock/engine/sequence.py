@@ -96,6 +96,11 @@ class Sequence:
         """Whether some of its known tokens are computed or planned, and more than the newest one are not."""
         return 0 < self.planned < len(self.tokens) - 1
 
+    @property
+    def limits(self) -> Guide | None:
+        """What limits its next token; None where any may come."""
+        return self.guide if self.guide and not self.guide.free else None
+
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""
         twin = Sequence(self.request, index, self.seed, self.order)
