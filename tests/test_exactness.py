@@ -102,12 +102,14 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         "top_k": rng.choice((0, 20)),
         "logprobs": rng.choice((None, 0, 5)),
     }
-    if rng.random() < 0.15:
+    more = rng.randint(4, 40)
+    if rng.random() < 0.15:  # whose beams must find room in the smallest cache together
+        prompt, more = prompt[-20:], min(more, BLOCK)
         drawn = {"n": rng.randint(1, 3), "best_of": 3, "temperature": 0, "use_beam_search": True}
     sampling = SamplingParams(
         repetition_penalty=rng.choice((1.0, 1.1)),
         seed=number,
-        max_tokens=max(3 * BLOCK - len(prompt), 0) + rng.randint(4, 40),
+        max_tokens=max(3 * BLOCK - len(prompt), 0) + more,
         guided_decoding=form,
         ignore_eos=form is None,
         prompt_logprobs=rng.choice((None, None, None, 2)),
@@ -126,7 +128,7 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
         for delta in engine.step():
             own = told[delta.request_id].setdefault(delta.sequence, [[], [], []])
             own[0] += delta.token_ids
-            own[1] += delta.logprobs or [delta.cumulative_logprob]
+            own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
             own[2] += delta.prompt_logprobs or []
     assert engine.scheduler.device.free == engine.scheduler.device.total
     return {

@@ -158,7 +158,7 @@ def test_openai_gives_what_it_does_not_know_itself(client: openai.OpenAI) -> Non
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 3}
     extra |= {"chat_template_kwargs": {"enable_thinking": True}, "return_token_ids": True, "cache_salt": "mine"}
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, max_tokens=20, seed=1, extra_body=extra)
-    assert (answer.choices[0].message.content or "").startswith("<think>")
+    assert answer.choices[0].message.to_dict()["reasoning_content"]
     assert answer.usage and answer.usage.completion_tokens == 20
     assert len(answer.choices[0].to_dict()["token_ids"]) == 20  # type: ignore[arg-type]
 
@@ -348,6 +348,7 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
     lists = {name: found for name, found in logprobs.items() if found is not None}
     return {
         "text": message.get("content", message.get("text")) or "",
+        "thought": message.get("reasoning_content") or "",
         "calls": calls,
         "logprobs": lists,
         **{name: choice.get(name) for name in ("finish_reason", "stop_reason", "token_ids")},
@@ -359,10 +360,18 @@ def join(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
         new = flat({"message": choice["delta"], **choice} if "delta" in choice else choice)
-        into = found.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": {}, "token_ids": None})
+        into = found.setdefault(
+            choice["index"], {"text": "", "thought": "", "calls": [], "logprobs": {}, "token_ids": None}
+        )
         assert into.get("finish_reason") is None, "nothing comes after the end"
         into["text"] += new["text"]
-        into["calls"] += new["calls"]
+        into["thought"] += new["thought"]
+        for part in choice.get("delta", {}).get("tool_calls", []):
+            if "id" in part:
+                into["calls"].append({"name": part["function"].pop("name"), "arguments": ""})
+            assert part["index"] == len(into["calls"]) - 1, "the name comes first, and one call after the other"
+            into["calls"][-1]["arguments"] += part["function"].pop("arguments")
+            assert not part["function"]
         for name, values in new["logprobs"].items():
             into["logprobs"][name] = into["logprobs"].get(name, []) + values
         if new["token_ids"] is not None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock import demo
 from penstock.core import PenstockError
-from penstock.text import ChatTemplate, StopStrings, Tokenizer, ToolCalls
+from penstock.text import ChatTemplate, StopStrings, Tokenizer
 from penstock.text.vocabulary import token_bytes
 
 SPOKEN = "the river runs to the sea 河流入海 über façade 🙂🙃 naïve\n\n  two  spaces"
@@ -170,33 +170,3 @@ def test_text_and_engine_rules_need_no_torch() -> None:
     code = "import penstock.text, penstock.core, penstock.engine.scheduler, sys; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert printed.stdout == "False\n"
-
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "<é>"}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("Hello there.", "Hello there.", []),
-        (CALL, "", [("add", {"a": 1, "b": "<é>"})]),
-        (f"I shall add. \n{CALL}\n{CALL}\n", "I shall add.", [("add", {"a": 1, "b": "<é>"})] * 2),
-        (f"{CALL} Done.", "Done.", [("add", {"a": 1, "b": "<é>"})]),
-        ('<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
-        ("a < b <tool_ca", "a < b <tool_ca", []),
-        ("Look: <tool_call>\nnot JSON\n</tool_call>", "Look: <tool_call>\nnot JSON\n</tool_call>", []),
-        ('It was \n<tool_call>{"name": ', 'It was \n<tool_call>{"name": ', []),
-        ("A line. \n\n", "A line. \n\n", []),
-    ],
-)
-@given(data=st.data())
-def test_tool_calls_are_found_however_a_text_is_cut(text: str, content: str, calls: list[Any], data: Any) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    parser, said, found = ToolCalls(), "", []
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        piece = parser.add(text[start:end])
-        said += piece.content
-        found += piece.calls
-    piece = parser.add("", last=True)
-    assert said + piece.content == content
-    assert [(call.name, json.loads(call.arguments)) for call in [*found, *piece.calls]] == calls

@@ -2,7 +2,7 @@
 
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams
-from .messages import EngineRequest, FinishReason, Logprob, TokenDelta, Vocabulary
+from .messages import EngineRequest, FinishReason, Logprob, Thought, TokenDelta, Vocabulary
 from .sampling import SamplingParams
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Logprob",
     "PenstockError",
     "SamplingParams",
+    "Thought",
     "TokenDelta",
     "Vocabulary",
 ]

@@ -19,6 +19,18 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the delta's failure says which
 
 
+class Thought(msgspec.Struct, frozen=True, array_like=True):
+    """What frames a sequence's thought before its answer, in tokens."""
+
+    begin: int
+    end: int
+    answer: tuple[int, ...] = ()
+    """What the model writes between the end of its thought and an answer. It is made to where the answer has a form, or
+    its thought was ended for it."""
+    begun: bool = False
+    """Whether the prompt ends within the thought; otherwise the first token may begin it."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt in token ids and what to do with it."""
 
@@ -35,6 +47,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter: str = ""
     cache_salt: str = ""
     """Requests share cached prefixes only with others of the same salt."""
+    thought: Thought | None = None
+    """The thought that may come before the output, to which the output's form does not apply, or which is limited."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):

@@ -142,10 +142,21 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model comes from, besides its name."""
+    """Where the model comes from, besides its name, and how its text is read."""
 
     tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
     chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "qwen", "ernie", "llama3_json", "mistral", "deepseek_v3"],
+        option("The form in which the model calls tools; auto is the one that its chat template has."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "qwen3", "deepseek_r1", "ernie"],
+        option(
+            "How the model marks its thoughts, which are then told apart from its answers; auto is as its chat "
+            "template does, none leaves them in."
+        ),
+    ] = "auto"
     revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
     hf_token: Annotated[str, option("Token for the hub; nothing for the environment's HF_TOKEN.")] = ""
     download_dir: Annotated[str, option("Where downloads are kept; nothing for Hugging Face's own cache.")] = ""

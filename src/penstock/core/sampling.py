@@ -21,10 +21,15 @@ MOST = {
     "allowed_token_ids": 4096,
 }
 """Entries of what is looked through at every step."""
-NOT_GUIDED = ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos")
-"""What might leave no token that a form allows, or go on where the form has ended."""
-NOT_SEARCHED = {"top_k": 0, "top_p": 1, "min_p": 0, "stop": (), "logprobs": None}
-"""What a search for the likeliest sequences does without, with the values that ask for nothing."""
+NOT_TOGETHER = {
+    "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
+    "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
+    "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs"),
+}
+"""What a request cannot ask for along with each of these: what might leave no token that a form or the end of a thought
+allows, or go on where a form has ended; and what a search for the likeliest sequences does without."""
+NOTHING: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None,)}
+"""Values that ask for nothing."""
 MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
 """Of all entries together."""
 
@@ -68,6 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens to generate at most; None is as many as the context holds."""
     min_tokens: int = 0
     """Tokens before which neither a stop token nor a stop string ends the sequence."""
+    reasoning_max_tokens: int | None = None
+    """Tokens of a chat's thought after which it is made to end, and the answer begins; None is any."""
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -111,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             between("max_tokens", self.max_tokens, 1, None)
         between("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.reasoning_max_tokens is not None:
+            between("reasoning_max_tokens", self.reasoning_max_tokens, 0, None)
         for field in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)
@@ -128,8 +137,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("bad_word_ids", "must not hold an empty sequence")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
-        if self.guided_decoding is not None and (others := [name for name in NOT_GUIDED if getattr(self, name)]):
-            raise invalid(others[0], "does not go with guided decoding")
+        for field, others in NOT_TOGETHER.items():
+            if getattr(self, field) not in (None, False) and (
+                wrong := [other for other in others if self._asks(other)]
+            ):
+                raise invalid(wrong[0], f"does not go with {field}")
         self._check_search()
         if not self.spaces_between_special_tokens:
             raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
@@ -148,13 +160,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if self.early_stopping:
                 raise invalid("early_stopping", "goes with use_beam_search only")
             return
-        if not self.greedy:
-            raise invalid("temperature", "must be 0 with use_beam_search", 0)
         if self.width < 2:
             raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)
-        for field, nothing in NOT_SEARCHED.items():
-            if getattr(self, field) not in (nothing, -1):
-                raise invalid(field, "does not go with use_beam_search")
+
+    def _asks(self, field: str) -> bool:
+        """Whether the value of a field asks for anything."""
+        return getattr(self, field) not in NOTHING.get(field, (None, (), 0, False))
 
     @property
     def width(self) -> int:

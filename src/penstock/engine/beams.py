@@ -55,6 +55,8 @@ class Beams:
         self.keep = max(2, 1 + len(first.stops)) * self._width
         """Continuations that are looked at: enough to go on where the best ones all come to an end."""
         self._logprobs = [np.float32(0), *[NEVER] * (self._width - 1)]  # before they part all are the same
+        self.guide: Guide | None = None
+        """What the search has begun with, since it has."""
         self._told: dict[int, tuple[tuple[int, float], ...]] = {}
         self.found: list[Found] = []
         """The best that have come to their end, as many as there are beams at most."""
@@ -66,10 +68,6 @@ class Beams:
     @property
     def all_told(self) -> bool:
         return len(self._told) == self._width
-
-    def forget(self) -> None:
-        """What beams have told, as they will tell it again."""
-        self._told.clear()
 
     def choose(self, beams: Row[Sequence]) -> list[Branch] | None:
         """How the beams go on, the best first; None where the search is over."""
@@ -87,6 +85,8 @@ class Beams:
         ended: list[Found] = []
         for rank, (logprob, parent, token) in enumerate(candidates[: self.keep]):
             guide, complete = beams[parent].guide, False
+            if guide and token in first.request.eos_token_ids:
+                token = guide.for_end(token)
             stops = token in first.stops and length > first.request.sampling.min_tokens
             if guide and not stops:
                 guide = guide.copy()

@@ -234,6 +234,7 @@ def _check(request: EngineRequest, vocabulary: int) -> None:
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
+        "thought": (thought.begin, thought.end, *thought.answer) if (thought := request.thought) else (),
     }
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,51 +27,86 @@ STACK = 256 * 2**20
 """Bytes of the stack that forms are compiled on; memory is taken where it is used."""
 
 
-class Guide:
-    """One sequence's way through its form."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+class Guide(Protocol):
+    """One sequence's way through what is asked of its output."""
 
     def copy(self) -> Guide:
         """For a sibling that goes on from here."""
-        return Guide(self._matcher.deep_copy())
+        ...
+
+    def for_end(self, end: int) -> int:
+        """The token that is taken for one that ends sequences, where this must not end yet."""
+        ...
 
     def take(self, token: int) -> bool:
         """The sequence goes on with a token; False where it cannot, as where a form takes too long to follow."""
-        return bool(self._matcher.consume_token(token))
+        ...
 
     @property
     def failure(self) -> Failure | None:
         """Why it cannot go on. The tokens it allows are then none that mean anything."""
+        ...
+
+    @property
+    def free(self) -> bool:
+        """Whether any token may come next."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can be added any more."""
+        ...
+
+    def allows(self, tokens: list[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        ...
+
+    def fill(self, row: np.ndarray) -> None:
+        """Set the bits of the tokens that may come next, ``[vocabulary / 32]`` int32, and no others.
+
+        Called where not any may come.
+        """
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that come next, where no others can."""
+        ...
+
+
+class FormGuide(Guide):
+    """The way through a compiled form."""
+
+    free = False
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> FormGuide:
+        return FormGuide(self._matcher.deep_copy())
+
+    def for_end(self, end: int) -> int:
+        return end  # which comes only where the form allows it
+
+    def take(self, token: int) -> bool:
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def failure(self) -> Failure | None:
         if not self._matcher.is_error():
             return None
         return Failure(Code.UNSUPPORTED, f"the form cannot be followed: {_first_line(self._matcher.get_error())}")
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can be added any more."""
         return bool(self._matcher.is_stopped())
 
     def allows(self, tokens: list[int]) -> int:
-        """How many of these tokens may come next, one after the other."""
         return int(self._matcher.validate_tokens(tokens))
 
-    def fill(self, rows: np.ndarray, draft: list[int]) -> None:
-        """Set the bits of the tokens that may come next, ``[1 + draft, vocabulary / 32]`` int32, and no others.
-
-        Args:
-            draft: allowed tokens, after each of which there is a row, too.
-        """
-        for i, row in enumerate(rows):
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if i < len(draft):
-                self._matcher.consume_token(draft[i])
-        if draft:
-            self._matcher.rollback(len(draft))
+    def fill(self, row: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
     def forced(self) -> list[int]:
-        """The tokens that come next, where no others can."""
         return list(self._matcher.compute_ff_tokens())
 
 
@@ -82,7 +117,7 @@ class Grammar:
         self._matcher = matcher
 
     def begin(self) -> Guide:
-        return Guide(self._matcher.deep_copy())
+        return FormGuide(self._matcher.deep_copy())
 
 
 class Guides:
@@ -162,20 +197,25 @@ class Masks:
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def begin(self, guides: Sequence[tuple[Guide | None, list[int]]]) -> Future[np.ndarray] | None:
-        """Bits ``[rows, vocabulary / 32]`` int32, rows as ``Guide.fill`` has them; None where no sequence has a guide.
+        """Bits ``[rows, vocabulary / 32]`` int32; None where any token may come.
 
         Args:
-            guides: with the tokens that are guessed to come next.
+            guides: with tokens that are guessed to come next: there is a row before and after each.
         """
-        return self._thread.submit(self._fill, list(guides)) if any(guide for guide, _ in guides) else None
+        limited = any(guide and (draft or not guide.free) for guide, draft in guides)
+        return self._thread.submit(self._fill, list(guides)) if limited else None
 
     def _fill(self, guides: list[tuple[Guide | None, list[int]]]) -> np.ndarray:
         rows = np.full((sum(1 + len(draft) for _, draft in guides), self._words), -1, np.int32)
-        end = 0
+        at = 0
         for guide, draft in guides:
-            begin, end = end, end + 1 + len(draft)
-            if guide:
-                guide.fill(rows[begin:end], draft)
+            later = guide.copy() if guide and draft else guide
+            for token in (*draft, None):
+                if later and not later.free:
+                    later.fill(rows[at])
+                if later and token is not None:
+                    later.take(token)
+                at += 1
         return rows
 
 

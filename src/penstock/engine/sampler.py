@@ -76,7 +76,7 @@ def adjust(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
                 if changed is scores:
                     changed = scores.clone()
                 apply(changed[i], sequence)
-        if allowed is not None and sequence.guide:
+        if allowed is not None and sequence.guide and not (allowed[i] == -1).all():
             if changed is scores:
                 changed = scores.clone()
             bits = np.unpackbits(allowed[i].cpu().numpy().view(np.uint8), count=scores.shape[1], bitorder="little")

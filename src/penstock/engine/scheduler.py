@@ -30,6 +30,7 @@ from .guided import Grammar
 from .plan import Draw, Item, Outcome, Plan
 from .sequence import Sequence, State
 from .speculation import Speculation
+from .thinking import guide_of
 from .waiting import Waiting
 
 
@@ -123,6 +124,7 @@ class Scheduler:
         first = Sequence(request, 0, seed, self._arrivals)
         if request.sampling.use_beam_search:
             first.beams = Beams(first)
+        first.guide = guide_of(request, None)
         self._arrivals += 1
         if compile_form:
             self._compiling.append((first, compile_form()))
@@ -149,7 +151,7 @@ class Scheduler:
                 failure = error.failure if isinstance(error, PenstockError) else Failure(Code.INTERNAL, str(error))
                 deltas += self.abort(sequence.request.request_id, failure)
             else:
-                sequence.guide = grammar.result().begin()
+                sequence.guide = guide_of(sequence.request, grammar.result())
                 self.waiting.push(sequence, expected=True)
         return deltas
 
@@ -253,8 +255,6 @@ class Scheduler:
                 budget -= count + len(draft)
         if self.waiting and self.preemptions == preempted:
             self._admit(plan, budget)
-            if not plan and self.running and not any(sequence.steps_under_way for sequence in self.running):
-                self._preempt(self.running[-1], plan)  # beams that wait for others, which find no room beside them
         return plan
 
     def update(self, plan: Plan, outcome: Outcome) -> list[TokenDelta]:
@@ -304,7 +304,7 @@ class Scheduler:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
         while (missing := self._missing(sequence, count)) > self.device.free:
             victim = self.running[-1]
-            if any(one.steps_under_way for one in self._kin(victim)):
+            if any(one.steps_under_way for one in self._together(victim)):
                 return False
             self._preempt(victim, plan)
             if sequence.state is not State.RUNNING:
@@ -356,10 +356,12 @@ class Scheduler:
         if n == 1 or len(family := self._families[first.request.request_id]) == n:
             return []
         shared = first.blocks[: self.device.blocks_for(first.planned)]
+        if first.beams and first.guide:
+            first.beams.guide = first.guide.copy()
         for index in range(1, n):
             twin = first.fork(index, shared.copy())
-            twin.beams = first.beams
             self.device.hold(shared)
+            twin.beams = first.beams
             if self._never_evicting:
                 own = self.device.blocks_for(first.longest) - first.planned // self.device.block_size
                 self._reserve(first, first.reserved - own)
@@ -405,6 +407,8 @@ class Scheduler:
         finished, stop_token, failure = None, None, None
         guide, token_ids = sequence.guide, draw.token_ids
         for i, token in enumerate(token_ids, 1):
+            if guide and token in sequence.request.eos_token_ids:
+                token = token_ids[i - 1] = guide.for_end(token)
             sequence.tokens.append(token)
             if guide and (failure := guide.failure):
                 finished = FinishReason.ERROR
@@ -491,33 +495,45 @@ class Scheduler:
         if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):
             del self._families[request_id]
 
-    def _kin(self, sequence: Sequence) -> list[Sequence]:
-        """Those that can only be preempted together: a request's beams, which go on together."""
-        if not sequence.beams:
-            return [sequence]
-        family = self._families[sequence.request.request_id]
-        return [one for one in family if one.state is State.RUNNING]
+    def _together(self, sequence: Sequence) -> list[Sequence]:
+        """Those that are preempted together: a request's beams, none of which goes on without the others."""
+        return self._families[sequence.request.request_id] if sequence.beams else [sequence]
 
-    def _preempt(self, last: Sequence, plan: Plan) -> None:
+    def _preempt(self, victim: Sequence, plan: Plan) -> None:
         """Take the blocks of the last running sequence; it goes on from a copy in host memory, or from nothing."""
-        for victim in self._kin(last):
-            self.preemptions += 1
-            self._rows_due -= self._unborn(victim)
-            self._leave_running(victim)
-            swaps = self.options.preemption_mode == "swap" and not victim.beams
-            if swaps and self.host and len(victim.blocks) <= self.host.free:
-                victim.host_blocks = self.host.allocate(len(victim.blocks))
-                plan.swap_out += zip(victim.blocks, victim.host_blocks, strict=True)
-                victim.state = State.SWAPPED
-            else:
-                victim.computed = victim.planned = 0
-                victim.state = State.WAITING
-                if victim.prompt_logprobs is not None:
-                    victim.prompt_logprobs = []
-            if victim.beams:
-                victim.beams.forget()
-            self._give_back(victim)
-            self.waiting.push(victim)
+        self.preemptions += 1
+        if victim.beams:
+            victim = self._begin_anew(victim)
+        self._rows_due -= self._unborn(victim)
+        self._leave_running(victim)
+        swaps = self.options.preemption_mode == "swap" and not victim.beams
+        if swaps and self.host and len(victim.blocks) <= self.host.free:
+            victim.host_blocks = self.host.allocate(len(victim.blocks))
+            plan.swap_out += zip(victim.blocks, victim.host_blocks, strict=True)
+            victim.state = State.SWAPPED
+        else:
+            victim.computed = victim.planned = 0
+            victim.state = State.WAITING
+            if victim.prompt_logprobs is not None:
+                victim.prompt_logprobs = []
+        self._give_back(victim)
+        self.waiting.push(victim)
+
+    def _begin_anew(self, beam: Sequence) -> Sequence:
+        """Leave nothing of a search but its first beam before its first token: apart, its beams would share no blocks
+        when they are computed again, and not all might find room."""
+        family = self._families[beam.request.request_id]
+        first, *others = family
+        for other in others:
+            self._end(other)
+        self._rows_due += len(others)
+        del family[1:], first.tokens[first.prompt_length :]
+        del first.chain[first.prompt_length // self.device.block_size :]
+        assert first.beams
+        if others:
+            first.guide = first.beams.guide
+        first.beams = Beams(first)
+        return first
 
     def _end(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks come back once no step under way uses them."""
@@ -589,7 +605,7 @@ class Scheduler:
         later = max(self._blocks_to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
         if taken + later > device.free - self._reserved:
             return False
-        if self.running and not sequence.beams and device.used + taken > options.kv_cache_ratio * device.total:
+        if self.running and device.used + taken > options.kv_cache_ratio * device.total:
             return False
         device.hold(place.hits)
         sequence.blocks = place.hits + device.allocate(needed - len(place.hits))

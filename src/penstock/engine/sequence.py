@@ -123,6 +123,11 @@ class Sequence:
         later.tokens = self.tokens + tokens
         return later
 
+    @property
+    def limits(self) -> Guide | None:
+        """What limits its next token; None where any may come."""
+        return self.guide if self.guide and not self.guide.free else None
+
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""
         twin = Sequence(self.request, index, self.seed, self.order)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core import Logprob as EngineLogprob
-from penstock.text import Detokenizer, StopStrings, Tokenizer
+from penstock.text import Detokenizer, Reader, Reading, StopStrings, Tokenizer
 
 from .outputs import CompletionOutput, Logprob, Position, RequestOutput
 
@@ -18,19 +18,27 @@ class Assembler:
 
     Args:
         tokenizer: None where no text is wanted.
+        reading: how answers are read, where the prompt is a chat's.
         with_logprobs: whether what the request tells of them is for its caller, too.
     """
 
     def __init__(
-        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None, with_logprobs: bool = True
+        self,
+        request: EngineRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        reading: Reading | None = None,
+        with_logprobs: bool = True,
     ) -> None:
         sampling = request.sampling
         self._with_logprobs = with_logprobs
         self.request = request
         self._tokenizer = tokenizer
-        self._texts = [_Text(request, tokenizer) if tokenizer else None for _ in range(sampling.told)]
+        self._texts = [_Text(request, tokenizer, reading) if tokenizer else None for _ in range(sampling.told)]
         self._made = [CompletionOutput(index) for index in range(sampling.told)]
         """All sequences, of which ``output`` has the best only once all have ended."""
+        for output, text in zip(self._made, self._texts, strict=True):
+            output.message = text.reader.message if text and text.reader else None
         chosen = self._made if sampling.told == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
         self.output = RequestOutput(request.request_id, prompt, request.prompt, chosen)
         if sampling.logprobs is not None:
@@ -57,6 +65,9 @@ class Assembler:
         if text:
             piece, stop = text.add(delta, len(output.token_ids))
             output.text += piece
+            if text.reader:
+                text.reader.add(piece, last=stop is not None or delta.finished is not None)
+                output.reasoning_tokens = text.thought_tokens(output.token_ids)
         if stop is not None:
             output.finish_reason, output.stop_reason = FinishReason.STOP, stop
         elif delta.finished:
@@ -99,9 +110,18 @@ class Assembler:
 class _Text:
     """The text of one sequence, up to its stop string."""
 
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer, reading: Reading | None) -> None:
         sampling = request.sampling
-        self._detokenizer: Detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens)
+        marks = reading.marks if reading else ()
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, marks)
+        self.reader: Reader | None = None
+        if reading:
+            special = [mark for mark in marks if tokenizer.id_of(mark) in tokenizer.special_ids]
+            self.reader = Reader(reading, special if sampling.skip_special_tokens else ())
+        form = reading.thought if reading else None
+        self._thought_end = tokenizer.id_of(form.closed) if form else None
+        self._thought_tokens = 0
+        self._thought_over = False
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._keep_stop_token = sampling.include_stop_str_in_output
@@ -115,3 +135,15 @@ class _Text:
         if tokens <= self._min_tokens and not delta.finished:
             return self._stops.skip(piece), None
         return self._stops.add(piece, last=delta.finished is not None)
+
+    def thought_tokens(self, token_ids: list[int]) -> int:
+        """How many of a sequence's tokens are its thought, with the one that ends it."""
+        if self.reader and self.reader.thought and not self._thought_over:
+            new = token_ids[self._thought_tokens :]
+            if self._thought_end in new:
+                self._thought_over = True
+                del new[new.index(self._thought_end) + 1 :]
+            elif self._thought_end is None:  # the mark is no token: as the text says
+                self._thought_over = not self.reader.thinking
+            self._thought_tokens += len(new)
+        return self._thought_tokens

@@ -39,6 +39,8 @@ class AsyncLLM:
         *,
         tokenizer: str | Path = "",
         chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
@@ -46,7 +48,7 @@ class AsyncLLM:
     ) -> None:
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template)
+        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 

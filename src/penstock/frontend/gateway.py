@@ -65,19 +65,24 @@ class Gateway:
         self._check_length(prompt)
         return await self._prepare(max(size, len(prompt)), lambda: self.preparer.encode(prompt, add_special_tokens))
 
-    async def conversation(self, messages: Messages, size: int, options: Mapping[str, Any]) -> Prompt:
+    async def conversation(
+        self, messages: Messages, size: int, options: Mapping[str, Any], calls: bool = False
+    ) -> Prompt:
         """A conversation as a prompt.
 
         Args:
             size: about how many characters it has.
             options: those of ``ChatTemplate.render``.
+            calls: whether the answer may call tools.
 
         Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
         """
         if len(messages) > (most := self.engine.check().max_model_len):
             raise invalid("messages", f"{len(messages)} of them are more than {most} tokens can hold", most)
         text = await self._prepare(size, lambda: self.preparer.render(messages, options))
-        return {"prompt": text, "prompt_token_ids": await self.encode(text, add_special_tokens=False)}
+        token_ids = await self.encode(text, add_special_tokens=False)
+        reading = self.preparer.reading(text, messages, options, calls)
+        return {"prompt": text, "prompt_token_ids": token_ids, "reading": reading}
 
     async def generate(
         self,

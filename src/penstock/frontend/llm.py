@@ -34,6 +34,9 @@ class LLM:
         model: folder of a Hugging Face checkpoint, or its name on the hub; nothing for the model in the box.
         tokenizer: folder to take the tokenizer from, where it is another.
         chat_template: a template to use instead of the checkpoint's.
+        tool_call_parser: form in which the model calls tools, by vLLM's name for it; ``auto`` is the one that its chat
+            template has.
+        reasoning_parser: form of its thoughts, likewise; ``none`` leaves them in the content.
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
         download_dir: where downloads are kept; by default Hugging Face's own cache.
@@ -48,6 +51,8 @@ class LLM:
         *,
         tokenizer: str | Path = "",
         chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
@@ -55,7 +60,7 @@ class LLM:
     ) -> None:
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template)
+        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 
@@ -107,7 +112,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several at once; as ``generate`` otherwise."""
+        """Answer one conversation, or several at once; as ``generate`` otherwise.
+
+        Each output's ``text`` has all that was said. Its ``message`` has the thought (``reasoning_content``), the
+        ``content`` and the ``tool_calls`` apart.
+        """
         one = not messages or isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if one else messages)
         options = {

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from penstock.core import Failure, PenstockError
+from penstock.text import Message
 
 
 @dataclass(slots=True)
@@ -27,6 +28,10 @@ class CompletionOutput:
 
     index: int
     text: str = ""
+    message: Message | None = None
+    """A chat's answer read: its thought, content and calls of tools."""
+    reasoning_tokens: int = 0
+    """Tokens of the thought, with the one that ends it."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[Position] | None = None

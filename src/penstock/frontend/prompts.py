@@ -9,15 +9,18 @@ from typing import Any
 import msgspec
 
 from penstock import demo
-from penstock.core import EngineRequest, SamplingParams, Vocabulary
+from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, Thought, Vocabulary
 from penstock.core.errors import invalid
-from penstock.text import Tokenizer
+from penstock.text import Reading, Stage, Tokenizer, stage_of, thought_form, tool_form
 
 from .assembly import Assembler
 from .defaults import read_defaults
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``."""
+"""Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. That of a chat has
+``reading``, too: how its answer is read."""
+BETWEEN = "\n\n"
+"""What models write between thought and answer."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -28,12 +31,26 @@ class Preparer:
         model: folder of the checkpoint; nothing for the model in the box.
         tokenizer: another folder to take the tokenizer from.
         chat_template: a template to use instead of the checkpoint's, or a file that holds one.
+        tool_call_parser, reasoning_parser: names of the forms in which the model writes calls and thoughts; ``auto``
+            is as the chat template does.
     """
 
-    def __init__(self, model: str | Path = "", tokenizer: str | Path = "", chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path = "",
+        tokenizer: str | Path = "",
+        chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
         folder = Path(model) if model else demo.CHAT
         self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, _template(chat_template))
         self._defaults = read_defaults(folder, self.tokenizer)
+        template = self.tokenizer.template_source or ""
+        self.tools = tool_form(tool_call_parser, template)
+        """The form of calls; None where the model has none that is known."""
+        self.thought = thought_form(reasoning_parser, template)
+        """The form of thoughts, likewise."""
 
     def default_sampling(self) -> SamplingParams:
         """How the model's makers sample."""
@@ -45,6 +62,7 @@ class Preparer:
         """The request for the engine, in the assembler that will put its output together."""
         sampling = sampling or self.default_sampling()
         text, token_ids = self._prompt(prompt)
+        reading = prompt.get("reading") if isinstance(prompt, Mapping) else None
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
@@ -58,8 +76,11 @@ class Preparer:
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
+            thought=self._thought(sampling, reading),
         )
-        return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None, not unasked)
+        return Assembler(
+            _checked(request), text, self.tokenizer if sampling.detokenize else None, reading, with_logprobs=not unasked
+        )
 
     def vocabulary(self) -> Vocabulary:
         """What guided decoding has to know of the tokens."""
@@ -68,7 +89,25 @@ class Preparer:
     def conversation(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""
         text = self.render(messages, options)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {
+            "prompt": text,
+            "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
+            "reading": self.reading(text, messages, options, bool(options.get("tools"))),
+        }
+
+    def reading(self, prompt: str, messages: Messages, options: Mapping[str, Any], calls: bool) -> Reading:
+        """How the answer to a prompt is read.
+
+        Args:
+            prompt: at least its end.
+            messages, options: what it was rendered from.
+            calls: whether tools may be called.
+        """
+        stage = Stage.AFTER
+        if self.thought:
+            continued = str(messages[-1]["content"]) if options.get("continue_final_message") else ""
+            stage = stage_of(self.thought, prompt, continued)
+        return Reading(self.thought, stage, self.tools if calls else None)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """A conversation as text; ``options`` are those of ``ChatTemplate.render``."""
@@ -79,6 +118,30 @@ class Preparer:
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt."""
         return self._prompt(prompt, add_special_tokens)[1]
+
+    def _thought(self, sampling: SamplingParams, reading: Reading | None) -> Thought | None:
+        """What the engine has to know of a thought that comes first, which it does not where no token depends on it.
+
+        Raises ``PenstockError`` where a thought is to be limited that cannot be.
+        """
+        limited = sampling.reasoning_max_tokens is not None
+        if limited and reading is None:
+            raise invalid("reasoning_max_tokens", "goes with chats only")
+        if not limited and not sampling.guided_decoding:
+            return None
+        form = reading.thought if reading else None
+        begin, end = (self.tokenizer.id_of(mark) for mark in (form.opened, form.closed)) if form else (None, None)
+        if begin is None or end is None:
+            if limited:
+                words = "this model's thoughts cannot be limited: there is no token that ends them"
+                raise PenstockError(Code.UNSUPPORTED, f"reasoning_max_tokens: {words}", "reasoning_max_tokens")
+            return None
+        assert reading and form
+        if reading.stage is Stage.AFTER:
+            return None
+        between = self.tokenizer.encode(f"{form.closed}{BETWEEN}", add_special_tokens=False)
+        answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == BETWEEN else []
+        return Thought(begin, end, tuple(answer), reading.stage is Stage.WITHIN)
 
     def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

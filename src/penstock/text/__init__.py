@@ -1,9 +1,29 @@
-"""Text and tokens: encoding, decoding as tokens come, stop strings, chat templates. No torch."""
+"""Text and tokens: encoding, decoding as tokens come, stop strings, chat templates, and answers taken
+apart. No torch."""
 
 from .detokenizer import Detokenizer
+from .reader import Message, Reader, Reading
 from .stops import StopStrings
 from .template import ChatTemplate
+from .thoughts import Stage, ThoughtForm, stage_of, thought_form
 from .tokenizer import Tokenizer
-from .tool_calls import ToolCall, ToolCalls, grammar_of
+from .tools import Form, ToolCall, ToolCalls, grammar_of, tool_form
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer", "ToolCall", "ToolCalls", "grammar_of"]
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "Form",
+    "Message",
+    "Reader",
+    "Reading",
+    "Stage",
+    "StopStrings",
+    "ThoughtForm",
+    "Tokenizer",
+    "ToolCall",
+    "ToolCalls",
+    "grammar_of",
+    "stage_of",
+    "thought_form",
+    "tool_form",
+]

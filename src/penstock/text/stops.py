@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .marks import beginning
+
 
 class Found(NamedTuple):
     text: str
@@ -36,7 +38,7 @@ class StopStrings:
             at, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             return Found(text[: at + len(stop)] if self._include else text[:at], stop)
         if not last:
-            keep = max(map(self._beginning, [text] * len(self._stops), self._stops))
+            keep = max([beginning(text, stop) for stop in self._stops])
             text, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return Found(text, None)
 
@@ -44,8 +46,3 @@ class StopStrings:
         """Pass a piece on without looking for stops in it, as before ``min_tokens``."""
         text, self._held = self._held + text, ""
         return text
-
-    @staticmethod
-    def _beginning(text: str, stop: str) -> int:
-        """How long an end of ``text`` begins ``stop``."""
-        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

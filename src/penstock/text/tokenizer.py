@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from penstock.core.errors import invalid
 from . import files
 from .detokenizer import Detokenizer
 from .template import ChatTemplate
-from .tool_calls import OPEN
 from .vocabulary import token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -36,7 +35,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
         """Special tokens by their role, ``bos_token`` and so on."""
-        self._template_source = chat_template or _chat_template(folder, config)
+        self.template_source = chat_template or _chat_template(folder, config)
+        """The chat template as text; None where there is none."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ``PenstockError`` (``invalid``) for what is no text, as half a surrogate pair is none."""
@@ -49,8 +49,11 @@ class Tokenizer:
         """The text of whole sequences; ``detokenizer`` decodes growing ones, to the same text."""
         return self.detokenizer(skip_special_tokens).add(token_ids, last=True)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self.vocabulary, self.special_ids if skip_special_tokens else ())
+    def detokenizer(self, skip_special_tokens: bool = True, kept: Collection[str] = ()) -> Detokenizer:
+        """For one growing sequence; ``kept`` are tokens that leave their text, be they special or not."""
+        if not skip_special_tokens:
+            return Detokenizer(self.vocabulary)
+        return Detokenizer(self.vocabulary, self.special_ids - {self.id_of(token) for token in kept})
 
     def to_json(self) -> str:
         """As ``tokenizer.json`` has it, whatever file it came from."""
@@ -76,18 +79,13 @@ class Tokenizer:
     @cached_property
     def template(self) -> ChatTemplate:
         """Raises ``PenstockError`` (``invalid``) where the checkpoint has none."""
-        if self._template_source is None:
+        if self.template_source is None:
             raise invalid("chat_template", "this model has none: name one, or use plain completions")
-        return ChatTemplate(self._template_source, self.special)
-
-    @property
-    def calls_tools(self) -> bool:
-        """Whether the chat template teaches the model to call tools in the form that ``ToolCalls`` reads."""
-        return OPEN in (self._template_source or "")
+        return ChatTemplate(self.template_source, self.special)
 
     def check_template(self) -> None:
         """Raises ``PenstockError`` (``invalid``) for a chat template that does not compile."""
-        if self._template_source is not None:
+        if self.template_source is not None:
             _ = self.template
 
     def spell(self, token_id: int) -> str:

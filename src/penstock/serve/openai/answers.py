@@ -39,11 +39,16 @@ class PromptDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -96,16 +101,31 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     arguments: str
 
 
-class ToolCallAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    index: int | UnsetType = UNSET
+class ToolCallAnswer(msgspec.Struct, kw_only=True):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first of a call has its id, type and name, and all have what is new of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The thought before it."""
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
     refusal: None = None
 
@@ -113,7 +133,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -210,11 +231,13 @@ def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(max(len(m.token_ids) - untold, 0) for output in outputs for m in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
+    thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=made,
         total_tokens=prompt + made,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionDetails(reasoning_tokens=thought),
     )
 
 

@@ -15,7 +15,7 @@ from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
 from penstock.serve.generation import Progress, generate
 from penstock.serve.record import Record
 from penstock.serve.service import Service
-from penstock.text import ToolCall, ToolCalls
+from penstock.text import Message, ToolCall
 
 from .answers import (
     DONE,
@@ -28,9 +28,11 @@ from .answers import (
     ChatLogprobs,
     ChatMessage,
     ChunkChoice,
+    FunctionDelta,
     Likely,
     TokenLogprob,
     ToolCallAnswer,
+    ToolCallDelta,
     Usage,
     encode,
     event,
@@ -57,9 +59,9 @@ class Answering:
         service.check_model(request.model)
         self._sampling = chat_sampling(request, preparer.default_sampling())
         self._messages = messages_of(request.messages)
-        self._options = template_options(request, preparer.tokenizer.calls_tools)
+        self._options = template_options(request, preparer.tools is not None)
         self._calls_tools = bool(request.tools) and request.tool_choice != "none"
-        if (calls := calls_of(request, preparer.tokenizer)) is not None:
+        if (calls := calls_of(request, preparer)) is not None:
             if self._sampling.guided_decoding:
                 raise invalid("tool_choice", "does not go with another form of the answer")
             self._sampling = self._sampling.replace(guided_decoding=calls)
@@ -68,7 +70,8 @@ class Answering:
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         request = self._request
-        prompt = await self._service.gateway.conversation(self._messages, self._size, self._options)
+        gateway = self._service.gateway
+        prompt = await gateway.conversation(self._messages, self._size, self._options, self._calls_tools)
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
@@ -99,7 +102,7 @@ class Answering:
                 for made in output.outputs:
                     chunks = []
                     if made.index not in telling:
-                        telling[made.index] = _Telling(self._calls_tools)
+                        telling[made.index] = _Telling()
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
@@ -120,16 +123,8 @@ class Answering:
         piece = telling.progress.advance(made)
         if piece is None:
             return []
-        content, calls = piece.text, list[ToolCall]()
-        if telling.parser:
-            content, calls = telling.parser.add(content, last=made.finished)
-            calls = self._wanted(calls, telling.calls)
-        delta = ChatDelta()
-        if content:
-            delta.content = content
-        if calls:
-            delta.tool_calls = [_call(call, index) for index, call in enumerate(calls, telling.calls)]
-            telling.calls += len(calls)
+        delta = telling.delta(self._message(made))
+        said = delta != ChatDelta()
         chunk = ChunkChoice(index=made.index, delta=delta)
         if self._sampling.logprobs is not None:
             chunk.logprobs = self._logprobs(piece.positions)
@@ -137,22 +132,22 @@ class Answering:
             chunk.token_ids = piece.token_ids
         if made.finished:
             chunk.finish_reason, chunk.stop_reason = self._reason(made, telling.calls > 0), made.stop_reason
-        elif not content and not calls and chunk.logprobs is None and not self._request.return_token_ids:
+        elif not said and chunk.logprobs is None and not self._request.return_token_ids:
             return []
         return [chunk]
 
     def _choice(self, made: CompletionOutput) -> ChatChoice:
-        content, calls = made.text, list[ToolCall]()
-        if self._calls_tools:
-            content, calls = ToolCalls().add(content, last=True)
-            calls = self._wanted(calls, 0)
-        message = ChatMessage(content=content if content or not calls else None)
-        if calls:
-            message.tool_calls = [_call(call) for call in calls]
+        read = self._message(made)
+        only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
+        message = ChatMessage(content=None if only_else else read.content)
+        if read.reasoning_content:
+            message.reasoning_content = read.reasoning_content
+        if read.tool_calls:
+            message.tool_calls = [_call(call) for call in read.tool_calls]
         choice = ChatChoice(
             index=made.index,
             message=message,
-            finish_reason=self._reason(made, bool(calls)),
+            finish_reason=self._reason(made, bool(read.tool_calls)),
             stop_reason=made.stop_reason,
         )
         if made.logprobs is not None:
@@ -161,15 +156,19 @@ class Answering:
             choice.token_ids = made.token_ids
         return choice
 
+    def _message(self, made: CompletionOutput) -> Message:
+        """What is to be told: without ``parallel_tool_calls`` the first call alone."""
+        read, request = made.message, self._request
+        assert read is not None
+        thought = "" if request.include_reasoning is False else read.reasoning_content
+        calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls
+        return Message(read.content, thought, calls)
+
     def _reason(self, made: CompletionOutput, called: bool) -> Reason:
         """As OpenAI has it: a call that was named is what ends the answer as asked."""
         if made.finish_reason == "stop":
             return "tool_calls" if called and not isinstance(self._request.tool_choice, NamedTool) else "stop"
         return "length"
-
-    def _wanted(self, calls: list[ToolCall], told: int) -> list[ToolCall]:
-        """Without ``parallel_tool_calls`` the first one alone."""
-        return calls[: 1 - min(told, 1)] if self._request.parallel_tool_calls is False else calls
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(id=self.id, created=self._created, model=self._service.name, choices=choices, usage=usage)
@@ -197,14 +196,44 @@ class Answering:
 
 
 class _Telling:
-    """A sequence that is being streamed."""
+    """How much of a sequence that is streamed has been told."""
 
-    def __init__(self, calls_tools: bool) -> None:
+    def __init__(self) -> None:
         self.progress = Progress()
-        self.parser = ToolCalls() if calls_tools else None
-        self.calls = 0
+        self._content = self._thought = 0
+        self._arguments: list[int] = []
+        """Of each call that was begun."""
+
+    @property
+    def calls(self) -> int:
+        return len(self._arguments)
+
+    def delta(self, message: Message) -> ChatDelta:
+        """What is new of a message."""
+        delta = ChatDelta()
+        if thought := message.reasoning_content[self._thought :]:
+            delta.reasoning_content = thought
+            self._thought += len(thought)
+        if content := message.content[self._content :]:
+            delta.content = content
+            self._content += len(content)
+        begun = max(self.calls - 1, 0)
+        if new := [part for i, call in enumerate(message.tool_calls[begun:], begun) if (part := self._part(i, call))]:
+            delta.tool_calls = new
+        return delta
+
+    def _part(self, index: int, call: ToolCall) -> ToolCallDelta | None:
+        """What is new of the last call that was begun, or of one that has not been."""
+        if index == self.calls:
+            self._arguments.append(len(call.arguments))
+            whole = _call(call)
+            function = FunctionDelta(name=call.name, arguments=call.arguments)
+            return ToolCallDelta(index=index, id=whole.id, type=whole.type, function=function)
+        new = call.arguments[self._arguments[index] :]
+        self._arguments[index] += len(new)
+        return ToolCallDelta(index=index, function=FunctionDelta(arguments=new)) if new else None
 
 
-def _call(call: ToolCall, index: int | UnsetType = UNSET) -> ToolCallAnswer:
+def _call(call: ToolCall) -> ToolCallAnswer:
     function = CalledFunction(name=call.name, arguments=call.arguments)
-    return ToolCallAnswer(index=index, id=f"call_{uuid4().hex[:24]}", type="function", function=function)
+    return ToolCallAnswer(id=f"call_{uuid4().hex[:24]}", function=function)

@@ -7,7 +7,8 @@ from typing import Any
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
 from penstock.core.guided import check_schema
-from penstock.text import Tokenizer, grammar_of
+from penstock.frontend.prompts import Preparer
+from penstock.text import grammar_of
 
 from .schema import ChatRequest, NamedTool, Request, ResponseFormat
 
@@ -37,7 +38,7 @@ def form_of(request: Request) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(**wanted)
 
 
-def calls_of(request: ChatRequest, tokenizer: Tokenizer) -> GuidedDecodingParams | None:
+def calls_of(request: ChatRequest, preparer: Preparer) -> GuidedDecodingParams | None:
     """The form of an answer that must call a tool.
 
     Raises ``PenstockError`` (``invalid``) where there is no such tool.
@@ -61,7 +62,8 @@ def calls_of(request: ChatRequest, tokenizer: Tokenizer) -> GuidedDecodingParams
         raise invalid("tool_choice", f"{one!r} is none of the tools: {', '.join(known)}")
     several = not one and request.parallel_tool_calls is not False
     wanted = {one: known[one]} if one else known
-    return GuidedDecodingParams(grammar=grammar_of(wanted, lambda text: tokenizer.id_of(text) is not None, several))
+    assert preparer.tools, "or tools would have been refused"
+    return GuidedDecodingParams(grammar=grammar_of(preparer.tools, wanted, preparer.tokenizer.id_of, several))
 
 
 def _structured(request: Request) -> dict[str, Any]:

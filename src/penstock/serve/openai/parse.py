@@ -76,8 +76,8 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
         raise invalid("max_completion_tokens", "differs from max_tokens; give one of them")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "goes with logprobs only")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return sampling_of(request, defaults, max_tokens=both.pop() if both else None, logprobs=logprobs)
+    own = {"max_tokens": both.pop() if both else None, "reasoning_max_tokens": request.reasoning_max_tokens}
+    return sampling_of(request, defaults, **own, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

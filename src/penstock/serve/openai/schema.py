@@ -216,6 +216,10 @@ class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
     """Whether a tool is called: as the model likes, not, at least one, or this one."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may call several, which it may by default."""
+    include_reasoning: bool | None = None
+    """Whether the answer has the model's thought, which it has by default."""
+    reasoning_max_tokens: Count | None = None
+    """Tokens after which the thought is made to end."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template (enable_thinking …)."""
     add_generation_prompt: bool | None = None

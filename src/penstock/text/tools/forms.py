@@ -1,0 +1,149 @@
+"""The forms in which models write calls of tools, as data: a form's name is that of vLLM's parser for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a kind of model writes calls.
+
+    In all of them a call begins with a mark, and its arguments are a JSON object. The name stands before that, be it
+    within an object of both (``{"name": …, "arguments": {…}}``) or by itself.
+    """
+
+    parsers: tuple[str, ...]
+    """Names of ``--tool-call-parser``."""
+    sign: re.Pattern[str]
+    """Found in the chat templates of such models."""
+    marks: tuple[str, ...]
+    """Each begins a call."""
+    bare: bool = False
+    """Whether a call may also begin an answer without a mark."""
+    lead: str = " \n\r\t"
+    """Characters that may stand between a mark and an object of name and arguments."""
+    named: re.Pattern[str] | None = None
+    """What stands between a mark and the arguments, where the name is told there."""
+    closers: tuple[str, ...] = ()
+    """Whatever may follow a call, and is part of it."""
+    separators: tuple[str, ...] = ()
+    """After a call, what another one without a mark may begin with."""
+    tokens: tuple[str, ...]
+    """Marks and all else that may be tokens of their own, and special ones."""
+
+    before: str = ""
+    """What is written before the first call."""
+    begin: tuple[str, str]
+    """Before and after its name."""
+    end: str = ""
+    """After its arguments."""
+    between: str = ""
+    """Between two calls."""
+    after: str = ""
+    """After the last call."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """What ends arguments, however many braces are open: marks, and no part of any JSON."""
+        return tuple(text for text in (*self.marks, *self.closers, *self.separators) if text not in ("]", ","))
+
+
+HERMES = Form(
+    parsers=("hermes", "qwen", "ernie"),
+    sign=re.compile(r"\A(?!.*(<function=|<arg_key>)).*<tool_call>", re.DOTALL),  # others mark quite another form so
+    marks=("<tool_call>",),
+    closers=("</tool_call>",),
+    tokens=("<tool_call>", "</tool_call>"),
+    begin=('<tool_call>\n{"name": ', ', "arguments": '),
+    end="}\n</tool_call>",
+    between="\n",
+)
+"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each call: Hermes 2 and 3, Qwen 2.5 and 3, ERNIE 4.5."""
+
+LLAMA3_JSON = Form(
+    parsers=("llama3_json",),
+    sign=re.compile(r'<\|python_tag\|>|\{"name": function name, "parameters": '),
+    marks=("<|python_tag|>",),
+    bare=True,
+    separators=(";",),
+    tokens=("<|python_tag|>",),
+    begin=('{"name": ', ', "parameters": '),
+    end="}",
+    between="; ",
+)
+"""``{"name": …, "parameters": {…}}`` at the beginning of the answer or after ``<|python_tag|>``, several with ``; ``
+between them: Llama 3.1, 3.2 and 3.3."""
+
+MISTRAL = Form(
+    parsers=("mistral",),
+    sign=re.compile(r"\[TOOL_CALLS\]"),
+    marks=("[TOOL_CALLS]",),
+    lead=" \n\r\t[",
+    named=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(\[CALL_ID\][^\s\[\]{}]*\s*)?(\[ARGS\]\s*)?"),
+    closers=("]",),
+    separators=(",",),
+    tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    before="[TOOL_CALLS] [",
+    begin=('{"name": ', ', "arguments": '),
+    end="}",
+    between=", ",
+    after="]",
+)
+"""``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``: Mistral up to the tokenizer v7."""
+
+MISTRAL_ARGS = replace(
+    MISTRAL,
+    sign=re.compile(r"\[TOOL_CALLS\][\s\S]*\[ARGS\]"),
+    before="",
+    begin=("[TOOL_CALLS]", "[ARGS]"),
+    end="",
+    between="",
+    after="",
+)
+"""``[TOOL_CALLS]name[ARGS]{…}`` for each call: Mistral from the tokenizer v11 on. Both are read by either."""
+
+DEEPSEEK_V3 = Form(
+    parsers=("deepseek_v3",),
+    sign=re.compile(r"<｜tool▁call▁begin｜>[\s\S]*```json"),
+    marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    named=re.compile(
+        r"\s*(<｜tool▁call▁begin｜>\s*)?"
+        r"(function<｜tool▁sep｜>(?P<name>[^\n{]+)\n```json\s*|(?P<other>[^\n{]+?)<｜tool▁sep｜>\s*)"
+    ),
+    closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    tokens=(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    before="<｜tool▁calls▁begin｜>",
+    begin=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
+    end="\n```<｜tool▁call▁end｜>",
+    between="\n",
+    after="<｜tool▁calls▁end｜>",
+)
+"""``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name``, the arguments as a block of JSON,
+``<｜tool▁call▁end｜>`` … ``<｜tool▁calls▁end｜>``: DeepSeek V3 and R1."""
+
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    sign=re.compile(r"<｜tool▁call▁begin｜>"),
+    begin=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    end="<｜tool▁call▁end｜>",
+    between="",
+)
+"""The same with the name alone before ``<｜tool▁sep｜>`` and the arguments alone after it: DeepSeek V3.1. Both are read
+by either."""
+
+FORMS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
+
+
+def tool_form(parser: str, template: str) -> Form | None:
+    """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
+    own = [form for form in FORMS if parser in ("auto", *form.parsers)]
+    found = next((form for form in own if form.sign.search(template)), None)
+    return found if found or parser == "auto" else own[-1]

@@ -1,0 +1,252 @@
+"""Thoughts, calls and what else a chat can ask for, by OpenAI's own client, streamed and whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from serving import Served
+
+from penstock import LLM, GuidedDecodingParams, SamplingParams
+
+SUM = [{"role": "user", "content": "What is 12 + 34 + 56?"}]
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+THOUGHT, ANSWER = "12 + 34 = 46\n46 + 56 = 102", "12 + 34 + 56 = 102"
+
+PLAIN = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n{# TEACHES #}"
+)
+"""Of a model that was taught otherwise."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "400") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+class Told:
+    """What a client makes of an answer; of a stream, of its pieces."""
+
+    def __init__(self) -> None:
+        self.content = self.thought = self.reason = ""
+        self.calls: list[list[str]] = []
+        self.pieces = 0
+        """Of arguments."""
+        self.usage: Any = None
+
+
+def ask(client: openai.OpenAI, stream: bool, messages: Any = SUM, **fields: Any) -> Told:
+    asked = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 300} | fields
+    told = Told()
+    if not stream:
+        answer = client.chat.completions.create(**asked)
+        (choice,) = answer.choices
+        told.content, told.reason = choice.message.content or "", choice.finish_reason
+        told.thought = choice.message.to_dict().get("reasoning_content", "")
+        told.calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
+        told.usage = answer.usage
+        return told
+    chunks = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        told.usage = chunk.usage or told.usage
+        for choice in chunk.choices:
+            delta = choice.delta
+            told.content += delta.content or ""
+            told.thought += delta.to_dict().get("reasoning_content", "")
+            told.reason = choice.finish_reason or told.reason
+            for part in delta.tool_calls or ():
+                if part.id:
+                    assert part.index == len(told.calls) and part.type == "function"
+                    told.calls.append([part.function.name, ""])
+                told.calls[part.index][1] += part.function.arguments
+                told.pieces += 1
+    return told
+
+
+both = pytest.mark.parametrize("stream", [False, True])
+
+# --- Thoughts ---------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_thought_is_told_apart(client: openai.OpenAI, stream: bool) -> None:
+    told = ask(client, stream, extra_body=THINK)
+    assert (told.thought, told.content, told.reason) == (THOUGHT, ANSWER, "stop")
+    thought = told.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < thought < told.usage.completion_tokens
+    hidden = ask(client, stream, extra_body=THINK | {"include_reasoning": False})
+    assert (hidden.thought, hidden.content) == ("", ANSWER)
+    assert hidden.usage.completion_tokens_details.reasoning_tokens == thought
+    none = ask(client, stream)
+    assert none.thought == "" and none.content
+    assert none.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@both
+@pytest.mark.parametrize("limit", [0, 1, 5, 100])
+def test_a_thought_ends_in_time(client: openai.OpenAI, stream: bool, limit: int) -> None:
+    told = ask(client, stream, extra_body=THINK | {"reasoning_max_tokens": limit})
+    assert THOUGHT.startswith(told.thought) and told.content and told.reason == "stop"
+    marks = 2
+    assert told.usage.completion_tokens_details.reasoning_tokens <= limit + marks
+    assert "think>" not in told.content
+    assert (told.content == ANSWER) == (limit == 100)
+
+
+@both
+def test_what_is_not_thought_is_not_limited(client: openai.OpenAI, stream: bool) -> None:
+    limited = ask(client, stream, extra_body={"reasoning_max_tokens": 0})
+    assert limited.content == ask(client, stream).content
+
+
+@both
+def test_a_form_begins_after_the_thought(client: openai.OpenAI, stream: bool) -> None:
+    for extra in ({"guided_choice": ["many", "102"]}, {"guided_regex": "(many|102)", "reasoning_max_tokens": 100}):
+        told = ask(client, stream, extra_body=THINK | extra)
+        assert (told.thought, told.content) == (THOUGHT, "102")
+    schema = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 999}}, "required": ["sum"]}
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema | {"additionalProperties": False}}}
+    told = ask(client, stream, response_format=form, extra_body=THINK)
+    assert told.thought == THOUGHT
+    jsonschema.validate(json.loads(told.content), schema)
+
+
+@both
+def test_an_unfinished_thought_is_no_content(client: openai.OpenAI, stream: bool) -> None:
+    told = ask(client, stream, max_tokens=8, extra_body=THINK)
+    assert told.content == "" and THOUGHT.startswith(told.thought) and told.reason == "length"
+    assert told.usage.completion_tokens_details.reasoning_tokens == 8
+
+
+def test_a_thought_can_be_gone_on_with() -> None:
+    llm = LLM(num_gpu_blocks_override=200, chat_template=PLAIN.replace("TEACHES", "</think>"))
+    begun = {"role": "assistant", "content": "<think>\n12 + 34 = 46"}
+    options = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
+    (output,) = llm.chat([*SUM, begun], SamplingParams(temperature=0, max_tokens=60), **options)
+    assert output.outputs[0].message
+    assert (output.outputs[0].message.reasoning_content, output.outputs[0].message.content) == (THOUGHT[13:], ANSWER)
+
+
+def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
+    for fields, words in (
+        ({"reasoning_max_tokens": -1}, "reasoning_max_tokens"),
+        ({"reasoning_max_tokens": 5, "bad_words": ["x"]}, "bad_words.*reasoning_max_tokens"),
+        ({"reasoning_max_tokens": 5, "allowed_token_ids": [5]}, "allowed_token_ids.*reasoning_max_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(client, False, extra_body=fields)
+    with pytest.raises(openai.BadRequestError, match="reasoning_max_tokens: not supported"):
+        client.completions.create(model="default", prompt="x", extra_body={"reasoning_max_tokens": 1})
+
+
+def test_company_changes_no_thought() -> None:
+    """Nor do probabilities, chunks, siblings or preemption."""
+    questions = [[{"role": "user", "content": f"What is {i} + {2 * i} + 56?"}] for i in (12, 23)]
+    form = GuidedDecodingParams(regex="[0-9]{1,4}")
+    kinds: list[dict[str, Any]] = [
+        {"reasoning_max_tokens": 7},
+        {"guided_decoding": form},
+        {"guided_decoding": form, "reasoning_max_tokens": 4},
+        {},
+    ]
+    params = [SamplingParams(max_tokens=80, seed=3, temperature=t, **kind) for kind in kinds for t in (0.0, 1.0)]
+    cases = [(question, own) for question in questions for own in params]
+    llm = LLM(num_gpu_blocks_override=400, block_size=16)
+    tight = LLM(num_gpu_blocks_override=20, block_size=16, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=40)
+
+    def run(llm: LLM, cases: list[Any]) -> list[Any]:
+        asked, own = zip(*cases, strict=True)
+        outputs = llm.chat(list(asked), list(own), use_tqdm=False, chat_template_kwargs=THINK["chat_template_kwargs"])
+        return [output.outputs[0] for output in outputs]
+
+    alone = [run(llm, [case])[0] for case in cases]
+    told = run(llm, [(question, own.replace(logprobs=1)) for question, own in cases])
+    siblings = run(llm, [(question, own.replace(n=3)) for question, own in cases])
+    pressed = run(tight, cases * 3)[-len(cases) :]
+    assert tight.engine.scheduler.preemptions > 0
+    for (_, own), one, *others in zip(cases, alone, told, siblings, pressed, strict=True):
+        assert all(other.token_ids == one.token_ids and other.message == one.message for other in others)
+        if own.reasoning_max_tokens is not None:
+            assert one.reasoning_tokens <= own.reasoning_max_tokens + 2
+        if own.guided_decoding:
+            assert re.fullmatch("[0-9]{1,4}", one.message.content)
+
+
+# --- Calls ------------------------------------------------------------------------------------------------------------
+
+
+def tool(name: str, **properties: Any) -> Any:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
+IN_PARIS = [{"role": "user", "content": "巴黎的天气怎么样？"}]
+
+
+def check_calls(told: Told) -> None:
+    assert told.calls
+    for name, arguments in told.calls[:-1] if told.reason == "length" else told.calls:
+        known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
+        jsonschema.validate(json.loads(arguments), known)
+
+
+def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
+    whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS[:1]) for stream in (False, True))
+    assert streamed.calls == whole.calls == [["get_weather", '{"city": "巴黎"}']]
+    assert streamed.pieces > 2
+    assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
+
+
+@both
+def test_a_call_comes_after_a_thought(client: openai.OpenAI, stream: bool) -> None:
+    fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "extra_body": THINK}
+    told = ask(client, stream, IN_PARIS, **fields)
+    check_calls(told)
+    assert told.content == "" and len(told.calls) == 1
+
+
+@both
+def test_a_call_cut_short_is_what_was_written(client: openai.OpenAI, stream: bool) -> None:
+    whole = ask(client, stream, IN_PARIS, tools=TOOLS[:1])
+    short = ask(client, stream, IN_PARIS, tools=TOOLS[:1], max_tokens=whole.usage.completion_tokens - 5)
+    ((name, arguments),) = short.calls
+    assert name == "get_weather" and whole.calls[0][1].startswith(arguments) and short.reason == "length"
+
+
+FORMS = {
+    "mistral": "[TOOL_CALLS]",
+    "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
+    "llama3_json": "<|python_tag|>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>NAME ```json",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_found_made_and_read(form: str) -> None:
+    template = PLAIN.replace("TEACHES", FORMS[form])
+    with Served("--num-gpu-blocks-override", "400", "--chat-template", template) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        for fields in (
+            {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
+            {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ):
+            whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS, **fields) for stream in (False, True))
+            check_calls(whole)
+            assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
+            assert whole.reason == "length" or not whole.content
+        plain = ask(client, False, IN_PARIS, tools=TOOLS, tool_choice="none")
+        assert not plain.calls

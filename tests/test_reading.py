@@ -1,0 +1,185 @@
+"""Answers taken apart: thoughts, content and calls are the same however a text is cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.text import Message, Reader, Reading, Stage, stage_of, thought_form, tool_form
+
+TOOLS = {name: tool_form(name, "") for name in ("hermes", "llama3_json", "mistral", "deepseek_v3")}
+THOUGHTS = {name: thought_form(name, "") for name in ("qwen3", "deepseek_r1", "ernie")}
+
+
+def read(reading: Reading, pieces: list[str], hidden: tuple[str, ...] = ()) -> Message:
+    """Pieces as an answer; what was said on the way is never taken back."""
+    reader, told = Reader(reading, hidden), ("", "", [])
+    for i, piece in enumerate(pieces):
+        reader.add(piece, last=i == len(pieces) - 1)
+        message = reader.message
+        calls = [(call.name, call.arguments) for call in message.tool_calls]
+        assert message.content.startswith(told[0]) and message.reasoning_content.startswith(told[1])
+        for before, after in zip(told[2], calls, strict=False):
+            assert before[0] == after[0] and after[1].startswith(before[1])
+        told = (message.content, message.reasoning_content, calls)
+    return reader.message
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=30)))
+    return [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+
+
+ADD = '{"a": 1, "b": "<é> }] \\" </tool_call>"}'
+HERMES = f'<tool_call>\n{{"name": "add", "arguments": {ADD}}}\n</tool_call>'
+LLAMA = f'{{"name": "add", "parameters": {ADD}}}'
+MISTRAL = f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}, "id": "x}}"}}, {{"name": "now", "arguments": {{}}}}]'
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD}<｜tool▁call▁end｜>"
+CALL, NOW = ("add", ADD), ("now", "{}")
+
+CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
+    "hermes": [
+        ("Hello there.", "Hello there.", []),
+        (HERMES, "", [CALL]),
+        (f"I shall add. \n{HERMES}\n{HERMES}\n", "I shall add.", [CALL, CALL]),
+        (f"{HERMES} Done.", "Done.", [CALL]),
+        ('<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
+        ('<tool_call>{"arguments": {"x": 1}, "name": "n"}</tool_call>', "", [("n", '{"x": 1}')]),
+        ('<tool_call>{"name": "n", "arguments": {"x":1,  "y":[{}]}}</tool_call>', "", [("n", '{"x":1,  "y":[{}]}')]),
+        ('<tool_call>{"name": "n", "arguments": {"x": 1}</tool_call> So.', "So.", [("n", '{"x": 1}')]),
+        ('<tool_call>{"name": "n", "arguments": {"x": [1<tool_call>{"name": "now"}', "", [("n", '{"x": [1'), NOW]),
+        ('<tool_call>{"name": "n", "arguments": {"x": "ab', "", [("n", '{"x": "ab')]),
+        ("a < b <tool_ca", "a < b <tool_ca", []),
+        ("Look: <tool_call>\nnot JSON\n</tool_call>", "Look: <tool_call>\nnot JSON\n</tool_call>", []),
+        (f"Write <tool_call>, as in {HERMES}", "Write <tool_call>, as in", [CALL]),
+        ('<tool_call>{"x": {"name": "n"}}</tool_call>', '<tool_call>{"x": {"name": "n"}}</tool_call>', []),
+        ('It was \n<tool_call>{"name": ', 'It was \n<tool_call>{"name": ', []),
+        ("A line. \n\n", "A line. \n\n", []),
+    ],
+    "llama3_json": [
+        (LLAMA, "", [CALL]),
+        (f"<|python_tag|>{LLAMA}; {LLAMA}", "", [CALL, CALL]),
+        (f'{{"type": "function", {LLAMA[1:]}', "", [("add", json.dumps(json.loads(ADD), ensure_ascii=False))]),
+        ('{"name": "n", "parameters": {"x": 1}; {"name": "now", "parameters": {}}', "", [("n", '{"x": 1}'), NOW]),
+        (' {"answer": 42}', ' {"answer": 42}', []),
+        (f"See {LLAMA}", f"See {LLAMA}", []),
+        (f"{LLAMA}; and so on", "; and so on", [CALL]),
+    ],
+    "mistral": [
+        (MISTRAL, "", [CALL, NOW]),
+        (f"[TOOL_CALLS]add[ARGS]{ADD}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{{}}", "", [CALL, NOW]),
+        (f"Well. [TOOL_CALLS]add{ADD}", "Well.", [CALL]),
+        ("[TOOL_CALLS] are tokens.", "[TOOL_CALLS] are tokens.", []),
+        ("[TOOL_CALLS] " + "long " * 200 + "{}", "[TOOL_CALLS] " + "long " * 200 + "{}", []),
+        ("See [1], [2].", "See [1], [2].", []),
+    ],
+    "deepseek_v3": [
+        (f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", "", [("add", "{}")] * 2),
+        (f"Yes.\n\n{V31}<｜tool▁calls▁end｜>", "Yes.", [CALL]),
+        (f"{V31}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>", "", [CALL, NOW]),
+        ("<｜tool▁calls▁begin｜>none", "<｜tool▁calls▁begin｜>none", []),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [(form, *case) for form, cases in CALLS.items() for case in cases],
+)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_calls_are_found(form: str, text: str, content: str, calls: list[Any], data: st.DataObject) -> None:
+    found = read(Reading(tools=TOOLS[form]), cut(text, data))
+    assert found.content == content
+    assert [(call.name, call.arguments) for call in found.tool_calls] == calls
+
+
+ANSWERS = [
+    ("qwen3", Stage.BEFORE, "<think>\nLet me see.\n</think>\n\nIt is 4.\n", "Let me see.", "It is 4.\n"),
+    ("qwen3", Stage.BEFORE, "\nIt is <think>4</think>.", "", "\nIt is <think>4</think>."),
+    ("qwen3", Stage.WITHIN, "Let me see.\n\n</think>It is 4.", "Let me see.", "It is 4."),
+    ("qwen3", Stage.WITHIN, "Let me see.\n", "Let me see.\n", ""),
+    ("qwen3", Stage.WITHIN, "a </think", "a </think", ""),
+    ("qwen3", Stage.AFTER, "\n</think>It is 4.", "", "\n</think>It is 4."),
+    ("qwen3", Stage.BEFORE, "<thin", "", "<thin"),
+    ("deepseek_r1", Stage.WITHIN, "<think>\n<think>a</think>b</think>", "<think>a", "b</think>"),
+    ("ernie", Stage.WITHIN, "a\n</think>\n\n<response>\nb\n\nc\n</response>\n", "a", "b\n\nc"),
+]
+
+
+@pytest.mark.parametrize(("form", "stage", "text", "thought", "answer"), ANSWERS)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_thoughts_are_told_apart(
+    form: str, stage: Stage, text: str, thought: str, answer: str, data: st.DataObject
+) -> None:
+    found = read(Reading(THOUGHTS[form], stage), cut(text, data))
+    assert (found.reasoning_content, found.content) == (thought, answer)
+
+
+def test_calls_come_after_thoughts() -> None:
+    reading = Reading(THOUGHTS["qwen3"], Stage.BEFORE, TOOLS["hermes"])
+    found = read(reading, [f"<think>\nMaybe {HERMES}?\n</think>\n\nSure. {HERMES}"])
+    assert (found.reasoning_content, found.content) == (f"Maybe {HERMES}?", "Sure.")
+    assert [(call.name, call.arguments) for call in found.tool_calls] == [CALL]
+
+
+def test_special_tokens_are_no_content() -> None:
+    form = TOOLS["mistral"]
+    assert form
+    assert read(Reading(tools=form), ["a [TOOL_CALLS]", " b"], form.tokens).content == "a  b"
+
+
+MARKS = {mark for form in TOOLS.values() if form for mark in form.tokens} | {"</think>", "<think>", "<response>"}
+PARTS = 'function ```json ``` { } [ ] " \\ , ; : {} {"a": {"name": {"name":"f", "name" "arguments": "parameters":{ f'
+FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", HERMES, LLAMA, V3]
+
+
+@pytest.mark.parametrize("tools", TOOLS)
+@pytest.mark.parametrize("stage", list(Stage))
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_text_in_any_pieces(tools: str, stage: Stage, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
+    thought = data.draw(st.sampled_from([None, *THOUGHTS]))
+    reading = Reading(THOUGHTS[thought] if thought else None, stage, TOOLS[tools])
+    hidden = data.draw(st.sampled_from([(), reading.marks]))
+    assert read(reading, cut(text, data), hidden) == read(reading, [text], hidden)
+    assert read(reading, list(text) or [""], hidden) == read(reading, [text], hidden)
+
+
+# --- Which form a model has -------------------------------------------------------------------------------------------
+
+SIGNS = {
+    '{{ "<tool_call>" }}': ("hermes", None),
+    '{{ "<tool_call><function=" }}': (None, None),
+    '{{ "[TOOL_CALLS] [" }}': ("mistral", None),
+    '{{ "<think></think><tool_call>" }}': ("hermes", "qwen3"),
+    "{{ '<｜Assistant｜>' + x.split('</think>')[-1] }}<｜tool▁call▁begin｜>": ("deepseek_v3", "deepseek_r1"),
+    "</think>\n\n<response>\n<tool_call>": ("hermes", "ernie"),
+    'Respond in the format {"name": function name, "parameters": …}': ("llama3_json", None),
+    "{{ messages }}": (None, None),
+}
+
+
+@pytest.mark.parametrize("template", SIGNS)
+def test_a_form_is_found_in_the_template(template: str) -> None:
+    tools, thought = tool_form("auto", template), thought_form("auto", template)
+    assert (tools and tools.parsers[0], thought and thought.parser) == SIGNS[template]
+
+
+def test_a_prompt_says_where_its_answer_begins() -> None:
+    qwen, deepseek = THOUGHTS["qwen3"], THOUGHTS["deepseek_r1"]
+    assert qwen and deepseek
+    assert stage_of(qwen, "user: <think>\nassistant:") is Stage.BEFORE
+    assert stage_of(qwen, "assistant:\n<think>\n") is Stage.WITHIN
+    assert stage_of(qwen, "assistant:\n<think>\n\n</think>\n\n") is Stage.AFTER
+    assert stage_of(deepseek, "assistant:") is Stage.WITHIN
+    assert stage_of(qwen, "… <think>I was", continued="<think>I was") is Stage.WITHIN
+    assert stage_of(qwen, "… </think>It", continued="<think>I was</think>It") is Stage.AFTER
