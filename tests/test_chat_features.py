@@ -229,7 +229,7 @@ def test_a_call_cut_short_is_what_was_written(client: openai.OpenAI, stream: boo
 FORMS = {
     "mistral": "[TOOL_CALLS]",
     "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
-    "llama3_json": "<|python_tag|>",
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
     "deepseek_v3": "<｜tool▁call▁begin｜>NAME ```json",
 }
 
