@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,7 +14,7 @@ import openai
 import pytest
 from serving import Served
 
-from penstock import LLM, GuidedDecodingParams, SamplingParams
+from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 
 SUM = [{"role": "user", "content": "What is 12 + 34 + 56?"}]
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -229,7 +231,7 @@ def test_a_call_cut_short_is_what_was_written(client: openai.OpenAI, stream: boo
 FORMS = {
     "mistral": "[TOOL_CALLS]",
     "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
-    "llama3_json": "<|python_tag|>",
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
     "deepseek_v3": "<｜tool▁call▁begin｜>NAME ```json",
 }
 
@@ -250,3 +252,55 @@ def test_every_form_is_found_made_and_read(form: str) -> None:
             assert whole.reason == "length" or not whole.content
         plain = ask(client, False, IN_PARIS, tools=TOOLS, tool_choice="none")
         assert not plain.calls
+
+
+# --- Marks that are special tokens, or none ---------------------------------------------------------------------------
+
+
+def tokenizer_with(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Path:
+    """The demo model's tokenizer with each of its added tokens changed, or taken out."""
+    for file in demo.CHAT.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, folder)
+    whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    changed = [change(token) for token in whole["added_tokens"]]
+    whole["added_tokens"] = [token for token in changed if token]
+    (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+    return folder
+
+
+def test_special_marks_are_read_and_are_no_content(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, lambda token: token | {"special": True})
+    special, plain = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer), LLM(num_gpu_blocks_override=200)
+    greedy = SamplingParams(temperature=0, max_tokens=100)
+
+    def answers(llm: LLM) -> list[Any]:
+        thought = llm.chat(SUM, greedy, use_tqdm=False, **THINK)[0].outputs[0]
+        called = llm.chat(IN_PARIS, greedy, use_tqdm=False, tools=TOOLS[:1])[0].outputs[0]
+        return [thought.message, thought.reasoning_tokens, called.message]
+
+    assert answers(special) == answers(plain)
+    thought, _, called = answers(special)
+    assert (thought.reasoning_content, thought.content) == (THOUGHT, ANSWER)
+    assert [(call.name, call.arguments) for call in called.tool_calls] == [("get_weather", '{"city": "巴黎"}')]
+    (mark,) = special.get_tokenizer().encode("</think>", add_special_tokens=False)
+    always = greedy.replace(logit_bias={mark: 100}, max_tokens=5)
+    for llm, said in ((special, ""), (plain, "</think>" * 5)):
+        assert llm.chat(SUM, always, use_tqdm=False)[0].outputs[0].message.content == said
+    shown = special.chat(SUM, always.replace(skip_special_tokens=False), use_tqdm=False)[0].outputs[0]
+    assert shown.message.content == "</think>" * 5
+
+
+def test_marks_that_are_no_tokens_are_read_and_set_no_limit(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, lambda token: token if "think" not in token["content"] else None)
+    llm = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer)
+    written = "".join(llm.get_tokenizer().spell(i) for i in llm.get_tokenizer().encode("</think>"))
+    assert written == "</think>" and len(llm.get_tokenizer().encode("</think>")) > 1
+    with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no token that ends them"):
+        llm.chat(SUM, SamplingParams(reasoning_max_tokens=5), use_tqdm=False, **THINK)
+    said = "<think>\nx\n</think>\n\ny"
+    forced = SamplingParams(temperature=0, max_tokens=100, guided_decoding=GuidedDecodingParams(choice=[said]))
+    made = llm.chat(SUM, forced, use_tqdm=False, **THINK)[0].outputs[0]
+    assert (made.message.reasoning_content, made.message.content) == ("x", "y")
+    spelled = [llm.get_tokenizer().spell(token) for token in made.token_ids]
+    assert "".join(spelled[: made.reasoning_tokens]).rstrip("\n") == "<think>\nx\n</think>"

@@ -163,7 +163,10 @@ SIGNS = {
     '{{ "<think></think><tool_call>" }}': ("hermes", "qwen3"),
     "{{ '<｜Assistant｜>' + x.split('</think>')[-1] }}<｜tool▁call▁begin｜>": ("deepseek_v3", "deepseek_r1"),
     "</think>\n\n<response>\n<tool_call>": ("hermes", "ernie"),
-    'Respond in the format {"name": function name, "parameters": …}': ("llama3_json", None),
+    'Respond in the format {"name": function name, "parameters": dictionary of …}.': (
+        "llama3_json",
+        None,
+    ),
     "{{ messages }}": (None, None),
 }
 

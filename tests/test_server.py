@@ -482,7 +482,7 @@ def test_unknown_fields_are_named_with_the_nearest(plain: httpx.Client) -> None:
 def test_what_is_not_there_yet_is_refused_by_name(plain: httpx.Client) -> None:
     """But for values that ask for nothing."""
     refused = {"best_of": 2, "suffix": "x", "use_beam_search": True, "logits_processors": []}
-    refused |= {"truncate_prompt_tokens": 5}
+    refused |= {"prompt_embeds": "x"}
     for field, value in refused.items():
         error = error_of(plain.post("/v1/completions", json={"prompt": "x", field: value}), 400)
         assert error["message"] == f"{field}: not supported yet"

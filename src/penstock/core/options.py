@@ -180,6 +180,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0
     timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
+    trust_request_chat_template: Annotated[
+        bool, option("Render chat templates that requests bring, each in a process that may take two seconds.")
+    ] = False
     max_body_size: Annotated[
         int, option("Of a request; 0 is 64 bytes for each token of the context, and at least 1 MiB.", "bytes", ge=0)
     ] = 0

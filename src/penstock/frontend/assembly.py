@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -119,9 +120,10 @@ class _Text:
             special = [mark for mark in marks if tokenizer.id_of(mark) in tokenizer.special_ids]
             self.reader = Reader(reading, special if sampling.skip_special_tokens else ())
         form = reading.thought if reading else None
-        self._thought_end = tokenizer.id_of(form.closed) if form else None
-        self._thought_tokens = 0
-        self._thought_over = False
+        self._thought_end = form.closed.encode() if form else b""
+        self._thought_tokens: int | None = None
+        """Once it has ended."""
+        self._vocabulary = tokenizer.vocabulary
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._keep_stop_token = sampling.include_stop_str_in_output
@@ -137,13 +139,18 @@ class _Text:
         return self._stops.add(piece, last=delta.finished is not None)
 
     def thought_tokens(self, token_ids: list[int]) -> int:
-        """How many of a sequence's tokens are its thought, with the one that ends it."""
-        if self.reader and self.reader.thought and not self._thought_over:
-            new = token_ids[self._thought_tokens :]
-            if self._thought_end in new:
-                self._thought_over = True
-                del new[new.index(self._thought_end) + 1 :]
-            elif self._thought_end is None:  # the mark is no token: as the text says
-                self._thought_over = not self.reader.thinking
-            self._thought_tokens += len(new)
-        return self._thought_tokens
+        """How many of a sequence's tokens are its thought, with what ends it."""
+        if self.reader is None or not self.reader.thought:
+            return 0
+        if self._thought_tokens is None and not self.reader.thinking:
+            self._thought_tokens = self._until_thought_ends(token_ids)
+        return len(token_ids) if self._thought_tokens is None else self._thought_tokens
+
+    def _until_thought_ends(self, token_ids: list[int]) -> int:
+        """Counted by what tokens spell: several may come at once, and the mark need not be one of them."""
+        size = len(self._vocabulary)
+        spelled = [self._vocabulary[token] if token < size else b"" for token in token_ids]
+        before, _, _ = b"".join(spelled).partition(self._thought_end)
+        lengths = itertools.accumulate(map(len, spelled))
+        complete = len(before) + len(self._thought_end)
+        return min(sum(length < complete for length in lengths) + 1, len(token_ids))

@@ -16,7 +16,9 @@ import msgspec
 from penstock.core import Failure, SamplingParams, TokenDelta
 from penstock.core.errors import invalid
 from penstock.engine.client import EngineClient
+from penstock.text.rendering import Rendering
 
+from .foreign import ForeignTemplates
 from .outputs import RequestOutput
 from .prompts import Messages, Preparer, Prompt
 
@@ -43,6 +45,7 @@ class Gateway:
         self.engine = EngineClient(address, self._deliver, self._lost, preparer.vocabulary)
         self._open: dict[str, asyncio.Queue[TokenDelta | Failure]] = {}
         self._ids = itertools.count()
+        self._foreign = ForeignTemplates()
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
 
     @property
@@ -51,6 +54,7 @@ class Gateway:
         return len(self._open)
 
     async def close(self) -> None:
+        self._foreign.close()
         await self.engine.close()
         self._threads.shutdown(wait=False)
 
@@ -66,22 +70,32 @@ class Gateway:
         return await self._prepare(max(size, len(prompt)), lambda: self.preparer.encode(prompt, add_special_tokens))
 
     async def conversation(
-        self, messages: Messages, size: int, options: Mapping[str, Any], calls: bool = False
-    ) -> Prompt:
+        self,
+        messages: Messages,
+        size: int,
+        options: Mapping[str, Any],
+        calls: bool = False,
+        template: str | None = None,
+    ) -> dict[str, Any]:
         """A conversation as a prompt.
 
         Args:
             size: about how many characters it has.
             options: those of ``ChatTemplate.render``.
             calls: whether the answer may call tools.
+            template: to use in place of the model's.
 
         Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
         """
         if len(messages) > (most := self.engine.check().max_model_len):
             raise invalid("messages", f"{len(messages)} of them are more than {most} tokens can hold", most)
-        text = await self._prepare(size, lambda: self.preparer.render(messages, options))
+        if template is None:
+            text = await self._prepare(size, lambda: self.preparer.render(messages, options))
+        else:
+            special = self.preparer.tokenizer.special
+            text = await self._foreign.render(Rendering(template, special, list(messages), dict(options)))
         token_ids = await self.encode(text, add_special_tokens=False)
-        reading = self.preparer.reading(text, messages, options, calls)
+        reading = self.preparer.reading(text, messages, options, calls, template)
         return {"prompt": text, "prompt_token_ids": token_ids, "reading": reading}
 
     async def generate(

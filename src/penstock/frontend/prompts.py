@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock import demo
 from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, Thought, Vocabulary
 from penstock.core.errors import invalid
-from penstock.text import Reading, Stage, Tokenizer, stage_of, thought_form, tool_form
+from penstock.text import Form, Reading, Stage, ThoughtForm, Tokenizer, stage_of, thought_form, tool_form
 
 from .assembly import Assembler
 from .defaults import read_defaults
@@ -22,6 +23,18 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 BETWEEN = "\n\n"
 """What models write between thought and answer."""
 Messages = Sequence[Mapping[str, Any]]
+
+
+class Forms(NamedTuple):
+    """How a model writes what is not content; None where it does not, or in no way that is known."""
+
+    tools: Form | None
+    thought: ThoughtForm | None
+
+
+@lru_cache(16)
+def _forms(tool_call_parser: str, reasoning_parser: str, template: str) -> Forms:
+    return Forms(tool_form(tool_call_parser, template), thought_form(reasoning_parser, template))
 
 
 class Preparer:
@@ -46,11 +59,11 @@ class Preparer:
         folder = Path(model) if model else demo.CHAT
         self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, _template(chat_template))
         self._defaults = read_defaults(folder, self.tokenizer)
-        template = self.tokenizer.template_source or ""
-        self.tools = tool_form(tool_call_parser, template)
-        """The form of calls; None where the model has none that is known."""
-        self.thought = thought_form(reasoning_parser, template)
-        """The form of thoughts, likewise."""
+        self._parsers = (tool_call_parser, reasoning_parser)
+
+    def forms(self, template: str | None = None) -> Forms:
+        """How calls and thoughts are written where a chat template is used; None is the model's own."""
+        return _forms(*self._parsers, self.tokenizer.template_source or "" if template is None else template)
 
     def default_sampling(self) -> SamplingParams:
         """How the model's makers sample."""
@@ -95,19 +108,23 @@ class Preparer:
             "reading": self.reading(text, messages, options, bool(options.get("tools"))),
         }
 
-    def reading(self, prompt: str, messages: Messages, options: Mapping[str, Any], calls: bool) -> Reading:
+    def reading(
+        self, prompt: str, messages: Messages, options: Mapping[str, Any], calls: bool, template: str | None = None
+    ) -> Reading:
         """How the answer to a prompt is read.
 
         Args:
             prompt: at least its end.
             messages, options: what it was rendered from.
             calls: whether tools may be called.
+            template: the one that was used; None is the model's own.
         """
+        tools, thought = self.forms(template)
         stage = Stage.AFTER
-        if self.thought:
+        if thought:
             continued = str(messages[-1]["content"]) if options.get("continue_final_message") else ""
-            stage = stage_of(self.thought, prompt, continued)
-        return Reading(self.thought, stage, self.tools if calls else None)
+            stage = stage_of(thought, prompt, continued)
+        return Reading(thought, stage, tools if calls else None)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """A conversation as text; ``options`` are those of ``ChatTemplate.render``."""

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -74,6 +75,8 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
         try:
             self._template = _environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(_environment.parse(source)))
+            """What it reads of what it is given."""
         except jinja2.TemplateSyntaxError as error:
             raise invalid("chat_template", f"line {error.lineno}: {error.message}") from error
         self._special = dict(special or {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
@@ -16,8 +15,8 @@ class ThoughtForm:
 
     parser: str
     """Name of ``--reasoning-parser``."""
-    sign: re.Pattern[str]
-    """Found in the chat templates of such models."""
+    signs: tuple[str, ...]
+    """All of them are in the chat templates of such models."""
     opened: str = "<think>"
     closed: str = "</think>"
     wrapped: tuple[str, ...] = ()
@@ -29,11 +28,11 @@ class ThoughtForm:
 THOUGHT_FORMS = (
     ThoughtForm(
         parser="ernie",
-        sign=re.compile(r"(?=[\s\S]*</think>)[\s\S]*<response>"),
+        signs=("</think>", "<response>"),
         wrapped=("<response>", "</response>"),
     ),
-    ThoughtForm(parser="deepseek_r1", sign=re.compile(r"(?=[\s\S]*</think>)[\s\S]*<｜Assistant｜>"), always=True),
-    ThoughtForm(parser="qwen3", sign=re.compile("</think>")),
+    ThoughtForm(parser="deepseek_r1", signs=("</think>", "<｜Assistant｜>"), always=True),
+    ThoughtForm(parser="qwen3", signs=("</think>",)),
 )
 """ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may leave ``<think>`` away; and
 Qwen3 with all others that write ``<think>…</think>``."""
@@ -42,7 +41,7 @@ Qwen3 with all others that write ``<think>…</think>``."""
 def thought_form(parser: str, template: str) -> ThoughtForm | None:
     """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
     if parser == "auto":
-        return next((form for form in THOUGHT_FORMS if form.sign.search(template)), None)
+        return next((form for form in THOUGHT_FORMS if all(sign in template for sign in form.signs)), None)
     return next((form for form in THOUGHT_FORMS if form.parser == parser), None)
 
 

@@ -39,8 +39,9 @@ from .answers import (
     prompt_logprobs_of,
     usage_of,
 )
+from .chat_prompt import ChatPrompt
 from .forms import calls_of
-from .parse import chat_sampling, messages_of, template_options
+from .parse import chat_sampling
 from .schema import ChatRequest, NamedTool
 
 Reason = Literal["stop", "length", "tool_calls"] | None
@@ -53,15 +54,12 @@ class Answering:
         self._service = service
         self._record = record
         self._request = request
-        self._size = size
         preparer = service.gateway.preparer
         self._vocabulary = preparer.tokenizer.vocabulary
         service.check_model(request.model)
         self._sampling = chat_sampling(request, preparer.default_sampling())
-        self._messages = messages_of(request.messages)
-        self._options = template_options(request, preparer.tools is not None)
-        self._calls_tools = bool(request.tools) and request.tool_choice != "none"
-        if (calls := calls_of(request, preparer)) is not None:
+        self._prompt = ChatPrompt(service, request, size)
+        if (calls := calls_of(request, self._prompt.tools, preparer.tokenizer)) is not None:
             if self._sampling.guided_decoding:
                 raise invalid("tool_choice", "does not go with another form of the answer")
             self._sampling = self._sampling.replace(guided_decoding=calls)
@@ -70,8 +68,7 @@ class Answering:
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         request = self._request
-        gateway = self._service.gateway
-        prompt = await gateway.conversation(self._messages, self._size, self._options, self._calls_tools)
+        prompt = await self._prompt.prompt()
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:

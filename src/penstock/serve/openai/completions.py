@@ -88,11 +88,12 @@ class Answering:
 
     async def _prompt(self, prompt: Prompt) -> Prompt:
         """Encoded already where it must not be encoded like others, or not one after the other in one go."""
-        special, size = self._request.add_special_tokens is not False, self._size
-        if not isinstance(prompt, str) or (special and size <= AT_ONCE):
+        most, size = self._request.truncate_prompt_tokens, self._size
+        special = self._request.add_special_tokens is not False
+        if most is None and (not isinstance(prompt, str) or (special and size <= AT_ONCE)):
             return prompt
         token_ids = await self._service.gateway.encode(prompt, special, size)
-        return {"prompt": prompt, "prompt_token_ids": token_ids}
+        return {"prompt": prompt, "prompt_token_ids": token_ids} if most is None else token_ids[-most:]
 
     def _new(
         self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress

@@ -7,8 +7,7 @@ from typing import Any
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
 from penstock.core.guided import check_schema
-from penstock.frontend.prompts import Preparer
-from penstock.text import grammar_of
+from penstock.text import Form, Tokenizer, grammar_of
 
 from .schema import ChatRequest, NamedTool, Request, ResponseFormat
 
@@ -38,8 +37,8 @@ def form_of(request: Request) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(**wanted)
 
 
-def calls_of(request: ChatRequest, preparer: Preparer) -> GuidedDecodingParams | None:
-    """The form of an answer that must call a tool.
+def calls_of(request: ChatRequest, form: Form | None, tokenizer: Tokenizer) -> GuidedDecodingParams | None:
+    """The form of an answer that must call a tool, in the model's own form of calls.
 
     Raises ``PenstockError`` (``invalid``) where there is no such tool.
     """
@@ -62,8 +61,8 @@ def calls_of(request: ChatRequest, preparer: Preparer) -> GuidedDecodingParams |
         raise invalid("tool_choice", f"{one!r} is none of the tools: {', '.join(known)}")
     several = not one and request.parallel_tool_calls is not False
     wanted = {one: known[one]} if one else known
-    assert preparer.tools, "or tools would have been refused"
-    return GuidedDecodingParams(grammar=grammar_of(preparer.tools, wanted, preparer.tokenizer.id_of, several))
+    assert form, "or tools would have been refused"
+    return GuidedDecodingParams(grammar=grammar_of(form, wanted, tokenizer.id_of, several))
 
 
 def _structured(request: Request) -> dict[str, Any]:

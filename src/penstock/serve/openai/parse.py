@@ -14,7 +14,7 @@ from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
 from .forms import form_of
-from .schema import NOT_YET, ChatRequest, CompletionRequest, Message, Request, TokenizeRequest
+from .schema import NOT_YET, ROLES, ChatRequest, CompletionRequest, Message, Request, TokenizeRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -129,6 +129,8 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, path: str) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise invalid(f"{path}.role", f"{message.role[:50]!r} is none of {', '.join(ROLES)}")
     found: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text(message, path),

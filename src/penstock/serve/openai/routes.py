@@ -103,7 +103,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         if (wanted.prompt is None) == (wanted.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if wanted.messages is not None:
-            options = template_options(wanted, gateway.preparer.tools is not None)
+            options = template_options(wanted, gateway.preparer.forms().tools is not None)
             conversation = await gateway.conversation(messages_of(wanted.messages), size, options)
             tokens = await gateway.encode(conversation)
         else:

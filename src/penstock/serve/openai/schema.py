@@ -105,6 +105,8 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     """The newer name of all these."""
 
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Of the prompt, only so many of its last tokens."""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     """Give the ids of prompt and answer, too."""
@@ -122,6 +124,9 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 MOST_PROMPTS = 2048
+MOST_TEMPLATE = 65_536
+"""Characters of a chat template that a request brings."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = [
     {"type": "string"},
     {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
@@ -169,7 +174,7 @@ class Call(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -204,7 +209,10 @@ class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    messages: list[Message]
+    """Empty where there are prompt_token_ids."""
+    prompt_token_ids: TokenIds | None = None
+    """The whole prompt, rendered and encoded by the client."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """What is left of the context by default."""
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -222,6 +230,12 @@ class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
     """Tokens after which the thought is made to end."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template (enable_thinking …)."""
+    chat_template: Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE)] | None = None
+    """Used in place of the model's, where the server does so (trust_request_chat_template)."""
+    documents: list[dict[str, Any]] | None = None
+    """Passed to the chat template, if it reads them."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Likewise."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -264,7 +278,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "reasoning_max_tokens": (),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "verbosity": (),
     "web_search_options": (),
 }

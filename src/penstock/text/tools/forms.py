@@ -16,8 +16,10 @@ class Form:
 
     parsers: tuple[str, ...]
     """Names of ``--tool-call-parser``."""
-    sign: re.Pattern[str]
-    """Found in the chat templates of such models."""
+    signs: tuple[str, ...]
+    """All of them are in the chat templates of such models."""
+    unlike: tuple[str, ...] = ()
+    """None of these is."""
     marks: tuple[str, ...]
     """Each begins a call."""
     bare: bool = False
@@ -44,6 +46,10 @@ class Form:
     after: str = ""
     """After the last call."""
 
+    def is_in(self, template: str) -> bool:
+        """Whether a chat template has this form."""
+        return all(sign in template for sign in self.signs) and not any(sign in template for sign in self.unlike)
+
     @property
     def stops(self) -> tuple[str, ...]:
         """What ends arguments, however many braces are open: marks, and no part of any JSON."""
@@ -52,7 +58,8 @@ class Form:
 
 HERMES = Form(
     parsers=("hermes", "qwen", "ernie"),
-    sign=re.compile(r"\A(?!.*(<function=|<arg_key>)).*<tool_call>", re.DOTALL),  # others mark quite another form so
+    signs=("<tool_call>",),
+    unlike=("<function=", "<arg_key>"),  # which are in other forms with this mark
     marks=("<tool_call>",),
     closers=("</tool_call>",),
     tokens=("<tool_call>", "</tool_call>"),
@@ -64,7 +71,7 @@ HERMES = Form(
 
 LLAMA3_JSON = Form(
     parsers=("llama3_json",),
-    sign=re.compile(r'<\|python_tag\|>|\{"name": function name, "parameters": '),
+    signs=('{"name": function name, "parameters": ',),
     marks=("<|python_tag|>",),
     bare=True,
     separators=(";",),
@@ -78,7 +85,7 @@ between them: Llama 3.1, 3.2 and 3.3."""
 
 MISTRAL = Form(
     parsers=("mistral",),
-    sign=re.compile(r"\[TOOL_CALLS\]"),
+    signs=("[TOOL_CALLS]",),
     marks=("[TOOL_CALLS]",),
     lead=" \n\r\t[",
     named=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(\[CALL_ID\][^\s\[\]{}]*\s*)?(\[ARGS\]\s*)?"),
@@ -95,7 +102,7 @@ MISTRAL = Form(
 
 MISTRAL_ARGS = replace(
     MISTRAL,
-    sign=re.compile(r"\[TOOL_CALLS\][\s\S]*\[ARGS\]"),
+    signs=("[TOOL_CALLS]", "[ARGS]"),
     before="",
     begin=("[TOOL_CALLS]", "[ARGS]"),
     end="",
@@ -106,7 +113,7 @@ MISTRAL_ARGS = replace(
 
 DEEPSEEK_V3 = Form(
     parsers=("deepseek_v3",),
-    sign=re.compile(r"<｜tool▁call▁begin｜>[\s\S]*```json"),
+    signs=("<｜tool▁call▁begin｜>", "```json"),
     marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     named=re.compile(
         r"\s*(<｜tool▁call▁begin｜>\s*)?"
@@ -131,7 +138,7 @@ DEEPSEEK_V3 = Form(
 
 DEEPSEEK_V31 = replace(
     DEEPSEEK_V3,
-    sign=re.compile(r"<｜tool▁call▁begin｜>"),
+    signs=("<｜tool▁call▁begin｜>",),
     begin=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     end="<｜tool▁call▁end｜>",
     between="",
@@ -145,5 +152,5 @@ FORMS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
 def tool_form(parser: str, template: str) -> Form | None:
     """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
     own = [form for form in FORMS if parser in ("auto", *form.parsers)]
-    found = next((form for form in own if form.sign.search(template)), None)
+    found = next((form for form in own if form.is_in(template)), None)
     return found if found or parser == "auto" else own[-1]

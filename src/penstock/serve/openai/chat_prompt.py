@@ -1,0 +1,76 @@
+"""What a chat is to be answered to: messages for a template, or token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.frontend.prompts import Prompt
+from penstock.serve.service import Service
+
+from .parse import messages_of, template_options
+from .schema import ChatRequest
+
+OF_MESSAGES = (
+    "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
+).split()
+"""Fields that say how messages are rendered."""
+TAIL = 32
+"""Tokens at the end of a prompt that may say where its answer begins."""
+
+
+class ChatPrompt:
+    """A request's prompt.
+
+    Args:
+        size: of the request, about as many characters.
+
+    Raises ``PenstockError``: ``invalid`` for what is wrong or does not go together, ``unsupported`` for what this model
+    or this server does not do.
+    """
+
+    def __init__(self, service: Service, request: ChatRequest, size: int) -> None:
+        self._gateway = service.gateway
+        self._request = request
+        self._size = size
+        if request.prompt_token_ids is not None:
+            fields = ["messages"] if request.messages else OF_MESSAGES
+            if given := [name for name in fields if getattr(request, name) is not None]:
+                raise invalid(given[0], "does not go with prompt_token_ids")
+        elif not request.messages:
+            raise invalid("messages", "must hold at least one, or there must be prompt_token_ids")
+        if request.chat_template is not None and not service.options.trust_request_chat_template:
+            words = "chat_template: this server takes none from requests (trust_request_chat_template)"
+            raise PenstockError(Code.UNSUPPORTED, words, "chat_template")
+        preparer = self._gateway.preparer
+        self.tools = preparer.forms(request.chat_template).tools
+        """The form of calls; None where there is none."""
+        self._calls = bool(request.tools) and request.tool_choice != "none"
+        self._messages = messages_of(request.messages)
+        self._options = template_options(request, self.tools is not None) | self._read_by_template(request)
+
+    async def prompt(self) -> Prompt:
+        """Rendered and encoded."""
+        request, gateway, most = self._request, self._gateway, self._request.truncate_prompt_tokens
+        if request.prompt_token_ids is None:
+            prompt = await gateway.conversation(
+                self._messages, self._size, self._options, self._calls, request.chat_template
+            )
+        else:
+            preparer = gateway.preparer
+            end = preparer.tokenizer.decode(request.prompt_token_ids[-TAIL:], skip_special_tokens=False)
+            reading = preparer.reading(end, [], {}, self._calls)
+            prompt = {"prompt_token_ids": request.prompt_token_ids, "reading": reading}
+        return prompt if most is None else prompt | {"prompt_token_ids": prompt["prompt_token_ids"][-most:]}
+
+    def _read_by_template(self, request: ChatRequest) -> dict[str, Any]:
+        """What is refused where the model's own template would not look at it."""
+        wanted = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        if request.chat_template is None:
+            for name in given:
+                if name not in self._gateway.preparer.tokenizer.template.variables:
+                    words = f"{name}: this model's chat template does not read it"
+                    raise PenstockError(Code.UNSUPPORTED, words, name)
+        return given

@@ -1,0 +1,186 @@
+"""What a chat's prompt can be made of: parts, token ids, templates and what they read, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Served, processes
+
+ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
+ANSWER = "The capital of Canada is Ottawa."
+TEMPLATE = """
+{%- if documents %}<|im_start|>system
+{% for document in documents %}{{ document.text }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if reasoning_effort == "none" %}<think>
+
+</think>
+
+{% endif %}{# </think> #}"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "400") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def trusting() -> Iterator[Served]:
+    arguments = ("--num-gpu-blocks-override", "400", "--trust-request-chat-template", "--chat-template", TEMPLATE)
+    with Served(*arguments) as served:
+        yield served
+
+
+def client_of(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def ask(server: Served, messages: Any = ASKED, stream: bool = False, **extra: Any) -> dict[str, Any]:
+    """The answer's text with the prompt's token ids."""
+    asked: dict[str, Any] = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 100}
+    asked["extra_body"] = {"return_token_ids": True, **extra}
+    if not stream:
+        answer = client_of(server).chat.completions.create(**asked).to_dict()
+        return {"text": answer["choices"][0]["message"]["content"], "ids": answer["prompt_token_ids"]}
+    chunks = [chunk.to_dict() for chunk in client_of(server).chat.completions.create(**asked, stream=True)]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    return {"text": text, "ids": chunks[0]["prompt_token_ids"]}
+
+
+both = pytest.mark.parametrize("stream", [False, True])
+
+
+@both
+def test_token_ids_are_a_prompt(server: Served, stream: bool) -> None:
+    rendered = ask(server)
+    assert rendered["text"] == ANSWER
+    assert ask(server, [], stream, prompt_token_ids=rendered["ids"]) == rendered
+    thinking = ask(server, chat_template_kwargs={"enable_thinking": True})
+    assert ask(server, [], stream, prompt_token_ids=thinking["ids"]) == thinking
+    for fields, words in (
+        ({"messages": ASKED, "prompt_token_ids": [5]}, "messages: does not go with prompt_token_ids"),
+        ({"messages": [], "prompt_token_ids": [5], "continue_final_message": True}, "continue_final_message: does not"),
+        ({"messages": []}, "messages: must hold at least one"),
+        ({"messages": [], "prompt_token_ids": []}, "prompt_token_ids"),
+        ({"messages": [], "prompt_token_ids": [10**6]}, "token ids go from 0"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(server, stream=stream, **fields)
+
+
+@both
+def test_content_comes_in_parts(server: Served, stream: bool) -> None:
+    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of Canada?"}]
+    joined = [{"role": "user", "content": "What is the capital\nof Canada?"}]
+    assert ask(server, [{"role": "user", "content": parts}], stream) == ask(server, joined)
+    for kind in ("image_url", "input_audio", "file"):
+        with pytest.raises(openai.BadRequestError, match=rf"messages\[0\].content\[0\]: {kind} is not supported"):
+            ask(server, [{"role": "user", "content": [{"type": kind, kind: {}}]}], stream)
+
+
+def test_unknown_roles_are_named_with_those_that_are_known(server: Served) -> None:
+    with pytest.raises(
+        openai.BadRequestError, match="'king' is none of system, developer, user, assistant, tool"
+    ) as no:
+        ask(server, [*ASKED, {"role": "king", "content": "x"}])
+    assert no.value.param == "messages[1].role"
+
+
+@both
+def test_the_last_message_is_gone_on_with(server: Served, stream: bool) -> None:
+    begun = {"role": "assistant", "content": "The capital of Canada"}
+    made = ask(server, [*ASKED, begun], stream, continue_final_message=True)
+    assert begun["content"] + made["text"] == ANSWER
+    with pytest.raises(openai.BadRequestError, match="continue_final_message"):
+        ask(server, [*ASKED, begun], stream, continue_final_message=True, add_generation_prompt=True)
+    bare = ask(server, add_generation_prompt=False)["ids"]
+    assert ask(server)["ids"][: len(bare)] == bare
+
+
+@both
+def test_prompts_are_truncated_from_the_left(server: Served, stream: bool) -> None:
+    whole = ask(server)["ids"]
+    assert ask(server, stream=stream, truncate_prompt_tokens=7)["ids"] == whole[-7:]
+    assert ask(server, stream=stream, truncate_prompt_tokens=1000)["ids"] == whole
+    client = client_of(server)
+    extra = {"truncate_prompt_tokens": 2, "return_token_ids": True}
+    for prompt in ("one two three four", [5, 6, 7, 8]):
+        answer = client.completions.create(model="default", prompt=prompt, echo=True, max_tokens=1, extra_body=extra)
+        assert len(answer.choices[0].to_dict()["prompt_token_ids"]) == 2  # type: ignore[arg-type]
+        assert answer.usage and answer.usage.prompt_tokens == 2
+
+
+def test_a_template_says_what_it_reads(server: Served, trusting: Served) -> None:
+    documents = [{"title": "a", "text": "The code is 1234."}]
+    for fields in ({"documents": documents}, {"reasoning_effort": "none"}):
+        with pytest.raises(openai.BadRequestError, match="this model's chat template does not read it"):
+            ask(server, **fields)
+    plain, none = ask(trusting)["ids"], ask(trusting, reasoning_effort="none")["ids"]
+    assert none == ask(server)["ids"] and none[: len(plain)] == plain
+    read = httpx.post(f"{trusting.root}/detokenize", json={"tokens": ask(trusting, documents=documents)["ids"]})
+    assert documents[0]["text"] in read.json()["prompt"]
+
+
+# --- Templates of requests --------------------------------------------------------------------------------------------
+
+
+def test_templates_are_not_taken_from_anybody(server: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="trust_request_chat_template"):
+        ask(server, chat_template=TEMPLATE)
+
+
+@both
+def test_a_trusted_template_is_used(server: Served, trusting: Served, stream: bool) -> None:
+    own = TEMPLATE.replace("{{ message.content }}", "{{ message.content | replace('Japan', 'Canada') }}")
+    asked = [{"role": "user", "content": "What is the capital of Japan?"}]
+    extra = {"chat_template": own, "reasoning_effort": "none"}
+    assert ask(trusting, asked, stream, **extra) == ask(server)
+    kept = ask(trusting, asked, stream, chat_template=own, chat_template_kwargs={"reasoning_effort": "none"})
+    assert kept["text"] == ANSWER
+
+
+WRONG = {
+    "{% for %}": "line 1",
+    "{{ raise_exception('not so') }}": "not so",
+    "{{ ''.__class__.__mro__ }}": "cannot render",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "longer than 2 seconds",
+    "{{ 9 ** (9 ** 9) }}": "longer than 2 seconds",
+    "{{ 'x' * 10 ** 12 }}": "cannot",
+    "{{ 'x' * 10 ** 8 }}": "more than 16777216 characters|longer than 2 seconds",
+    "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}": "chat_template",
+    "x" * 65_537: "chat_template",
+}
+
+
+def test_no_template_does_harm(trusting: Served) -> None:
+    """Others are answered while a template is ended that would never end."""
+    waits, ended = [], threading.Event()
+
+    def probe() -> None:
+        while not ended.is_set():
+            begun = time.monotonic()
+            assert ask(trusting, reasoning_effort="none")["text"] == ANSWER
+            waits.append(time.monotonic() - begun)
+
+    probing = threading.Thread(target=probe)
+    probing.start()
+    try:
+        for source, words in WRONG.items():
+            with pytest.raises(openai.BadRequestError, match=words):
+                ask(trusting, chat_template=source)
+            assert ask(trusting, chat_template=TEMPLATE, reasoning_effort="none")["text"] == ANSWER
+    finally:
+        ended.set()
+        probing.join()
+    assert max(waits) < 1.5
+    assert len(processes(trusting.pid)) <= 4, "supervisor, engine, API, and one that renders"
