@@ -30,13 +30,16 @@ GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 2},
     "/tokenize": {"prompt": "Tell me"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
 PATHS = st.sampled_from(sorted(GOOD))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400", "--max-model-len", "64") as served:
+    adapters = ("--enable-lora", "--allow-runtime-lora-updating")
+    with Served("--num-gpu-blocks-override", "400", "--max-model-len", "64", *adapters) as served:
         yield served
 
 

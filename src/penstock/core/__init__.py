@@ -2,6 +2,7 @@
 
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams
+from .lora import LoRARequest
 from .messages import EngineRequest, FinishReason, Logprob, TokenDelta, Vocabulary
 from .sampling import SamplingParams
 
@@ -11,6 +12,7 @@ __all__ = [
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "PenstockError",
     "SamplingParams",

@@ -33,6 +33,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline: float | None = None
     """On the machine's monotonic clock, seconds; past it the request fails with ``timeout``."""
     adapter: str = ""
+    """The name of a LoRA adapter that is loaded; nothing for none."""
     cache_salt: str = ""
     """Requests share cached prefixes only with others of the same salt."""
 

@@ -9,14 +9,17 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from penstock import demo, ops
-from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
+from penstock.core import Code, EngineRequest, Failure, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.lora import named
 from penstock.core.options import EngineOptions
 from penstock.models import cache_folder, load_model, read_config
 
+from .adapters import Adapters
 from .blocks import BlockPool
 from .guided import Guides
 from .memory import count_blocks, count_host_blocks
@@ -42,6 +45,8 @@ class Engine:
         self.max_model_len = options.max_model_len or read_config(folder).context
         backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
+        lora_modules = named(options.lora_modules)
+        max_loras = max(options.max_loras, len(lora_modules)) if options.enable_lora or lora_modules else 0
         self.model = load_model(
             folder,
             backend,
@@ -52,6 +57,7 @@ class Engine:
             seed=options.seed,
             quantization=options.quantization,
             cache=cache_folder(options.weight_cache_dir),
+            max_loras=max_loras,
         )
         number = str(self.model.dtype).removeprefix("torch.")
         rounded = options.kv_cache_dtype == "int8"
@@ -67,6 +73,15 @@ class Engine:
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
         )
+        self.adapters = Adapters(
+            self.model,
+            device,
+            most=max_loras,
+            max_lora_rank=options.max_lora_rank,
+            in_use=self.scheduler.adapters,
+        )
+        for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
+            self.adapters.wait(loading)
         self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
         self._runner = Runner(
             self.model,
@@ -78,6 +93,7 @@ class Engine:
             tokens=options.max_num_batched_tokens,
             rows=options.max_num_seqs,
             longest=self.max_model_len,
+            slots=self.adapters.slots if max_loras else None,
         )
         logger.info(
             "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
@@ -91,6 +107,8 @@ class Engine:
     def check(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
         _check(request, self.model.config.vocabulary)
+        if request.adapter:
+            self.adapters.key(request.adapter)
         self.scheduler.fitted(request)
         if form := request.sampling.guided_decoding:
             self._guides.compile(form).result()
@@ -98,6 +116,8 @@ class Engine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
         _check(request, self.model.config.vocabulary)
+        if request.adapter:
+            request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
         form = request.sampling.guided_decoding
         self.scheduler.add(request, partial(self._guides.compile, form) if form else None)
 
@@ -125,6 +145,8 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Run one step. What goes wrong in it ends the requests it was for, and no others."""
+        if self.adapters.unsettled:
+            self.adapters.settle()
         deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.let_in()
         plan = self.scheduler.schedule()
         if not plan:
@@ -155,8 +177,6 @@ def _device(name: str) -> torch.device:
 
 
 def _check(request: EngineRequest, vocabulary: int) -> None:
-    if request.adapter:
-        raise PenstockError(Code.UNSUPPORTED, "adapters are not there yet", "adapter")
     sampling = request.sampling
     given = {
         "prompt": request.prompt,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,9 +20,13 @@ class Flattener:
     Args:
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
+        slots: of adapters; None where there are none.
     """
 
-    def __init__(self, rows: int, longest: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, longest: int, block_size: int, device: torch.device, slots: Mapping[str, int] | None = None
+    ) -> None:
+        self._slots = slots
         self._block_size = block_size
         self._device = device
         self._tables = np.zeros((rows, -(-longest // block_size)), np.int32)
@@ -46,6 +52,10 @@ class Flattener:
             some = wanted > 0
             logit_queries = self._queries(rows[some], total[some], wanted[some], most_blocks)
         drawn = wanted.cumsum()
+        adapters = logit_adapters = None
+        if self._slots and any([item.sequence.request.adapter for item in plan.items]):
+            own = np.array([self._slots[item.sequence.request.adapter] for item in plan.items], np.int32)
+            adapters, logit_adapters = (self._tensor(own.repeat(counts)) for counts in (lengths, wanted))
         return Batch(
             token_ids=self._tensor(np.array(token_ids)),
             positions=self._tensor(positions),
@@ -53,6 +63,8 @@ class Flattener:
             queries=queries,
             logit_rows=self._tensor(np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)),
             logit_queries=logit_queries,
+            adapters=adapters,
+            logit_adapters=logit_adapters,
         )
 
     def _queries(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, blocks: int) -> Queries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ class Runner:
         tokens: of a step, at most.
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
+        slots: of adapters, by what requests are marked with; None where there are none.
     """
 
     def __init__(
@@ -45,20 +47,25 @@ class Runner:
         tokens: int,
         rows: int,
         longest: int,
+        slots: Mapping[str, int] | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
         self._device = device
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, spec.block_size, device)
+        self._flatten = Flattener(rows, longest, spec.block_size, device, slots)
         self._masks = Masks(model.config.vocabulary)
-        self._hidden = ops.recorded(
+        record = partial(
+            ops.recorded,
             partial(model.hidden, cache=self._cache),
             tokens=tokens,
             sequences=rows,
             blocks=-(-longest // spec.block_size),
         )
+        self._hidden = record()
+        self._adapted = self._hidden if slots is None else record(adapted=True)
+        """A step in which tokens have adapters; others need not know of them."""
 
     def submit(self, plan: Plan) -> Outcome:
         """Start a step; ``collect`` has its outcome. On a CPU it is done when this returns."""
@@ -68,7 +75,8 @@ class Runner:
         if not plan.items:
             return Outcome([])
         masks = self._masks.begin([sequence.guide for item in plan.items for sequence in item.samples])
-        hidden = self._hidden(self._flatten(plan))
+        batch = self._flatten(plan)
+        hidden = (self._hidden if batch.adapters is None else self._adapted)(batch)
         return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:

@@ -224,6 +224,10 @@ class Scheduler:
         """Ids of the requests that have not ended."""
         return list(self._families)
 
+    def adapters(self) -> set[str]:
+        """Those of the requests that have not ended."""
+        return {family[0].request.adapter for family in self._families.values()}
+
     # --- A step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:

@@ -87,6 +87,7 @@ class Gateway:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        adapter: str = "",
         arrived: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
@@ -97,6 +98,7 @@ class Gateway:
             request_id: what the outputs are called; by default a number.
             timeout: seconds after its arrival after which it fails.
             cache_salt: shares cached prefixes only with requests of the same salt.
+            adapter: the name of one that is loaded.
             arrived: on the monotonic clock; None is now.
 
         Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
@@ -111,7 +113,7 @@ class Gateway:
         self._check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
         assembler = await self._prepare(
-            size, lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt)
+            size, lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt, adapter)
         )
         output = assembler.output
         output.request_id, output.times.arrived = request_id or name, arrived

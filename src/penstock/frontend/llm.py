@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from penstock.core import SamplingParams
+from penstock.core import LoRARequest, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
@@ -72,6 +72,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts, all of them at once.
@@ -79,6 +80,8 @@ class LLM:
         Args:
             sampling_params: one for all, or one a prompt; None samples as the model's makers do.
             use_tqdm: show a progress bar.
+            lora_request: the adapter, one for all or one a prompt; None is the model as it is. One that is not loaded
+                yet is loaded from its folder.
             priority: one a prompt, for the policy ``priority``.
 
         Returns:
@@ -88,10 +91,17 @@ class LLM:
         """
         each = _each(prompts)
         params = _spread(sampling_params, len(each), "sampling_params")
+        adapters = _spread(lora_request, len(each), "lora_request")
         ranks = _spread(0 if priority is None else priority, len(each), "priority")
         assemblers = []
-        for prompt, sampling, rank in zip(each, params, ranks, strict=True):
-            assemblers.append(self._preparer.request(str(next(self._ids)), prompt, sampling, rank))
+        for adapter in dict.fromkeys(adapters):
+            if adapter and adapter.lora_path:
+                self.load_lora_adapter(adapter.lora_name, adapter.lora_path)
+        for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
+            name = adapter.lora_name if adapter else ""
+            assemblers.append(
+                self._preparer.request(str(next(self._ids)), prompt, sampling, priority=rank, adapter=name)
+            )
             if assemblers[-1].request.sampling.guided_decoding:
                 self.engine.learn(self._preparer.vocabulary)
             self.engine.check(assemblers[-1].request)
@@ -106,6 +116,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once; as ``generate`` otherwise."""
         one = not messages or isinstance(messages[0], Mapping)
@@ -117,7 +128,18 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         prompts = [self._preparer.conversation(conversation, **options) for conversation in several]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
+        """Load an adapter that PEFT has saved in a folder; one that is loaded from there already stays as it is.
+
+        Raises ``PenstockError`` where it does not fit the model, or asks for what is not supported.
+        """
+        self.engine.adapters.wait(self.engine.adapters.load(lora_name, str(lora_path)))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Raises ``PenstockError`` (``not_found``) where it is not loaded."""
+        self.engine.adapters.unload(lora_name)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True

@@ -40,7 +40,13 @@ class Preparer:
         return SamplingParams(**self._defaults.sampling)
 
     def request(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams | None, priority: int = 0, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> Assembler:
         """The request for the engine, in the assembler that will put its output together."""
         sampling = sampling or self.default_sampling()
@@ -55,6 +61,7 @@ class Preparer:
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None)
 

@@ -162,7 +162,8 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "penstock"
     root: str
-    parent: None = None
+    parent: str | None = None
+    """The model that an adapter is for."""
     max_model_len: int | None
 
 

@@ -230,12 +230,33 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter as PEFT saves it."""
+
+    lora_name: Words
+    """What requests ask for as their model."""
+    lora_path: Words
+    """A folder of the server."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: Words
+    lora_int_id: int | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     tokens: list[TokenId]
 
 
-REQUESTS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+REQUESTS = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (),
