@@ -4,6 +4,7 @@ from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams
 from .lora import LoRARequest
 from .messages import EngineRequest, FinishReason, Logprob, TokenDelta, Vocabulary
+from .pooling import PoolingParams
 from .sampling import SamplingParams
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "PenstockError",
+    "PoolingParams",
     "SamplingParams",
     "TokenDelta",
     "Vocabulary",

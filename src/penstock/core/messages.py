@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from .errors import Failure
+from .pooling import PoolingParams
 from .sampling import SamplingParams
 
 
@@ -32,6 +33,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Lower runs first under the policy ``priority``."""
     deadline: float | None = None
     """On the machine's monotonic clock, seconds; past it the request fails with ``timeout``."""
+    pooling: PoolingParams | None = None
+    """Makes a vector of the prompt; then nothing is generated, and ``sampling`` is void."""
     adapter: str = ""
     """The name of a LoRA adapter that is loaded; nothing for none."""
     cache_salt: str = ""
@@ -66,6 +69,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For each new token, itself first, then the likeliest alternatives."""
     prompt_logprobs: list[list[Logprob]] | None = None
     """Once, with the first token: for each prompt token but the first."""
+    embedding: bytes | None = None
+    """The prompt's vector, float32, where that is asked for; with the end."""
     finished: FinishReason | None = None
     stop_token: int | None = None
     """The token that ended the sequence; it is the last of ``token_ids``."""

@@ -143,6 +143,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model comes from, besides its name."""
 
+    pooling_type: Annotated[
+        Literal["auto", "last", "mean"],
+        option("Hidden state that becomes an embedding; auto is what the checkpoint says, or the last token's."),
+    ] = "auto"
     tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
     chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
     revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""

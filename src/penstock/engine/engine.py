@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from penstock import demo, ops
-from penstock.core import Code, EngineRequest, Failure, TokenDelta, Vocabulary
+from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.lora import named
 from penstock.core.options import EngineOptions
@@ -46,7 +46,7 @@ class Engine:
         backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         lora_modules = named(options.lora_modules)
-        max_loras = max(options.max_loras, len(lora_modules)) if options.enable_lora or lora_modules else 0
+        max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         self.model = load_model(
             folder,
             backend,
@@ -106,7 +106,7 @@ class Engine:
 
     def check(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
-        _check(request, self.model.config.vocabulary)
+        self._check(request)
         if request.adapter:
             self.adapters.key(request.adapter)
         self.scheduler.fitted(request)
@@ -115,7 +115,7 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
-        _check(request, self.model.config.vocabulary)
+        self._check(request)
         if request.adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
         form = request.sampling.guided_decoding
@@ -162,6 +162,16 @@ class Engine:
             logger.exception("a step of %d tokens failed", plan.tokens)
             return deltas
         return deltas + self.scheduler.update(plan, outcome)
+
+    def _check(self, request: EngineRequest) -> None:
+        config = self.model.config
+        if request.pooling:
+            if (request.pooling.dimensions or 0) > config.hidden:
+                raise invalid("dimensions", f"must be at most the model's {config.hidden}", config.hidden)
+        elif config.headless:
+            words = "this checkpoint has no head to generate with; it makes embeddings only"
+            raise PenstockError(Code.UNSUPPORTED, words, "model")
+        _check(request, config.vocabulary)
 
 
 def _device(name: str) -> torch.device:

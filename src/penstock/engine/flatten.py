@@ -96,6 +96,10 @@ def prompt_tokens(item: Item) -> list[int]:
 
 
 def scores_wanted(item: Item) -> int:
-    """Of how many of an item's tokens, its last ones: all where its prompt is to be told, else one where it is due a
-    draw."""
-    return item.length if prompt_tokens(item) else bool(item.samples)
+    """Of how many of an item's tokens, its last ones: all where its prompt is to be told or its mean to be taken, else
+    one where it is due a draw or a vector."""
+    pooled = item.sequence.pooled
+    if prompt_tokens(item) or (pooled and pooled.of_all):
+        return item.length
+    ends = item.start + item.length == item.sequence.prompt_length
+    return ends if pooled else bool(item.samples)

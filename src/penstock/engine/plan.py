@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.core import Logprob
 
 from .sequence import Sequence
@@ -55,3 +57,5 @@ class Outcome(NamedTuple):
     """One for each sequence of each item's ``samples``, in their order."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
     """By item: of the prompt tokens after each computed one, where they are wanted."""
+    states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
+    """By item: hidden states that its vector is made of, ``[tokens, hidden]`` float32."""

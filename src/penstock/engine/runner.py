@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,8 +89,11 @@ class Runner:
         last_rows: list[int] = []
         sequences: list[Sequence] = []
         prompts: dict[int, list[list[Logprob]]] = {}
+        states: dict[int, np.ndarray] = {}
         row = 0
         for i, item in enumerate(plan.items):
+            if item.sequence.pooled and (wanted := scores_wanted(item)):
+                states[i] = hidden[row : row + wanted].to("cpu", torch.float32, copy=True).numpy()
             told = prompt_tokens(item)
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
@@ -99,7 +103,7 @@ class Runner:
         draws: list[Draw] = []
         if sequences:
             draws = self._sample(hidden, last_rows, sequences, allowed)
-        return Outcome(draws, prompts)
+        return Outcome(draws, prompts, states)
 
     def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""

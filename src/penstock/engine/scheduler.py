@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
@@ -80,6 +81,11 @@ class Scheduler:
         if not request.prompt:
             raise invalid("prompt", "must hold at least one token")
         room = options.max_model_len - len(request.prompt)
+        if request.pooling:
+            if room < 0:
+                most = options.max_model_len
+                raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} are taken", most)
+            room = 1  # of which nothing is used
         if room < 1:
             most = options.max_model_len - 1
             raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
@@ -255,6 +261,8 @@ class Scheduler:
             self._computed(first, item.start, end)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
+            if first.pooled and first.state is not State.FINISHED and i in outcome.states:
+                deltas += self._pool(first, outcome.states[i])
             for sequence in item.samples:
                 draw = next(draws)
                 if sequence is not first:
@@ -316,7 +324,7 @@ class Scheduler:
         sequence.planned += count
         sequence.steps_under_way += 1
         samples: tuple[Sequence, ...] = ()
-        if sequence.planned == len(sequence.tokens) + sequence.pending:
+        if sequence.planned == len(sequence.tokens) + sequence.pending and not sequence.pooled:
             samples = (sequence, *self._fork(sequence))
             for drawing in samples:
                 drawing.pending += 1
@@ -406,6 +414,25 @@ class Scheduler:
             self._forget_if_ended(sequence.request.request_id)
         return delta
 
+    def _pool(self, sequence: Sequence, states: np.ndarray) -> list[TokenDelta]:
+        """Take in hidden states that a vector is made of; when they are all there, it is the sequence's end."""
+        assert sequence.pooled is not None
+        sequence.pooled.add(states)
+        if sequence.computed < sequence.prompt_length:
+            return []
+        request_id = sequence.request.request_id
+        self._end(sequence)
+        self._forget_if_ended(request_id)
+        return [
+            TokenDelta(
+                request_id=request_id,
+                embedding=sequence.pooled.vector(),
+                finished=FinishReason.STOP,
+                cached_tokens=sequence.cached or 0,
+                queued=sequence.queued,
+            )
+        ]
+
     def _may_jump(self, sequence: Sequence) -> bool:
         """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
         sampling = sequence.request.sampling
@@ -429,6 +456,8 @@ class Scheduler:
             victim.state = State.WAITING
             if victim.prompt_logprobs is not None:
                 victim.prompt_logprobs = []
+            if victim.pooled:
+                victim.pooled.reset()
         self._give_back(victim)
         self.waiting.push(victim)
 
@@ -485,7 +514,7 @@ class Scheduler:
         """Where a waiting sequence can go on."""
         if sequence.state is State.SWAPPED:
             return Place(sequence.computed, [])
-        if not self.options.enable_prefix_caching or sequence.prompt_logprobs is not None:
+        if not self.options.enable_prefix_caching or sequence.wants_all:
             return Place(0, [])
         self._name_blocks(sequence)
         size = self.device.block_size
@@ -539,7 +568,7 @@ class Scheduler:
 
         One more where there are several, since the first to write into the shared rest copies it.
         """
-        n, max_tokens = request.sampling.n, request.sampling.max_tokens
+        n, max_tokens = request.sampling.n, 0 if request.pooling else request.sampling.max_tokens
         assert max_tokens is not None
         full = len(request.prompt) // self.device.block_size
         own = self.device.blocks_for(len(request.prompt) + max_tokens) - full

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from penstock.core import Code, Failure, LoRARequest, SamplingParams
+from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine import wire
 from penstock.engine.launcher import EngineProcess
@@ -17,8 +17,8 @@ from penstock.engine.launcher import EngineProcess
 from .gateway import Gateway
 from .hub import resolve
 from .options import engine_options
-from .outputs import RequestOutput
-from .prompts import Messages, Preparer, Prompt
+from .outputs import EmbeddingRequestOutput, RequestOutput
+from .prompts import VOID, Messages, Preparer, Prompt
 
 GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
 
@@ -40,6 +40,7 @@ class AsyncLLM:
         *,
         tokenizer: str | Path = "",
         chat_template: str | None = None,
+        pooling_type: Literal["auto", "last", "mean"] = "auto",
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
@@ -47,7 +48,7 @@ class AsyncLLM:
     ) -> None:
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template)
+        self._preparer = Preparer(folder, tokenizer, chat_template, pooling_type)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 
@@ -117,6 +118,19 @@ class AsyncLLM:
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **options: Any
+    ) -> EmbeddingRequestOutput:
+        """A prompt as a vector; None pools as the model's makers do. ``options`` are those of ``generate``.
+
+        Raises ``PenstockError`` where the request is wrong or has failed.
+        """
+        pooling = pooling_params or self._preparer.pooling
+        async with aclosing(self.generate(prompt, VOID, pooling=pooling, **options)) as outputs:
+            async for output in outputs:
+                last = output
+        return EmbeddingRequestOutput.of(last)
 
     async def chat(
         self,

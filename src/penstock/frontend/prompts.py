@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock import demo
-from penstock.core import EngineRequest, SamplingParams, Vocabulary
+from penstock.core import EngineRequest, PoolingParams, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
 from penstock.text import Tokenizer
 
 from .assembly import Assembler
 from .defaults import read_defaults
+from .pooling import read_pooling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``."""
 Messages = Sequence[Mapping[str, Any]]
+VOID = SamplingParams(max_tokens=1, detokenize=False)
+"""Of requests that generate nothing."""
 
 
 class Preparer:
@@ -28,16 +32,32 @@ class Preparer:
         model: folder of the checkpoint; nothing for the model in the box.
         tokenizer: another folder to take the tokenizer from.
         chat_template: a template to use instead of the checkpoint's, or a file that holds one.
+        pooling_type: as the option.
     """
 
-    def __init__(self, model: str | Path = "", tokenizer: str | Path = "", chat_template: str | None = None) -> None:
-        folder = Path(model) if model else demo.CHAT
+    def __init__(
+        self,
+        model: str | Path = "",
+        tokenizer: str | Path = "",
+        chat_template: str | None = None,
+        pooling_type: str = "auto",
+    ) -> None:
+        self._folder = folder = Path(model) if model else demo.CHAT
+        self._pooling_type = pooling_type
         self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, _template(chat_template))
         self._defaults = read_defaults(folder, self.tokenizer)
 
     def default_sampling(self) -> SamplingParams:
         """How the model's makers sample."""
         return SamplingParams(**self._defaults.sampling)
+
+    @cached_property
+    def pooling(self) -> PoolingParams:
+        """How embeddings are made of hidden states.
+
+        Raises ``PenstockError`` where the checkpoint asks for a way that is not supported.
+        """
+        return read_pooling(self._folder, self._pooling_type)
 
     def request(
         self,
@@ -47,6 +67,7 @@ class Preparer:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        pooling: PoolingParams | None = None,
     ) -> Assembler:
         """The request for the engine, in the assembler that will put its output together."""
         sampling = sampling or self.default_sampling()
@@ -62,6 +83,7 @@ class Preparer:
             priority=priority,
             cache_salt=cache_salt,
             adapter=adapter,
+            pooling=pooling,
         )
         return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None)
 

@@ -91,7 +91,7 @@ class Decoder:
         self._layers = [Layer(context, config, layer, rope) for layer in range(config.layers)]
         self._norm = RMSNorm(context, "model.norm", config.hidden, config.eps)
         self._head = None
-        if not config.tied:
+        if not config.tied and not config.headless:
             self._head = Embedding(context, "lm_head", config.vocabulary, config.hidden)
         self._kv_heads = context.group.part(config.kv_heads)
         self.dtype = context.dtype

@@ -45,7 +45,7 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     configuration = start.configuration
     options, drain = configuration.server, configuration.engine.drain_timeout
     model = configuration.model
-    preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template)
+    preparer = Preparer(configuration.engine.model, model.tokenizer, model.chat_template, model.pooling_type)
     preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)
     service = Service(gateway, options, start.names, Metrics(start.names[0]))

@@ -15,16 +15,18 @@ from penstock.serve.record import record_of
 from penstock.serve.reply import Reply, Shape
 from penstock.serve.service import DEFAULT_NAME, Service
 
-from . import chat, completions
+from . import chat, completions, embeddings
 from .answers import (
     ANSWERS,
     DONE,
     Chat,
     Completion,
     Detokenized,
+    Embeddings,
     ErrorAnswer,
     Model,
     Models,
+    Scores,
     Tokenized,
     encode,
     error_of,
@@ -36,7 +38,9 @@ from .schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     LoadAdapterRequest,
+    ScoreRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
@@ -91,6 +95,16 @@ def add_routes(app: FastAPI, service: Service) -> None:
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
+    async def create_embedding(request: Request) -> Response:
+        wanted, _ = await read(request, EmbeddingRequest)
+        answering = embeddings.EmbeddingAnswering(service, record_of(request.scope), wanted)
+        return Reply(service, answering.whole(), SHAPE, streamed=False)
+
+    async def create_score(request: Request) -> Response:
+        wanted, _ = await read(request, ScoreRequest)
+        answering = embeddings.ScoreAnswering(service, record_of(request.scope), wanted)
+        return Reply(service, answering.whole(), SHAPE, streamed=False)
+
     def model(name: str, parent: str | None = None) -> Model:
         engine = service.gateway.engine.engine
         longest = engine.max_model_len if engine else None
@@ -143,6 +157,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
     for path, endpoint, schema, answer in (
         ("/v1/completions", create_completion, CompletionRequest, Completion),
         ("/v1/chat/completions", create_chat, ChatRequest, Chat),
+        ("/v1/embeddings", create_embedding, EmbeddingRequest, Embeddings),
+        ("/score", create_score, ScoreRequest, Scores),
+        ("/v1/score", create_score, ScoreRequest, Scores),
         ("/tokenize", tokenize, TokenizeRequest, Tokenized),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
     ):
