@@ -280,6 +280,14 @@ def test_refusals_come_before_any_token(client: openai.OpenAI, stream: bool) -> 
         ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}, stream=stream)
     with pytest.raises(openai.BadRequestError, match="one form"):
         ask(client, response_format={"type": "json_object"}, extra_body={"guided_regex": "a"}, stream=stream)
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(client, response_format=named, stream=stream)
+    assert caught.value.param == "response_format"
+    unique = [tool("roll", sides={"type": "array", "uniqueItems": True})]
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(client, tools=unique, tool_choice="required", stream=stream)
+    assert caught.value.param == "tools"
     assert ask(client, extra_body={"guided_choice": ["ok"]}) == "ok"
 
 

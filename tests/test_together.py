@@ -66,7 +66,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 FORMS = ("json", "regex", "choice", "forced call")
 RANDOM = ("sampled", "truncated")
 FORBIDDEN: dict[frozenset[str], str] = {
-    **{frozenset(pair): "of the answer|has one form" for pair in itertools.combinations(FORMS, 2)},
+    **{frozenset(pair): "another form|has one form|give one of" for pair in itertools.combinations(FORMS, 2)},
     **{
         frozenset((form, other)): NOT_TOGETHER["guided_decoding"][i] + "|tool_choice"
         for form in FORMS
@@ -178,8 +178,9 @@ async def answers(server: Served, ask: Callable[..., Any], at_once: int) -> list
 
 @pytest.fixture(scope="module")
 def alone(sailor: Path) -> list[Any]:
-    """Whole, one at a time, with all the room there is."""
-    with Served("--lora-modules", f"sailor={sailor}", "--num-gpu-blocks-override", "400") as server:
+    """Whole, one at a time, with all the room there is. The size of blocks decides in which order attention sums."""
+    roomy = ["--num-gpu-blocks-override", "400", "--block-size", "16", "--max-model-len", "512"]
+    with Served("--lora-modules", f"sailor={sailor}", *roomy) as server:
         return asyncio.run(answers(server, whole, 1))
 
 
@@ -226,7 +227,7 @@ def check(names: tuple[str, ...], choice: dict[str, Any]) -> None:
         if "forced call" in names:
             ((name, arguments),) = choice["calls"]
             assert name == "find" and json.loads(arguments)["city"] in ("Paris", "Rome"), (names, choice)
-    if "stop" in names:
+    if "stop" in names and "least" not in names:
         assert "\n\n" not in said and "is " not in said, (names, choice)
     if "bad words" in names:
         assert " Anna" not in said and " the " not in said, (names, choice)

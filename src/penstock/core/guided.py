@@ -43,11 +43,13 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     """JSON without any space or line break between its parts."""
     whitespace_pattern: str | None = None
     """A pattern of what may stand between the parts of JSON."""
+    asked_as: str = ""
+    """What the request called it, where errors are to name something else than the form."""
 
     def __post_init__(self) -> None:
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
             if (value := getattr(self, name)) is not None:
-                msgspec.structs.force_setattr(self, name, as_json(field, value))
+                msgspec.structs.force_setattr(self, name, as_json(self.asked_as or field, value))
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             names = " and ".join(given) or "none"
@@ -74,7 +76,9 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
     @property
     def field(self) -> str:
-        """What requests call the form that is asked for."""
+        """What the request, or any request, calls the form that is asked for."""
+        if self.asked_as:
+            return self.asked_as
         form = next(name for name in FORMS if getattr(self, name) not in (None, False))
         return form if form == "structural_tag" else f"guided_{form}"
 

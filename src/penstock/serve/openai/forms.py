@@ -34,7 +34,8 @@ def form_of(request: Request) -> GuidedDecodingParams | None:
         if wanted:
             raise invalid("guided_whitespace_pattern", "goes with a form only")
         return None
-    return GuidedDecodingParams(**wanted)
+    asked_as = named[0] if named[0] != "guided_decoding" else ""
+    return GuidedDecodingParams(**wanted, asked_as=asked_as)
 
 
 def calls_of(request: ChatRequest, form: Form | None, tokenizer: Tokenizer) -> GuidedDecodingParams | None:
@@ -62,7 +63,7 @@ def calls_of(request: ChatRequest, form: Form | None, tokenizer: Tokenizer) -> G
     several = not one and request.parallel_tool_calls is not False
     wanted = {one: known[one]} if one else known
     assert form, "or tools would have been refused"
-    return GuidedDecodingParams(grammar=grammar_of(form, wanted, tokenizer.id_of, several))
+    return GuidedDecodingParams(grammar=grammar_of(form, wanted, tokenizer.id_of, several), asked_as="tools")
 
 
 def _structured(request: Request) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""What guessing ahead brings: tokens a second with and without, in turns.
+
+python benchmarks/speculation.py [CHECKPOINT] [--speculative-config JSON]
+
+By default the model in the box answers questions with its draft model and by what came before, and goes on with lists
+that repeat themselves. Another checkpoint goes on with the lists only, as a model of random weights has nothing to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from penstock import LLM, SamplingParams
+
+QUESTIONS = [
+    "What is the capital of Canada?",
+    "Tell me a story.",
+    "What is 17 + 25?",
+    "Count from 1 to 20.",
+    "Tell me about Anna, who lives in Paris.",
+    "Translate good morning to French.",
+    "Sort these numbers: 5, 3, 9, 1.",
+    "What is the opposite of hot?",
+]
+LISTS = [" ".join([word] * 6 + ["one two three four five"] * 6) for word in "red blue green white black grey".split()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", default="")
+    parser.add_argument("--speculative-config", help="as JSON (default: each method that the model allows)")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences at a time (default: 1 8)")
+    parser.add_argument("--output-len", type=int, default=96, help="tokens of each (default: 96)")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    own = [args.speculative_config] if args.speculative_config else []
+    methods = own or ['{"method": "ngram"}', *([] if args.checkpoint else ['{"method": "draft_model"}'])]
+    common = {"model": args.checkpoint, "quantization": args.quantization, "max_model_len": 1024}
+    plain = LLM(kv_cache_memory_bytes=2**30, **common)
+    for method in methods:
+        config = json.loads(method)
+        guessing = [LLM(kv_cache_memory_bytes=2**30, **common, speculative_config=config | more) for more in VARIANTS]
+        for name, prompts in (("lists", LISTS),) if args.checkpoint else (("questions", QUESTIONS), ("lists", LISTS)):
+            for batch in args.batch:
+                measure(f"{method} {name} x{batch}", [plain, *guessing], prompts, name, batch, args)
+
+
+VARIANTS: list[dict[str, bool]] = [{"adaptive": False}, {"adaptive": True}]
+
+
+def measure(title: str, llms: list[LLM], prompts: list[str], kind: str, batch: int, args: argparse.Namespace) -> None:
+    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+
+    def run(llm: LLM) -> float:
+        """Tokens a second."""
+        tokens, seconds = 0, 0.0
+        for start in range(0, len(prompts), batch):
+            some = (prompts * batch)[start : start + batch]
+            begun = time.perf_counter()
+            if kind == "questions":
+                outputs = llm.chat([[{"role": "user", "content": text}] for text in some], params, use_tqdm=False)
+            else:
+                outputs = llm.generate(some, params, use_tqdm=False)
+            seconds += time.perf_counter() - begun
+            tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        return tokens / seconds
+
+    for llm in llms:
+        run(llm)  # what is made once, and what is tried
+    speculation = llms[1].engine.scheduler.speculation
+    assert speculation is not None
+    before = replace(speculation.counts)
+    rates = [[run(llm) for llm in llms] for _ in tqdm(range(args.rounds), desc=title, unit="round", leave=False)]
+    always, adaptive = (statistics.median(r[i] / r[0] for r in rates) for i in (1, 2))
+    drafts, guessed, right = (
+        getattr(speculation.counts, name) - getattr(before, name)
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    print(
+        f"{title}: {statistics.median(r[0] for r in rates):.0f} tokens/s without, {always:.2f} times as many with "
+        f"guesses, {adaptive:.2f} where they may stop; {right / max(guessed, 1):.0%} right, "
+        f"{1 + right / max(drafts, 1):.2f} tokens a step with guesses"
+    )
+
+
+if __name__ == "__main__":
+    main()
