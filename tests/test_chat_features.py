@@ -138,7 +138,7 @@ def test_a_thought_can_be_gone_on_with() -> None:
     options = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
     (output,) = llm.chat([*SUM, begun], SamplingParams(temperature=0, max_tokens=60), **options)
     assert output.outputs[0].message
-    assert (output.outputs[0].message.reasoning_content, output.outputs[0].message.content) == (THOUGHT[13:], ANSWER)
+    assert (output.outputs[0].message.reasoning_content, output.outputs[0].message.content) == (THOUGHT[12:], ANSWER)
 
 
 def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:

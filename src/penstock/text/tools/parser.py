@@ -136,7 +136,10 @@ class ToolCalls:
                 return True
             if not last and text.startswith(self._held):
                 return False
-        self._step = self._outside
+        if form.bare and self._held.startswith("{"):
+            self._gap, self._mark, self._step = "", "", self._lead
+        else:
+            self._step = self._outside
         return True
 
     def _begin(self, name: str, in_object: bool) -> None:
@@ -162,8 +165,8 @@ def _call(written: str) -> ToolCall | None:
     try:
         found = json.loads(written)
         name, arguments = found["name"], found.get("arguments", found.get("parameters")) or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        good = isinstance(name, str) and isinstance(json.loads(text), dict)  # text is JSON within JSON
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, text) if good else None
