@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from random import Random
@@ -38,6 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
     return folder
 
+
+GUESSING = {"num_speculative_tokens": 3, "adaptive": False}
+NGRAM = json.dumps(GUESSING | {"method": "ngram", "prompt_lookup_min": 1})
 
 KINDS = [
     "float32 none auto",
@@ -91,18 +95,25 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
     ]
     form = rng.choice((None, None, None, *FORMS))
+    drawn: dict[str, Any] = {
+        "n": rng.choice((1, 1, 1, 3)),
+        "temperature": rng.choice((0.0, 0.8, 1.5)),
+        "top_p": rng.choice((1.0, 0.9)),
+        "top_k": rng.choice((0, 20)),
+        "logprobs": rng.choice((None, 0, 5)),
+    }
+    more = rng.randint(4, 40)
+    if rng.random() < 0.15:  # whose beams must find room in the smallest cache together
+        prompt, more = prompt[-20:], min(more, BLOCK)
+        drawn = {"n": rng.randint(1, 3), "best_of": 3, "temperature": 0, "use_beam_search": True}
     sampling = SamplingParams(
-        n=rng.choice((1, 1, 1, 3)),
-        temperature=rng.choice((0.0, 0.8, 1.5)),
-        top_p=rng.choice((1.0, 0.9)),
-        top_k=rng.choice((0, 20)),
         repetition_penalty=rng.choice((1.0, 1.1)),
         seed=number,
-        max_tokens=max(3 * BLOCK - len(prompt), 0) + rng.randint(4, 40),
+        max_tokens=max(3 * BLOCK - len(prompt), 0) + more,
         guided_decoding=form,
         ignore_eos=form is None,
-        logprobs=rng.choice((None, 0, 5)),
         prompt_logprobs=rng.choice((None, None, None, 2)),
+        **drawn,
     )
     return EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling)
 
@@ -117,7 +128,7 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
         for delta in engine.step():
             own = told[delta.request_id].setdefault(delta.sequence, [[], [], []])
             own[0] += delta.token_ids
-            own[1] += delta.logprobs or []
+            own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
             own[2] += delta.prompt_logprobs or []
     assert engine.scheduler.device.free == engine.scheduler.device.total
     return {
@@ -142,6 +153,7 @@ def draw_engine(rng: Random, checkpoint: Path, kind: str, requests: int) -> Engi
         swap_space=0.001,
         max_num_partial_prefills=rng.randint(1, 3),
         scheduling_policy=rng.choice(("fcfs", "priority")),
+        speculative_config=rng.choice(("", NGRAM, json.dumps(GUESSING | {"model": str(checkpoint)}))),
     )
 
 

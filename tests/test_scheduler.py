@@ -20,6 +20,7 @@ from penstock.engine.blocks import BlockPool
 from penstock.engine.plan import Draw, Outcome, Plan
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
+from penstock.engine.speculation import Speculation
 
 EOS = 0
 VOCABULARY = 40
@@ -31,9 +32,20 @@ def next_token(tokens: list[int], seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
+def next_beams(tokens: list[int], keep: int) -> tuple[tuple[int, float], ...]:
+    """Tokens that a beam may go on with, with their log probabilities: a function of all before."""
+    found = {next_token(tokens, -1, i): -(i + next_token(tokens, -2, i) / VOCABULARY) for i in range(keep)}
+    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
 def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:
     """What each sequence of a request must come to, whoever else is there."""
     results, sampling = [], request.sampling
+    if sampling.use_beam_search:
+        engine = scheduler(max_model_len=longest)
+        engine.add(request)
+        deltas = [delta for step in serve(engine, Machine()) for delta in step]
+        return [(delta.token_ids, delta.finished or FinishReason.ERROR) for delta in deltas]
     for index in range(sampling.n):
         tokens, finished = list(request.prompt), FinishReason.LENGTH
         while len(tokens) < min(longest, len(request.prompt) + (sampling.max_tokens or longest)):
@@ -63,25 +75,55 @@ class Machine:
             self.device[target] = self.device[source]
         draws = []
         self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
-        for sequence, start, count, samples in plan.items:
+        for sequence, start, count, samples, draft in plan.items:
             known = sequence.tokens + self.drawn.get(sequence, [])
-            for position in range(start, start + count):
+            assert not draft or len(known) == start + count
+            for position in range(start, start + count + len(draft)):
                 block, slot = sequence.blocks[position // SIZE], position % SIZE
-                self.device[block] = (*self.device.get(block, ())[:slot], known[position])
+                self.device[block] = (*self.device.get(block, ())[:slot], (known + draft)[position])
             read = [t for block in sequence.blocks for t in self.device.get(block, ())[:SIZE]]
             assert read[: start + count] == known[: start + count], "a slot holds another token than the sequence"
             for sampled in samples:
                 assert len(known) == start + count
-                token = next_token(known, sampled.seed, sampled.index)
-                self.drawn.setdefault(sampled, []).append(token)
-                draws.append(Draw([token]))
+                self.drawn.setdefault(sampled, [])
+                if sampled.beams:
+                    draws.append(Draw([], candidates=next_beams(known, sampled.beams.keep)))
+                    continue
+                tokens = [next_token(known, sampled.seed, sampled.index)]
+                for guessed in draft:
+                    if guessed != tokens[-1]:
+                        break
+                    tokens.append(next_token(known + tokens, sampled.seed, sampled.index))
+                self.drawn[sampled] += tokens
+                draws.append(Draw(tokens))
         return Outcome(draws)
 
-    def collected(self, plan: Plan, pool: BlockPool) -> None:
+    def collected(self, plan: Plan, outcome: Outcome, pool: BlockPool) -> None:
         assert all(map(pool.holders, self.in_use.pop(id(plan)))), "a block was given back under a running step"
+        draws = iter(outcome.draws)
         for item in plan.items:
             for sampled in item.samples:
-                self.drawn[sampled].pop(0)
+                del self.drawn[sampled][: len(next(draws).token_ids)]
+
+
+class Guesser:
+    """Guesses what comes next, and errs at times."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        guessed: list[int] = []
+        while len(guessed) < most and self._rng.random() < 0.9:
+            right = next_token(sequence.tokens + guessed, sequence.seed, sequence.index)
+            guessed.append(right if self._rng.random() < 0.7 else self._rng.randrange(VOCABULARY))
+        return guessed
+
+    def fill(self, plan: Plan) -> None:
+        pass
+
+    def follow(self, plan: Plan, outcome: Outcome) -> None:
+        pass
 
 
 def serve(scheduler: Scheduler, machine: Machine, depth: int = 1) -> Iterator[list[TokenDelta]]:
@@ -95,7 +137,9 @@ def serve(scheduler: Scheduler, machine: Machine, depth: int = 1) -> Iterator[li
         else:
             assert under_way, "nothing runs, nothing is under way, and requests are left"
             plan, outcome = under_way.popleft()
-            machine.collected(plan, scheduler.device)
+            machine.collected(plan, outcome, scheduler.device)
+            if scheduler.speculation:
+                scheduler.speculation.learn(plan, outcome, 0.001 * plan.tokens)
             yield scheduler.update(plan, outcome)
 
 
@@ -117,6 +161,7 @@ LONGEST, SIZE = 48, 4
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
     repeating = rng.random() < 0.5
+    search = {"temperature": 0, "use_beam_search": True, "best_of": 3} if rng.random() < 0.2 else {}
     return EngineRequest(
         request_id=str(number),
         prompt=[1 + (i if repeating else 0) % 7 for i in range(rng.randint(1, 30))],
@@ -125,6 +170,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
             seed=rng.randint(0, 3),
             max_tokens=rng.choice((None, rng.randint(1, 24))),
             ignore_eos=rng.random() < 0.5,
+            **search,
         ),
         eos_token_ids=(EOS,),
         priority=rng.randint(0, 2),
@@ -150,7 +196,10 @@ def draw_scheduler(rng: Random) -> Scheduler:
         static_decode_blocks=rng.randint(0, 3),
     )
     blocks = rng.randint(LONGEST // SIZE, 4 * LONGEST // SIZE)
-    return Scheduler(options, BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE))
+    scheduler = Scheduler(options, BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE))
+    if rng.random() < 0.5:
+        scheduler.speculation = Speculation(Guesser(rng), rng.randint(1, 4), adaptive=rng.random() < 0.5)
+    return scheduler
 
 
 @settings(max_examples=300, deadline=None)
@@ -169,7 +218,7 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
                 scheduler.add(request)
                 asked[request.request_id] = request
             except PenstockError as error:
-                assert error.failure.field == "n"
+                assert error.failure.field == "n"  # more than fits into the cache together
 
     got: dict[tuple[str, int], list[TokenDelta]] = {}
     cancelled = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -64,6 +65,8 @@ def _checked(setting: Setting, value: Any, source: str) -> Any:
         value = [part.strip() for entry in given for part in str(entry).split(",")]
         if not all(value):
             raise invalid(setting.name, f"holds nothing, in {source}; leave it out, or give a value")
+    if setting.kind is str and isinstance(value, dict):
+        value = json.dumps(value)  # what flags give as JSON may be written out in a file
     try:
         found = msgspec.convert(value, setting.annotated, strict=False)
     except msgspec.ValidationError as error:

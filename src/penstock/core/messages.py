@@ -79,6 +79,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For each new token, itself first, then the likeliest alternatives."""
     prompt_logprobs: list[list[Logprob]] | None = None
     """Once, with the first token: for each prompt token but the first."""
+    cumulative_logprob: float | None = None
+    """Of all tokens of a beam together."""
     finished: FinishReason | None = None
     stop_token: int | None = None
     """The token that ended the sequence; it is the last of ``token_ids``."""

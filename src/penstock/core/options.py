@@ -117,6 +117,13 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         Literal["auto", "llguidance", "off"],
         option("What keeps outputs to schemas, patterns and grammars; off refuses requests for it."),
     ] = "auto"
+    speculative_config: Annotated[
+        str,
+        option(
+            'Guess tokens ahead, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for a '
+            "draft model; nothing guesses none. Results do not depend on it."
+        ),
+    ] = ""
     threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)

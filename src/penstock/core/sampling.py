@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -21,10 +21,15 @@ MOST = {
     "allowed_token_ids": 4096,
 }
 """Entries of what is looked through at every step."""
-NOT_LIMITED = ("allowed_token_ids", "bad_words", "bad_word_ids")
-"""What might keep a thought from being ended."""
-NOT_GUIDED = ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos")
-"""What might leave no token that a form allows, or go on where the form has ended."""
+NOT_TOGETHER = {
+    "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
+    "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
+    "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs"),
+}
+"""What a request cannot ask for along with each of these: what might leave no token that a form or the end of a thought
+allows, or go on where a form has ended; and what a search for the likeliest sequences does without."""
+NOTHING: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None,)}
+"""Values that ask for nothing."""
 MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
 """Of all entries together."""
 
@@ -38,6 +43,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     n: int = 1
     """Sequences to return, 1 to 128."""
+    best_of: int | None = None
+    """Sequences to make, from ``n`` to 128, of which the ``n`` likeliest are returned; None is ``n``."""
+    use_beam_search: bool = False
+    """Search for the likeliest sequences with ``best_of`` beams, as transformers does. Greedy only."""
+    length_penalty: float = 1.0
+    """Power of the length by which a beam's log probability is divided: above 0 favours longer ones, [-10, 10]."""
+    early_stopping: bool | Literal["never"] = False
+    """When a search ends: False once the best beam is unlikely to come before those found, True as soon as there are
+    ``best_of``, ``never`` once no beam can."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -106,8 +120,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         between("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.reasoning_max_tokens is not None:
             between("reasoning_max_tokens", self.reasoning_max_tokens, 0, None)
-            if others := [name for name in NOT_LIMITED if getattr(self, name)]:
-                raise invalid(others[0], "does not go with reasoning_max_tokens")
         for field in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)
@@ -125,10 +137,45 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("bad_word_ids", "must not hold an empty sequence")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
-        if self.guided_decoding is not None and (others := [name for name in NOT_GUIDED if getattr(self, name)]):
-            raise invalid(others[0], "does not go with guided decoding")
+        for field, others in NOT_TOGETHER.items():
+            if getattr(self, field) not in (None, False) and (
+                wrong := [other for other in others if self._asks(other)]
+            ):
+                raise invalid(wrong[0], f"does not go with {field}")
+        self._check_search()
         if not self.spaces_between_special_tokens:
             raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
+
+    def _check_search(self) -> None:
+        if self.best_of is not None:
+            between("best_of", self.best_of, self.n, MOST_SEQUENCES)
+        between("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise invalid("early_stopping", 'must be true, false or "never"')
+        if not self.use_beam_search:
+            if self.width > self.n and self.greedy:
+                raise invalid("best_of", "must be n where temperature is 0, as all would be the same", self.n)
+            if self.length_penalty != 1:
+                raise invalid("length_penalty", "goes with use_beam_search only")
+            if self.early_stopping:
+                raise invalid("early_stopping", "goes with use_beam_search only")
+            return
+        if self.width < 2:
+            raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)
+
+    def _asks(self, field: str) -> bool:
+        """Whether the value of a field asks for anything."""
+        return getattr(self, field) not in NOTHING.get(field, (None, (), 0, False))
+
+    @property
+    def width(self) -> int:
+        """Sequences that are made."""
+        return self.best_of or self.n
+
+    @property
+    def told(self) -> int:
+        """Of these, those whose tokens are told: the engine chooses among beams, who sees texts among others."""
+        return self.n if self.use_beam_search else self.width
 
     @property
     def greedy(self) -> bool:

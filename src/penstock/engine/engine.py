@@ -15,13 +15,18 @@ from penstock import demo, ops
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
-from penstock.models import cache_folder, load_model, read_config
+from penstock.core.speculative import SpeculativeConfig
+from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
+from penstock.ops import KVSpec
 
 from .blocks import BlockPool
+from .draft_model import DraftModel
 from .guided import Guides
+from .heads_ahead import HeadsAhead
 from .memory import count_blocks, count_host_blocks
 from .runner import Runner
 from .scheduler import Scheduler
+from .speculation import Drafter, Lookup, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +47,25 @@ class Engine:
         self.max_model_len = options.max_model_len or read_config(folder).context
         backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
-        self.model = load_model(
-            folder,
-            backend,
-            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-            device=device,
-            longest=options.max_model_len or None,
-            load_format=options.load_format,
-            seed=options.seed,
-            quantization=options.quantization,
-            cache=cache_folder(options.weight_cache_dir),
-        )
+        speculative = SpeculativeConfig.read(options.speculative_config)
+
+        def load(checkpoint: Path, longest: int | None) -> Decoder:
+            return load_model(
+                checkpoint,
+                backend,
+                dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+                device=device,
+                longest=longest,
+                load_format=options.load_format,
+                seed=options.seed,
+                quantization=options.quantization,
+                cache=cache_folder(options.weight_cache_dir),
+                heads_ahead=bool(speculative and speculative.method == "mtp"),
+            )
+
+        draft = _draft(speculative, options, read_config(folder))
+        self.model = load(folder, options.max_model_len or None)
+        drafting = load(draft, self.max_model_len) if draft else None
         number = str(self.model.dtype).removeprefix("torch.")
         rounded = options.kv_cache_dtype == "int8"
         forms = [number, *[options.quantization] * (options.quantization != "none"), *["kv8"] * rounded]
@@ -60,7 +73,14 @@ class Engine:
         """What decides the bits of a result besides the model."""
         self.batch_invariant = backend.BATCH_INVARIANT
         spec = self.model.kv_spec(options.block_size, rounded)
-        blocks = count_blocks(options, spec, device, self.model.mapped_bytes)
+        own = drafting.kv_spec(options.block_size, rounded) if drafting else None
+        blocks = count_blocks(
+            options,
+            spec.bytes_per_block + (own.bytes_per_block if own else 0),
+            spec,
+            device,
+            self.model.mapped_bytes + (drafting.mapped_bytes if drafting else 0),
+        )
         host_blocks = count_host_blocks(options, spec)
         self.scheduler = Scheduler(
             scheduling,
@@ -68,17 +88,37 @@ class Engine:
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
         )
         self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
-        self._runner = Runner(
-            self.model,
-            backend,
-            device,
-            spec=spec,
-            blocks=blocks,
-            host_blocks=host_blocks,
-            tokens=options.max_num_batched_tokens,
-            rows=options.max_num_seqs,
-            longest=self.max_model_len,
-        )
+
+        def runner(model: Decoder, kept: KVSpec, host_blocks: int) -> Runner:
+            return Runner(
+                model,
+                backend,
+                device,
+                spec=kept,
+                blocks=blocks,
+                host_blocks=host_blocks,
+                tokens=options.max_num_batched_tokens,
+                rows=options.max_num_seqs,
+                longest=self.max_model_len,
+                whole=bool(model.heads_ahead),
+            )
+
+        self._runner = runner(self.model, spec, host_blocks)
+        self.speculation: Speculation | None = None
+        if speculative:
+            drafter: Drafter = Lookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+            if drafting and own:
+                drafter = DraftModel(
+                    runner(drafting, own, 0),
+                    blocks=blocks,
+                    block_size=options.block_size,
+                    rows=options.max_num_seqs,
+                    tokens=options.max_num_batched_tokens,
+                )
+            elif self.model.heads_ahead:
+                drafter = HeadsAhead(self._runner, len(self.model.heads_ahead), options.max_num_seqs)
+            most = speculative.num_speculative_tokens
+            self.speculation = self.scheduler.speculation = Speculation(drafter, most, speculative.adaptive)
         logger.info(
             "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
             self.model.config.architecture,
@@ -131,7 +171,10 @@ class Engine:
             if compiling := self.scheduler.compiling:
                 wait(compiling, COMPILING, FIRST_COMPLETED)
             return deltas
+        begun = time.perf_counter()
         try:
+            if self.speculation:
+                self.speculation.fill(plan)
             outcome = self._runner.collect(self._runner.submit(plan))
         except BaseException as error:
             deltas += self.scheduler.fail(plan, Failure(Code.INTERNAL, "the step failed; the log says why"))
@@ -139,7 +182,12 @@ class Engine:
                 raise  # an interrupt: the blocks are back, the rest is the caller's matter
             logger.exception("a step of %d tokens failed", plan.tokens)
             return deltas
-        return deltas + self.scheduler.update(plan, outcome)
+        if self.speculation:
+            self.speculation.learn(plan, outcome, time.perf_counter() - begun)
+        deltas += self.scheduler.update(plan, outcome)
+        if self.speculation:
+            self.speculation.follow(plan, outcome)
+        return deltas
 
 
 def _device(name: str) -> torch.device:
@@ -152,6 +200,28 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
     return device
+
+
+def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: DecoderConfig) -> Path | None:
+    """The checkpoint of the draft model, where there is to be one.
+
+    Raises ``PenstockError`` (``invalid``) where none is named, or it cannot guess for the model, or the model is to
+    guess by itself and cannot.
+    """
+    if not speculative or speculative.method == "ngram":
+        return None
+    if speculative.method == "mtp":
+        if not model.heads_ahead:
+            raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
+        return None
+    folder = Path(speculative.model) if speculative.model else None
+    if not folder and (not options.model or Path(options.model) == demo.CHAT):
+        folder = demo.DRAFT
+    if not folder and speculative.method:
+        raise invalid("speculative_config", "name the draft model's folder as model")
+    if folder and (known := read_config(folder).vocabulary) != model.vocabulary:
+        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocabulary}")
+    return folder
 
 
 def _check(request: EngineRequest, vocabulary: int) -> None:

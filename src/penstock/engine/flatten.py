@@ -18,9 +18,11 @@ class Flattener:
     Args:
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
+        whole: whether hidden states of all tokens are wanted, and not only where scores are.
     """
 
-    def __init__(self, rows: int, longest: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, longest: int, block_size: int, device: torch.device, whole: bool = False) -> None:
+        self._whole = whole
         self._block_size = block_size
         self._device = device
         self._tables = np.zeros((rows, -(-longest // block_size)), np.int32)
@@ -31,10 +33,10 @@ class Flattener:
         token_ids: list[int] = []
         numbers: list[tuple[int, int, int, int]] = []
         for item in plan.items:
-            sequence, start, length, _ = item
+            sequence, start = item.sequence, item.start
             self._place(sequence, start)
-            token_ids += sequence.tokens[start : start + length]
-            numbers.append((sequence.row, start, length, scores_wanted(item)))
+            token_ids += sequence.tokens[start : start + item.length] + item.draft
+            numbers.append((sequence.row, start, item.length + len(item.draft), self.rows_of(item)))
         rows, starts, lengths, wanted = np.array(numbers).T
         total, ends = starts + lengths, lengths.cumsum()
         positions = np.arange(ends[-1]) + (total - ends).repeat(lengths)
@@ -54,6 +56,10 @@ class Flattener:
             logit_rows=self._tensor(np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)),
             logit_queries=logit_queries,
         )
+
+    def rows_of(self, item: Item) -> int:
+        """Of how many of an item's tokens, its last ones, there will be hidden states."""
+        return item.length + len(item.draft) if self._whole else scores_wanted(item)
 
     def _queries(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, blocks: int) -> Queries:
         """Of each row so many of its last tokens."""
@@ -85,5 +91,5 @@ def prompt_tokens(item: Item) -> list[int]:
 
 def scores_wanted(item: Item) -> int:
     """Of how many of an item's tokens, its last ones: all where its prompt is to be told, else one where it is due a
-    draw."""
-    return item.length if prompt_tokens(item) else bool(item.samples)
+    draw, and one for each guess."""
+    return item.length if prompt_tokens(item) else bool(item.samples) + len(item.draft)

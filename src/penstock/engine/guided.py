@@ -57,6 +57,10 @@ class Guide(Protocol):
         """Whether nothing can be added any more."""
         ...
 
+    def allows(self, tokens: list[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        ...
+
     def fill(self, row: np.ndarray) -> None:
         """Set the bits of the tokens that may come next, ``[vocabulary / 32]`` int32, and no others.
 
@@ -95,6 +99,9 @@ class FormGuide(Guide):
     @property
     def complete(self) -> bool:
         return bool(self._matcher.is_stopped())
+
+    def allows(self, tokens: list[int]) -> int:
+        return int(self._matcher.validate_tokens(tokens))
 
     def fill(self, row: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -189,15 +196,26 @@ class Masks:
         self._words = -(-vocabulary // 32)
         self._thread = ThreadPoolExecutor(1, "masks")
 
-    def begin(self, guides: Sequence[Guide | None]) -> Future[np.ndarray] | None:
-        """Bits ``[sequences, vocabulary / 32]`` int32; None where no sequence has a guide."""
-        return self._thread.submit(self._fill, list(guides)) if any(guides) else None
+    def begin(self, guides: Sequence[tuple[Guide | None, list[int]]]) -> Future[np.ndarray] | None:
+        """Bits ``[rows, vocabulary / 32]`` int32; None where any token may come.
 
-    def _fill(self, guides: list[Guide | None]) -> np.ndarray:
-        rows = np.full((len(guides), self._words), -1, np.int32)
-        for row, guide in zip(rows, guides, strict=True):
-            if guide:
-                guide.fill(row)
+        Args:
+            guides: with tokens that are guessed to come next: there is a row before and after each.
+        """
+        limited = any(guide and (draft or not guide.free) for guide, draft in guides)
+        return self._thread.submit(self._fill, list(guides)) if limited else None
+
+    def _fill(self, guides: list[tuple[Guide | None, list[int]]]) -> np.ndarray:
+        rows = np.full((sum(1 + len(draft) for _, draft in guides), self._words), -1, np.int32)
+        at = 0
+        for guide, draft in guides:
+            later = guide.copy() if guide and draft else guide
+            for token in (*draft, None):
+                if later and not later.free:
+                    later.fill(rows[at])
+                if later and token is not None:
+                    later.take(token)
+                at += 1
         return rows
 
 

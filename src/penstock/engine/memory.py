@@ -40,10 +40,11 @@ def _reclaimable(usage: Path) -> int:
     return sum(int(found.get(f"total_{kind}_file", found.get(f"{kind}_file", 0))) for kind in ("inactive", "active"))
 
 
-def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device, mapped: int) -> int:
+def count_blocks(options: EngineOptions, size: int, spec: KVSpec, device: torch.device, mapped: int) -> int:
     """KV blocks that fit, or as many as were asked for.
 
     Args:
+        size: bytes of a block, in all caches together.
         mapped: bytes of weights that are mapped from a disk. They count as free, but every step needs them.
 
     Raises ``PenstockError`` (``invalid``) where not even one fits.
@@ -57,11 +58,9 @@ def count_blocks(options: EngineOptions, spec: KVSpec, device: torch.device, map
         room = int(free - (1 - options.gpu_memory_utilization) * total)
     else:
         room = int((free_host_bytes() - mapped) * FREE_SHARE) - count_host_blocks(options, spec) * spec.bytes_per_block
-    if room < spec.bytes_per_block:
-        raise invalid(
-            "kv_cache_memory_bytes", f"one KV block takes {spec.bytes_per_block} bytes, and {max(room, 0)} are there"
-        )
-    return room // spec.bytes_per_block
+    if room < size:
+        raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")
+    return room // size
 
 
 def count_host_blocks(options: EngineOptions, spec: KVSpec) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.core import Logprob
 
@@ -19,6 +19,8 @@ class Item(NamedTuple):
     samples: tuple[Sequence, ...]
     """Sequences that draw a token after the last one computed: none in the middle of a prompt, one as a rule, all
     of a request's sequences where they part."""
+    draft: list[int]
+    """Tokens guessed to come next, computed along: whoever draws then draws after each of them, too."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return sum(item.length for item in self.items)
+        return sum(item.length + len(item.draft) for item in self.items)
 
     def __bool__(self) -> bool:
         return bool(self.items or self.swap_out)
@@ -45,7 +47,10 @@ class Draw(NamedTuple):
     """What one sequence drew in a step."""
 
     token_ids: list[int]
+    """One, after those of its draft that it would have drawn itself."""
     logprobs: list[list[Logprob]] | None = None
+    candidates: tuple[tuple[int, float], ...] = ()
+    """Of a beam, which draws none itself: the likeliest tokens, each with its log probability."""
 
 
 class Outcome(NamedTuple):
@@ -55,3 +60,5 @@ class Outcome(NamedTuple):
     """One for each sequence of each item's ``samples``, in their order."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
     """By item: of the prompt tokens after each computed one, where they are wanted."""
+    hidden: Any = None
+    """A tensor ``[tokens, hidden]``, for heads that guess from it."""

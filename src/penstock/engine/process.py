@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from types import FrameType
 from typing import BinaryIO
 
@@ -141,7 +142,7 @@ class Server:
                         raise PenstockError(Code.UNAVAILABLE, "the engine is stopping")
                     self._engine.add(own)
                 except PenstockError as error:
-                    self._send(_refusal(own.request_id, request.sampling.n, error.failure))
+                    self._send(_refusal(own.request_id, request.sampling.told, error.failure))
             case wire.Abort(request_id):
                 self._send(self._engine.abort(_inside(client, request_id)))
             case wire.Stop(request_id, sequence):
@@ -172,12 +173,14 @@ class Server:
 
     def _stats(self) -> wire.Stats:
         scheduler = self._engine.scheduler
+        guessed = asdict(scheduler.speculation.counts) if scheduler.speculation else {}
         return wire.Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             blocks=scheduler.device.total,
             blocks_used=scheduler.device.used,
             preemptions=scheduler.preemptions,
+            **guessed,
         )
 
     def _tell(self, report: wire.Report) -> None:

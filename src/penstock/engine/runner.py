@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from penstock.core import Logprob
 from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
-from .flatten import Flattener, prompt_tokens, scores_wanted
+from .flatten import Flattener, prompt_tokens
 from .guided import Masks
-from .plan import Draw, Outcome, Plan
+from .plan import Draw, Item, Outcome, Plan
 from .sampler import logprobs, sample, wants_likeliest
 from .sequence import Sequence
 
@@ -31,6 +33,7 @@ class Runner:
         tokens: of a step, at most.
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
+        whole: whether outcomes have the hidden states of all tokens.
     """
 
     def __init__(
@@ -45,13 +48,15 @@ class Runner:
         tokens: int,
         rows: int,
         longest: int,
+        whole: bool = False,
     ) -> None:
         self._model = model
         self._ops = ops
         self._device = device
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, spec.block_size, device)
+        self._flatten = Flattener(rows, longest, spec.block_size, device, whole)
+        self._whole = whole
         self._masks = Masks(model.config.vocabulary)
         self._hidden = ops.recorded(
             partial(model.hidden, cache=self._cache),
@@ -67,12 +72,29 @@ class Runner:
         self._ops.copy_blocks(self._cache, self._cache, plan.copies)
         if not plan.items:
             return Outcome([])
-        masks = self._masks.begin([sequence.limits for item in plan.items for sequence in item.samples])
+        masks = self._masks.begin([(sequence.guide, item.draft) for item in plan.items for sequence in item.samples])
         hidden = self._hidden(self._flatten(plan))
         return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:
         return handle
+
+    def ahead(self, number: int, items: list[Item], states: Tensor) -> tuple[Tensor, list[Draw]]:
+        """What one of the model's heads guesses.
+
+        Args:
+            number: of the head.
+            items: of each the tokens that come next, at the positions of those before; who draws is to draw after them.
+            states: ``[tokens, hidden]``, of the tokens before.
+
+        Returns:
+            The head's own hidden state of each item's last token, ``[items, hidden]``, and the draws.
+        """
+        batch = self._flatten(Plan(items=items))
+        layer = self._model.config.layers + number
+        hidden = self._model.heads_ahead[number].hidden(batch, states, self._cache[layer])
+        ends = [end - 1 for end in accumulate(item.length for item in items)]
+        return hidden[ends], self._sample(hidden, ends, [item.samples[0] for item in items], None)
 
     def _draw(self, plan: Plan, hidden: Tensor, allowed: Tensor | None) -> Outcome:
         """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted, ``allowed``
@@ -85,13 +107,14 @@ class Runner:
             told = prompt_tokens(item)
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
-            row += scores_wanted(item)
-            last_rows += [row - 1] * len(item.samples)
-            sequences += item.samples
-        draws: list[Draw] = []
-        if sequences:
-            draws = self._sample(hidden, last_rows, sequences, allowed)
-        return Outcome(draws, prompts)
+            row += self._flatten.rows_of(item)
+            for sequence in item.samples:
+                guessed = len(item.draft)
+                last_rows += range(row - 1 - guessed, row)
+                sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
+        draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
+        drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
+        return Outcome(drawn, prompts, hidden if self._whole else None)
 
     def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""
@@ -114,3 +137,17 @@ class Runner:
             chosen = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=scores.device)
             told += logprobs(scores, chosen, [wanted] * len(chosen))
         return told
+
+
+def _agreed(draws: Iterator[Draw], draft: list[int]) -> Draw:
+    """What a sequence drew for itself: as long as that is what was guessed, the draw after it counts, too."""
+    if not draft:
+        return next(draws)
+    first, *later = [next(draws) for _ in range(1 + len(draft))]
+    token_ids, told = list(first.token_ids), list(first.logprobs or [])
+    for guessed, draw in zip(draft, later, strict=True):
+        if token_ids[-1] != guessed:
+            break
+        token_ids += draw.token_ids
+        told += draw.logprobs or []
+    return Draw(token_ids, told if first.logprobs is not None else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -39,10 +39,29 @@ def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
         some = random[start : start + ROWS_AT_ONCE]
         chosen[some] = choose(adjusted[some], [sequences[i] for i in some])
     token_ids = chosen.tolist()
+    searching = [i for i, sequence in enumerate(sequences) if sequence.beams]
+    found = dict(zip(searching, candidates(scores, searching, sequences, allowed), strict=True))
     listed = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
     wanted = [sequences[i].request.sampling.logprobs or 0 for i in listed]
     told = dict(zip(listed, logprobs(scores[listed], chosen[listed], wanted), strict=True)) if listed else {}
-    return [Draw([token], [told[i]] if i in told else None) for i, token in enumerate(token_ids)]
+    return [
+        Draw([], candidates=found[i]) if i in found else Draw([token], [told[i]] if i in told else None)
+        for i, token in enumerate(token_ids)
+    ]
+
+
+def candidates(
+    scores: Tensor, rows: Rows[int], sequences: Rows[Sequence], allowed: Tensor | None
+) -> Iterator[tuple[tuple[int, float], ...]]:
+    """What beams may go on with: of each row so many of the likeliest tokens as its search looks at, with their log
+    probabilities, which are adjusted as such (and not the scores before, which is how transformers does it)."""
+    for row in rows:
+        beams = sequences[row].beams
+        assert beams is not None
+        own = None if allowed is None else allowed[row : row + 1]
+        table = adjust(scores[row : row + 1].log_softmax(-1), [sequences[row]], own)[0]
+        values, ids = table.topk(min(beams.keep, len(table)))
+        yield tuple((t, v) for t, v in zip(ids.tolist(), values.tolist(), strict=True) if v > NEVER)
 
 
 # --- Adjusting --------------------------------------------------------------------------------------------------------
@@ -57,7 +76,7 @@ def adjust(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
                 if changed is scores:
                     changed = scores.clone()
                 apply(changed[i], sequence)
-        if allowed is not None and sequence.limits:
+        if allowed is not None and sequence.guide and not (allowed[i] == -1).all():
             if changed is scores:
                 changed = scores.clone()
             bits = np.unpackbits(allowed[i].cpu().numpy().view(np.uint8), count=scores.shape[1], bitorder="little")
@@ -122,6 +141,8 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 def wants_likeliest(sequence: Sequence) -> bool:
     """Whether its next token is the one of the best score as it is, and nothing else is asked for."""
     sampling = sequence.request.sampling
+    if sequence.beams:
+        return False
     return sampling.greedy and sampling.logprobs is None and not any(needed(sampling) for needed, _ in ADJUSTMENTS)
 
 

@@ -24,10 +24,12 @@ from penstock.core.errors import invalid
 from penstock.core.options import SchedulerOptions
 
 from . import prefix
+from .beams import Beams
 from .blocks import BlockPool
 from .guided import Grammar
 from .plan import Draw, Item, Outcome, Plan
 from .sequence import Sequence, State
+from .speculation import Speculation
 from .thinking import guide_of
 from .waiting import Waiting
 
@@ -61,6 +63,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In the order of ``Waiting.place``; the last one is preempted first."""
         self.preemptions = 0
+        self.speculation: Speculation | None = None
+        """Who guesses tokens ahead."""
         self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
         self._families: dict[str, list[Sequence]] = {}
         self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
@@ -84,8 +88,9 @@ class Scheduler:
         if room < 1:
             most = options.max_model_len - 1
             raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
-        if sampling.n > options.max_num_seqs:
-            raise invalid("n", f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
+        if sampling.width > options.max_num_seqs:
+            field = "n" if sampling.best_of is None else "best_of"
+            raise invalid(field, f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
         if request.deadline is not None and not math.isfinite(request.deadline):
             raise invalid("deadline", "must be a finite number of seconds")
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
@@ -93,7 +98,8 @@ class Scheduler:
             raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
-        if self._never_evicting and self._blocks_to_the_end(request) > self.device.total:
+        together = self._never_evicting or sampling.use_beam_search
+        if together and self._blocks_to_the_end(request) > self.device.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
         return request
 
@@ -116,6 +122,8 @@ class Scheduler:
             )
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
+        if request.sampling.use_beam_search:
+            first.beams = Beams(first)
         first.guide = guide_of(request, None)
         self._arrivals += 1
         if compile_form:
@@ -174,7 +182,8 @@ class Scheduler:
         family = self._families.get(request_id)
         if not family:
             return []
-        unborn = range(len(family), family[0].request.sampling.n)
+        sampling = family[0].request.sampling
+        unborn = range(len(family), sampling.width)
         alive = [sequence for sequence in family if sequence.state is not State.FINISHED]
         for sequence in alive:
             self._end(sequence)
@@ -183,6 +192,7 @@ class Scheduler:
         return [
             TokenDelta(request_id=request_id, sequence=index, finished=reason, failure=failure)
             for index in (*(sequence.index for sequence in alive), *unborn)
+            if index < sampling.told
         ]
 
     def stop(self, request_id: str, index: int) -> None:
@@ -231,15 +241,18 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan one step. An empty plan: nothing can run before a step under way is collected, or nothing is there."""
         plan, budget, preempted = Plan(), self.options.max_num_batched_tokens, self.preemptions
+        if self.speculation:
+            self.speculation.begin(len(self.running))
         for sequence in self.running.copy():
             if not budget:
                 break
             if sequence.state is not State.RUNNING:
                 continue  # preempted by one before it
             count = min(self._wanted(sequence), budget)
-            if count and self._make_room(sequence, count, plan):
-                self._put(sequence, count, plan)
-                budget -= count
+            draft = self._guess(sequence, budget - count) if self.speculation else []
+            if count and self._make_room(sequence, count + len(draft), plan):
+                self._put(sequence, count, plan, draft)
+                budget -= count + len(draft)
         if self.waiting and self.preemptions == preempted:
             self._admit(plan, budget)
         return plan
@@ -250,16 +263,21 @@ class Scheduler:
         draws = iter(outcome.draws)
         for i, item in enumerate(plan.items):
             first, end = item.sequence, item.start + item.length
-            self._computed(first, item.start, end)
+            drawn = [next(draws) for _ in item.samples]
+            if first.guessing and drawn:  # rightly, but for what was drawn last
+                end += len(drawn[0].token_ids) - 1
+                first.planned, first.guessing = end, 0
+                self._computed(first, item.start, end, drawn[0].token_ids)
+            else:
+                self._computed(first, item.start, end)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
-            for sequence in item.samples:
-                draw = next(draws)
+            for sequence, draw in zip(item.samples, drawn, strict=True):
                 if sequence is not first:
                     self._computed(sequence, end, end)
                 sequence.pending -= 1
                 if sequence.state is not State.FINISHED:
-                    deltas.append(self._append(sequence, draw))
+                    deltas += self._search(sequence, draw) if sequence.beams else [self._append(sequence, draw)]
         return deltas
 
     # --- Sequences that run -----------------------------------------------------------------------------------------
@@ -267,19 +285,29 @@ class Scheduler:
     def _wanted(self, sequence: Sequence) -> int:
         """Tokens the sequence would compute now, had it the step to itself."""
         total = len(sequence.tokens) + sequence.pending
-        if sequence.pending and total >= sequence.longest:
-            return 0  # its last token is being drawn
+        if sequence.guessing or (sequence.pending and (total >= sequence.longest or sequence.beams)):
+            return 0  # nobody knows how far it is, or its last token is being drawn, or who goes on
         threshold = self.options.long_prefill_token_threshold
         return min(total - sequence.planned, threshold or total)
+
+    def _guess(self, sequence: Sequence, budget: int) -> list[int]:
+        """Tokens to compute along with the newest one of a sequence, in case they are its next; no others make room
+        for them."""
+        assert self.speculation
+        newest = sequence.planned == len(sequence.tokens) - 1 and not sequence.pending
+        if not newest or not sequence.generated or sequence.beams:
+            return []
+        draft = self.speculation.guess(sequence, min(budget, sequence.longest - len(sequence.tokens) - 1))
+        return draft if self._missing(sequence, 1 + len(draft)) <= self.device.free else []
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
         while (missing := self._missing(sequence, count)) > self.device.free:
             victim = self.running[-1]
-            if victim.steps_under_way:
+            if any(one.steps_under_way for one in self._together(victim)):
                 return False
             self._preempt(victim, plan)
-            if victim is sequence:
+            if sequence.state is not State.RUNNING:
                 return False
         if missing:
             self._grow(sequence, missing, plan)
@@ -308,8 +336,8 @@ class Scheduler:
             sequence.blocks[written] = blocks.pop(0)
         sequence.blocks += blocks
 
-    def _put(self, sequence: Sequence, count: int, plan: Plan) -> None:
-        """Plan ``count`` tokens of a sequence that has blocks for them."""
+    def _put(self, sequence: Sequence, count: int, plan: Plan, draft: list[int]) -> None:
+        """Plan ``count`` tokens of a sequence, and what is guessed to follow; it has blocks for them."""
         start = sequence.planned
         sequence.planned += count
         sequence.steps_under_way += 1
@@ -318,17 +346,22 @@ class Scheduler:
             samples = (sequence, *self._fork(sequence))
             for drawing in samples:
                 drawing.pending += 1
-        plan.items.append(Item(sequence, start, count, samples))
+        sequence.guessing = len(draft)
+        sequence.planned += len(draft)
+        plan.items.append(Item(sequence, start, count, samples, draft))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
         """The other sequences of a request whose prompt is computed now for the first time."""
-        n = first.request.sampling.n
+        n = first.request.sampling.width
         if n == 1 or len(family := self._families[first.request.request_id]) == n:
             return []
         shared = first.blocks[: self.device.blocks_for(first.planned)]
+        if first.beams and first.guide:
+            first.beams.guide = first.guide.copy()
         for index in range(1, n):
             twin = first.fork(index, shared.copy())
             self.device.hold(shared)
+            twin.beams = first.beams
             if self._never_evicting:
                 own = self.device.blocks_for(first.longest) - first.planned // self.device.block_size
                 self._reserve(first, first.reserved - own)
@@ -348,12 +381,16 @@ class Scheduler:
         """Sequences of its request that are still to be forked from it."""
         if sequence.index or sequence.generated:
             return 0
-        return sequence.request.sampling.n - len(self._families[sequence.request.request_id])
+        return sequence.request.sampling.width - len(self._families[sequence.request.request_id])
 
     # --- Sequences that stop running --------------------------------------------------------------------------------
 
-    def _computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Tokens ``start`` to ``end`` are computed: full blocks can be found by others."""
+    def _computed(self, sequence: Sequence, start: int, end: int, drawn: list[int] | None = None) -> None:
+        """Tokens ``start`` to ``end`` are computed: full blocks can be found by others.
+
+        Args:
+            drawn: tokens that it is about to get, which may be among them.
+        """
         sequence.steps_under_way -= 1
         if sequence.state is State.FINISHED:
             self._give_back(sequence)
@@ -361,7 +398,7 @@ class Scheduler:
         sequence.computed = end
         size = self.device.block_size
         if self.options.enable_prefix_caching and start // size < end // size:
-            self._name_blocks(sequence)
+            self._name_blocks(sequence, drawn)
             for full in range(start // size, end // size):
                 self.device.cache(sequence.blocks[full], sequence.chain[full])
 
@@ -387,6 +424,8 @@ class Scheduler:
                 token_ids += guide.forced()
             if finished:
                 del token_ids[i:]
+        if draw.logprobs:
+            del draw.logprobs[len(token_ids) :]
         delta = TokenDelta(
             request_id=sequence.request.request_id,
             sequence=sequence.index,
@@ -406,6 +445,47 @@ class Scheduler:
             self._forget_if_ended(sequence.request.request_id)
         return delta
 
+    def _search(self, sequence: Sequence, draw: Draw) -> list[TokenDelta]:
+        """Take in what one beam may go on with; once all have told, the best go on, over the blocks of those they come
+        from, or the search is over."""
+        beams, family = sequence.beams, self._families[sequence.request.request_id]
+        assert beams is not None
+        beams.tell(sequence.index, draw.candidates)
+        if not beams.all_told:
+            return []
+        chosen = beams.choose(family)
+        if chosen is None:
+            deltas = [
+                TokenDelta(
+                    request_id=sequence.request.request_id,
+                    sequence=index,
+                    token_ids=list(found.token_ids),
+                    cumulative_logprob=found.logprob,
+                    finished=FinishReason.STOP if found.stopped else FinishReason.LENGTH,
+                    stop_token=found.stop_token,
+                    prompt_logprobs=family[0].prompt_logprobs if index == 0 else None,
+                    cached_tokens=family[0].cached or 0,
+                    queued=family[0].queued,
+                )
+                for index, found in enumerate(beams.found[: sequence.request.sampling.told])
+            ]
+            for one in family:
+                self._end(one)
+            del self._families[sequence.request.request_id]
+            return deltas
+        old = [(one.tokens, one.blocks, one.chain) for one in family]
+        for one, branch in zip(family, chosen, strict=True):
+            tokens, blocks, chain = old[branch.parent]
+            shared = blocks[: self.device.blocks_for(one.planned)]
+            self.device.hold(shared)
+            one.tokens, one.blocks, one.chain = [*tokens, branch.token], shared, chain.copy()
+            one.guide = branch.guide
+        for one, (_, blocks, _) in zip(family, old, strict=True):
+            self.device.release(blocks)
+            if self._never_evicting:
+                self._reserve(one, self.device.blocks_for(one.longest) - one.planned // self.device.block_size)
+        return []
+
     def _may_jump(self, sequence: Sequence) -> bool:
         """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
         sampling = sequence.request.sampling
@@ -415,12 +495,19 @@ class Scheduler:
         if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):
             del self._families[request_id]
 
+    def _together(self, sequence: Sequence) -> list[Sequence]:
+        """Those that are preempted together: a request's beams, none of which goes on without the others."""
+        return self._families[sequence.request.request_id] if sequence.beams else [sequence]
+
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         """Take the blocks of the last running sequence; it goes on from a copy in host memory, or from nothing."""
         self.preemptions += 1
+        if victim.beams:
+            victim = self._begin_anew(victim)
         self._rows_due -= self._unborn(victim)
         self._leave_running(victim)
-        if self.options.preemption_mode == "swap" and self.host and len(victim.blocks) <= self.host.free:
+        swaps = self.options.preemption_mode == "swap" and not victim.beams
+        if swaps and self.host and len(victim.blocks) <= self.host.free:
             victim.host_blocks = self.host.allocate(len(victim.blocks))
             plan.swap_out += zip(victim.blocks, victim.host_blocks, strict=True)
             victim.state = State.SWAPPED
@@ -431,6 +518,22 @@ class Scheduler:
                 victim.prompt_logprobs = []
         self._give_back(victim)
         self.waiting.push(victim)
+
+    def _begin_anew(self, beam: Sequence) -> Sequence:
+        """Leave nothing of a search but its first beam before its first token: apart, its beams would share no blocks
+        when they are computed again, and not all might find room."""
+        family = self._families[beam.request.request_id]
+        first, *others = family
+        for other in others:
+            self._end(other)
+        self._rows_due += len(others)
+        del family[1:], first.tokens[first.prompt_length :]
+        del first.chain[first.prompt_length // self.device.block_size :]
+        assert first.beams
+        if others:
+            first.guide = first.beams.guide
+        first.beams = Beams(first)
+        return first
 
     def _end(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks come back once no step under way uses them."""
@@ -478,7 +581,7 @@ class Scheduler:
                 long += self.waiting.is_long(sequence)
             if not self._start(sequence, place, count, plan):
                 return
-            self._put(sequence, count, plan)
+            self._put(sequence, count, plan, [])
             budget -= count
 
     def _place_for(self, sequence: Sequence) -> Place:
@@ -523,11 +626,11 @@ class Scheduler:
 
     # --- Blocks -----------------------------------------------------------------------------------------------------
 
-    def _name_blocks(self, sequence: Sequence) -> None:
-        """Name the full blocks of its tokens for the prefix cache."""
+    def _name_blocks(self, sequence: Sequence, drawn: list[int] | None = None) -> None:
+        """Name the full blocks of its tokens for the prefix cache, and of those that it is about to get."""
         request = sequence.request
         start = b"" if sequence.chain else prefix.root(self.weights, request.adapter, request.cache_salt)
-        prefix.extend(sequence.chain, start, sequence.tokens, self.device.block_size)
+        prefix.extend(sequence.chain, start, sequence.tokens + (drawn or []), self.device.block_size)
 
     def _reserve(self, sequence: Sequence, blocks: int) -> None:
         """Set aside so many blocks for a sequence, in place of what was."""
@@ -537,13 +640,15 @@ class Scheduler:
     def _blocks_to_the_end(self, request: EngineRequest) -> int:
         """Blocks that all sequences of a request hold at their longest; what is full of the prompt is shared.
 
-        One more where there are several, since the first to write into the shared rest copies it.
+        One more where there are several, since the first to write into the shared rest copies it; beams part and copy
+        again and again.
         """
-        n, max_tokens = request.sampling.n, request.sampling.max_tokens
-        assert max_tokens is not None
+        sampling = request.sampling
+        assert sampling.max_tokens is not None
         full = len(request.prompt) // self.device.block_size
-        own = self.device.blocks_for(len(request.prompt) + max_tokens) - full
-        return full + n * own + (n > 1)
+        own = self.device.blocks_for(len(request.prompt) + sampling.max_tokens) - full
+        copies = sampling.width if sampling.use_beam_search else sampling.width > 1
+        return full + sampling.width * own + copies
 
 
 class Place(NamedTuple):

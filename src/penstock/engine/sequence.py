@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from penstock.core import EngineRequest, Logprob
 
 from .guided import Guide
+
+if TYPE_CHECKING:
+    from .beams import Beams
 
 
 class State(Enum):
@@ -21,15 +26,18 @@ class Sequence:
     """Tokens and blocks of one of the request's ``n`` sequences.
 
     Always ``computed <= planned <= len(tokens) + pending``: keys and values of ``computed`` tokens are in the blocks,
-    ``planned`` counts those of steps under way too, and ``pending`` tokens are being drawn by such steps.
+    ``planned`` counts those of steps under way too, and ``pending`` tokens are being drawn by such steps. Only while
+    ``guessing`` tokens are computed that may not be its next ones, ``planned`` counts these, too.
     """
 
     __slots__ = (
         "arrived",
+        "beams",
         "blocks",
         "cached",
         "chain",
         "computed",
+        "guessing",
         "guide",
         "host_blocks",
         "index",
@@ -40,10 +48,13 @@ class Sequence:
         "prompt_length",
         "prompt_logprobs",
         "queued",
+        "reach",
+        "read",
         "request",
         "reserved",
         "row",
         "seed",
+        "seen",
         "state",
         "steps_under_way",
         "stops",
@@ -69,6 +80,12 @@ class Sequence:
         self.planned = 0
         self.pending = 0
         self.steps_under_way = 0
+        self.guessing = 0
+        self.reach: int | None = None
+        """How many tokens are guessed ahead; None before the first time."""
+        self.seen: dict[tuple[int, ...], int] = {}
+        self.read = 0
+        """What followed runs of its tokens, of so many of them (``speculation.Lookup``)."""
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.reserved = 0
@@ -82,6 +99,8 @@ class Sequence:
         self.arrived = time.monotonic()
         self.queued = 0.0
         """Seconds it waited at first, until they are told."""
+        self.beams: Beams | None = None
+        """The search that it is a beam of."""
         self.guide: Guide | None = None
         """Its way through the form that its output has."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
@@ -95,6 +114,14 @@ class Sequence:
     def halfway(self) -> bool:
         """Whether some of its known tokens are computed or planned, and more than the newest one are not."""
         return 0 < self.planned < len(self.tokens) - 1
+
+    def ahead(self, tokens: list[int]) -> Sequence:
+        """What it would be with more tokens, for what is drawn after them."""
+        if not tokens:
+            return self
+        later = copy(self)
+        later.tokens = self.tokens + tokens
+        return later
 
     @property
     def limits(self) -> Guide | None:

@@ -74,6 +74,18 @@ class Thinking(Guide):
     def complete(self) -> bool:
         return self._stage is Stage.ANSWER and self._form is not None and self._form.complete
 
+    def allows(self, tokens: list[int]) -> int:
+        later = self.copy()
+        for i, token in enumerate(tokens):
+            forced = later._own_forced()
+            begins = later._stage is Stage.BEFORE and token == self._thought.begin
+            if later._form and not (forced or later.free or begins):
+                return i + later._form.allows(tokens[i:])
+            if forced and token != forced[0]:
+                return i
+            later.take(token)
+        return len(tokens)
+
     def fill(self, row: np.ndarray) -> None:
         if forced := self._own_forced():
             row[:] = 0

@@ -58,6 +58,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     blocks_used: int = 0
     preemptions: int = 0
     """Since it started."""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: list[int] = []
+    """Of speculative decoding since it started: times that tokens were guessed, how many were guessed and how many
+    rightly, and these by how many were guessed before each."""
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core import Logprob as EngineLogprob
@@ -19,6 +20,7 @@ class Assembler:
     Args:
         tokenizer: None where no text is wanted.
         reading: how answers are read, where the prompt is a chat's.
+        with_logprobs: whether what the request tells of them is for its caller, too.
     """
 
     def __init__(
@@ -27,22 +29,26 @@ class Assembler:
         prompt: str | None,
         tokenizer: Tokenizer | None,
         reading: Reading | None = None,
+        with_logprobs: bool = True,
     ) -> None:
         sampling = request.sampling
+        self._with_logprobs = with_logprobs
         self.request = request
         self._tokenizer = tokenizer
-        self._texts = [_Text(request, tokenizer, reading) if tokenizer else None for _ in range(sampling.n)]
-        outputs = [CompletionOutput(index) for index in range(sampling.n)]
-        for output, text in zip(outputs, self._texts, strict=True):
+        self._texts = [_Text(request, tokenizer, reading) if tokenizer else None for _ in range(sampling.told)]
+        self._made = [CompletionOutput(index) for index in range(sampling.told)]
+        """All sequences, of which ``output`` has the best only once all have ended."""
+        for output, text in zip(self._made, self._texts, strict=True):
             output.message = text.reader.message if text and text.reader else None
-        self.output = RequestOutput(request.request_id, prompt, request.prompt, outputs)
+        chosen = self._made if sampling.told == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
+        self.output = RequestOutput(request.request_id, prompt, request.prompt, chosen)
         if sampling.logprobs is not None:
-            for output in outputs:
+            for output in self._made:
                 output.logprobs, output.cumulative_logprob = [], 0.0
 
     def add(self, delta: TokenDelta) -> str | None:
         """Take in a delta. Returns the stop string that ended the sequence here, for the engine to end it, too."""
-        output, text = self.output.outputs[delta.sequence], self._texts[delta.sequence]
+        output, text = self._made[delta.sequence], self._texts[delta.sequence]
         if output.finished:
             return None  # the engine was a step ahead of a stop string
         output.token_ids += delta.token_ids
@@ -52,6 +58,8 @@ class Assembler:
         if delta.logprobs is not None and output.logprobs is not None:
             output.logprobs += map(self._position, delta.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0) + sum(p[0].logprob for p in delta.logprobs)
+        if delta.cumulative_logprob is not None:
+            output.cumulative_logprob = delta.cumulative_logprob
         if delta.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *map(self._position, delta.prompt_logprobs)]
         stop = None
@@ -67,11 +75,20 @@ class Assembler:
             output.finish_reason, output.failure = delta.finished, delta.failure
             if delta.stop_token not in self.request.eos_token_ids:
                 output.stop_reason = delta.stop_token
+        if len(self._made) > len(self.output.outputs) and all(made.finished for made in self._made):
+            self._choose()
         return stop
+
+    def _choose(self) -> None:
+        """The likeliest of all that were made, the best first. One that failed stands for all."""
+        ranked = sorted(self._made, key=lambda made: (made.failure is None, -(made.cumulative_logprob or 0.0)))
+        for index, made in enumerate(ranked[: len(self.output.outputs)]):
+            told = made.logprobs if self._with_logprobs else None
+            self.output.outputs[index] = replace(made, index=index, logprobs=told)
 
     def fail(self, failure: Failure) -> None:
         """End every sequence that has not ended."""
-        for output in self.output.outputs:
+        for output in (*self._made, *self.output.outputs):
             if not output.finished:
                 output.finish_reason, output.failure = FinishReason.ERROR, failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,8 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
     for name in given:
         if name not in known:
             raise invalid(name, f"no such option{nearest(name, known)}")
+    plain = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
     try:
-        return msgspec.convert(given, EngineOptions)
+        return msgspec.convert(plain, EngineOptions)
     except msgspec.ValidationError as error:
         raise invalid("options", str(error)) from error

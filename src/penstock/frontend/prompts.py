@@ -79,6 +79,9 @@ class Preparer:
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
+        unasked = sampling.told > sampling.n and sampling.logprobs is None
+        if unasked:
+            sampling = sampling.replace(logprobs=0)  # by which the best are chosen
         request = EngineRequest(
             request_id=request_id,
             prompt=token_ids,
@@ -88,7 +91,9 @@ class Preparer:
             cache_salt=cache_salt,
             thought=self._thought(sampling, reading),
         )
-        return Assembler(_checked(request), text, self.tokenizer if sampling.detokenize else None, reading)
+        return Assembler(
+            _checked(request), text, self.tokenizer if sampling.detokenize else None, reading, with_logprobs=not unasked
+        )
 
     def vocabulary(self) -> Vocabulary:
         """What guided decoding has to know of the tokens."""

@@ -34,6 +34,7 @@ def load_model(
     seed: int = 0,
     quantization: str = "none",
     cache: Path | None = None,
+    heads_ahead: bool = False,
 ) -> Decoder:
     """Build the model that a checkpoint describes.
 
@@ -43,6 +44,7 @@ def load_model(
         seed: of dummy weights.
         quantization: what the weights are rounded to, a name of ``SCHEMES``.
         cache: where packed weights are kept for the next start.
+        heads_ahead: whether to read the checkpoint's heads that guess ahead.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
     """
@@ -57,9 +59,9 @@ def load_model(
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
     scheme, kept = SCHEMES[quantization], None
     if cache and load_format != "dummy" and device.type == "cpu":
-        kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}")
+        kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}{' heads' * heads_ahead}")
     context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept)
-    model = Decoder(context, config, longest or config.context)
+    model = Decoder(context, config, longest or config.context, config.heads_ahead if heads_ahead else 0)
     if kept:
         kept.save()
     return model

@@ -39,6 +39,8 @@ class DecoderConfig:
     qk_norm: bool
     windows: tuple[int, ...]
     """Positions that attention of each layer looks back; 0 is all."""
+    heads_ahead: int
+    """Layers behind the others that guess tokens further on (``num_nextn_predict_layers``)."""
     dtype: torch.dtype
     """What the checkpoint is written in."""
 
@@ -105,6 +107,7 @@ def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
         mlp_bias=bool(given.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         windows=_windows(architecture, layers, given),
+        heads_ahead=int(given.get("num_nextn_predict_layers") or 0),
         dtype=getattr(torch, given.get("dtype") or given.get("torch_dtype") or "bfloat16"),
     )
 

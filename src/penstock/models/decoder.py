@@ -22,7 +22,7 @@ class Attention:
         self._ops = context.ops
         self._rope = rope
         self._dim = dim = config.head_dim
-        self._window = config.windows[layer]
+        self._window = config.windows[layer] if layer < config.layers else 0
         self._heads = [context.group.part(heads) for heads in (config.heads, config.kv_heads, config.kv_heads)]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         outputs = [heads * dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
@@ -76,14 +76,50 @@ class Layer:
         return self._mlp(x), residual
 
 
+class HeadAhead:
+    """A layer that guesses the token after the next one (multi-token prediction; DeepSeek-AI, 2024).
+
+    Its input is what the model, or the head before it, made of a token, and the embedding of the token that came next.
+    Embedding and scores are the model's own.
+
+    Args:
+        number: which of the heads, from 0 on.
+    """
+
+    def __init__(
+        self, context: Context, config: DecoderConfig, number: int, rope: Tensor, embedding: Embedding
+    ) -> None:
+        name, size = f"model.layers.{config.layers + number}", config.hidden
+        self._embedding = embedding
+        self._of_token = RMSNorm(context, f"{name}.enorm", size, config.eps)
+        self._of_state = RMSNorm(context, f"{name}.hnorm", size, config.eps)
+        self._join = Linear(context, [f"{name}.eh_proj"], 2 * size, [size])
+        self._layer = Layer(context, config, config.layers + number, rope)
+        self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, config.eps)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
+        """Hidden states ``[tokens, hidden]``, whose scores are those of the token after the next one.
+
+        Args:
+            batch: its token ids are those that come next, each at the position of the token before.
+            states: ``[tokens, hidden]``, of those tokens before.
+        """
+        token = self._of_token(self._embedding(batch.token_ids))
+        x, residual = self._layer(self._join(torch.cat((token, self._of_state(states)), -1)), None, cache, batch)
+        hidden, _ = self._norm.add(x, residual)
+        return hidden
+
+
 class Decoder:
     """A model: token ids and a KV cache to hidden states, and those to scores.
 
     Args:
         longest: tokens a sequence may have.
+        heads_ahead: of those that the checkpoint has, so many are read.
     """
 
-    def __init__(self, context: Context, config: DecoderConfig, longest: int) -> None:
+    def __init__(self, context: Context, config: DecoderConfig, longest: int, heads_ahead: int = 0) -> None:
         self.config = config
         rope = rope_table(config.head_dim, longest, config.rope, config.trained, context.device)
         self._embedding = Embedding(context, "model.embed_tokens", config.vocabulary, config.hidden)
@@ -92,6 +128,7 @@ class Decoder:
         self._head = None
         if not config.tied:
             self._head = Embedding(context, "lm_head", config.vocabulary, config.hidden)
+        self.heads_ahead = [HeadAhead(context, config, i, rope, self._embedding) for i in range(heads_ahead)]
         self._kv_heads = context.group.part(config.kv_heads)
         self.dtype = context.dtype
         self.mapped_bytes = context.kept.mapped_bytes if context.kept else 0
@@ -100,14 +137,16 @@ class Decoder:
     def kv_spec(self, block_size: int, rounded: bool = False) -> KVSpec:
         """What its KV cache holds."""
         config = self.config
-        return KVSpec(config.layers, self._kv_heads, config.head_dim, self.dtype, block_size, rounded)
+        return KVSpec(
+            config.layers + len(self.heads_ahead), self._kv_heads, config.head_dim, self.dtype, block_size, rounded
+        )
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
         """The last hidden states of tokens whose scores are wanted, ``[rows, hidden]``. The cache gets all tokens'
         keys and values."""
         x, residual = self._embedding(batch.token_ids), None
-        for layer, kept in zip(self._layers, cache, strict=True):
+        for layer, kept in zip(self._layers, cache, strict=False):  # those of the heads come after
             x, residual = layer(x, residual, kept, batch)
         assert residual is not None
         hidden, _ = self._norm.add(x, residual)

@@ -119,8 +119,22 @@ class _Engine:
             family = GaugeMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
-        counter = CounterMetricFamily(
-            "penstock:num_preemptions", "Preemptions since the engine started.", labels=list(self._labels)
+        counters = {"num_preemptions": ("Preemptions since the engine started.", stats.preemptions)}
+        if stats.accepted_at:
+            counters |= {
+                "spec_decode_num_drafts": ("Times that tokens were guessed ahead.", stats.drafts),
+                "spec_decode_num_draft_tokens": ("Tokens guessed.", stats.draft_tokens),
+                "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", stats.accepted_tokens),
+            }
+        for name, (about, count) in counters.items():
+            counter = CounterMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
+            counter.add_metric(list(self._labels.values()), count)
+            yield counter
+        by_place = CounterMetricFamily(
+            "penstock:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens guessed rightly, by how many were guessed before each.",
+            labels=[*self._labels, "position"],
         )
-        counter.add_metric(list(self._labels.values()), stats.preemptions)
-        yield counter
+        for place, count in enumerate(stats.accepted_at):
+            by_place.add_metric([*self._labels.values(), str(place)], count)
+        yield by_place

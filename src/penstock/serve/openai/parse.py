@@ -19,9 +19,9 @@ from .schema import NOT_YET, ROLES, ChatRequest, CompletionRequest, Message, Req
 T = TypeVar("T", bound=msgspec.Struct)
 
 SAME = (
-    "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed logit_bias "
-    "allowed_token_ids bad_words min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos "
-    "skip_special_tokens prompt_logprobs"
+    "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
+    "frequency_penalty repetition_penalty seed logit_bias allowed_token_ids bad_words min_tokens stop "
+    "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens prompt_logprobs"
 ).split()
 """Fields that sampling parameters have under the same name."""
 
@@ -64,6 +64,8 @@ def sampling_of(request: Request, defaults: SamplingParams, **own: Any) -> Sampl
         given["guided_decoding"] = form
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "goes with stream only")
+    if request.use_beam_search:  # whose makers had sampling in mind
+        defaults = defaults.replace(top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **own)
 
 

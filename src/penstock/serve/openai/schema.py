@@ -61,6 +61,12 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    """Make so many and give the n likeliest."""
+    use_beam_search: bool | None = None
+    """Search for the likeliest with best_of beams; goes with temperature 0."""
+    length_penalty: Annotated[Number, msgspec.Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
     """0 is greedy."""
     top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
@@ -257,15 +263,12 @@ REQUESTS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
     "documents": (),
-    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_decoding_backend": (),
     "include_reasoning": (True,),
-    "length_penalty": (1, 1.0),
     "logits_processors": (),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -275,7 +278,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "reasoning_max_tokens": (),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }

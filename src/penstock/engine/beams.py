@@ -1,0 +1,120 @@
+"""Beam search: the likeliest sequences, found by going on with the best of all continuations at each step.
+
+The rules are those of transformers' ``generate`` with ``num_beams``, so that both find the same: which continuations
+are looked at, when a search ends, and that a sequence's log probability is divided by a power of its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from typing import NamedTuple
+
+import numpy as np
+
+from .guided import Guide
+from .sequence import Sequence
+
+NEVER = np.float32(-1e9)
+"""The log probability of a beam that only fills a place."""
+
+
+class Branch(NamedTuple):
+    """How a beam goes on."""
+
+    parent: int
+    """Which beam it comes from."""
+    token: int
+    guide: Guide | None
+
+
+class Found(NamedTuple):
+    """A sequence that has come to its end."""
+
+    score: np.float32
+    """What it is compared by."""
+    logprob: float
+    token_ids: list[int]
+    """All that were generated."""
+    stopped: bool
+    """Whether it ended by itself, and not because it is as long as it may be."""
+    stop_token: int | None
+
+
+class Beams:
+    """The search of one request.
+
+    Its beams are as many sequences, which are all one step further whenever each of them has told what it may go on
+    with.
+    """
+
+    def __init__(self, first: Sequence) -> None:
+        sampling = first.request.sampling
+        self._width = sampling.width
+        self._power = sampling.length_penalty
+        self._early = sampling.early_stopping
+        self.keep = max(2, 1 + len(first.stops)) * self._width
+        """Continuations that are looked at: enough to go on where the best ones all come to an end."""
+        self._logprobs = [np.float32(0), *[NEVER] * (self._width - 1)]  # before they part all are the same
+        self.guide: Guide | None = None
+        """What the search has begun with, since it has."""
+        self._told: dict[int, tuple[tuple[int, float], ...]] = {}
+        self.found: list[Found] = []
+        """The best that have come to their end, as many as there are beams at most."""
+
+    def tell(self, beam: int, candidates: tuple[tuple[int, float], ...]) -> None:
+        """What a beam may go on with: tokens and their log probabilities."""
+        self._told[beam] = candidates
+
+    @property
+    def all_told(self) -> bool:
+        return len(self._told) == self._width
+
+    def choose(self, beams: Row[Sequence]) -> list[Branch] | None:
+        """How the beams go on, the best first; None where the search is over."""
+        first = beams[0]
+        length = first.generated + 1
+        full = len(first.tokens) + 1 >= first.longest
+        candidates = [
+            (self._logprobs[parent] + np.float32(logprob), parent, token)
+            for parent, told in self._told.items()
+            for token, logprob in told
+        ]
+        candidates.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
+        self._told.clear()
+        going: list[tuple[np.float32, Branch]] = []
+        ended: list[Found] = []
+        for rank, (logprob, parent, token) in enumerate(candidates[: self.keep]):
+            guide, complete = beams[parent].guide, False
+            if guide and token in first.request.eos_token_ids:
+                token = guide.for_end(token)
+            stops = token in first.stops and length > first.request.sampling.min_tokens
+            if guide and not stops:
+                guide = guide.copy()
+                complete = not guide.take(token) or guide.complete
+            if not (stops or complete or full):
+                going.append((logprob, Branch(parent, token, guide)))
+            elif rank < self._width:
+                score = np.float32(logprob / length**self._power)
+                tokens = [*beams[parent].tokens[first.prompt_length :], token]
+                ended.append(Found(score, float(logprob), tokens, stops or complete, token if stops else None))
+        if not (self._early is True and len(self.found) == self._width):
+            self.found = sorted((*self.found, *ended), key=lambda found: -found.score)[: self._width]
+        if not going or self._over(going[0][0], length, first.longest - first.prompt_length):
+            return None
+        going = going[: self._width]
+        going += [(NEVER, going[0][1])] * (self._width - len(going))
+        self._logprobs = [logprob for logprob, _ in going]
+        branches = [branch for _, branch in going]
+        return [
+            branch if at == branches.index(branch) or not branch.guide else branch._replace(guide=branch.guide.copy())
+            for at, branch in enumerate(branches)
+        ]
+
+    def _over(self, best: np.float32, length: int, longest: int) -> bool:
+        """Whether what goes on is not worth it, the best of which has that log probability."""
+        if len(self.found) < self._width:
+            return False
+        if self._early is True:
+            return True
+        possible = longest if self._early == "never" and self._power > 0 else length
+        return bool(best / possible**self._power <= self.found[-1].score)

@@ -1,0 +1,195 @@
+"""Speculative decoding: the same output with and without, whoever guesses."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
+from serving import Served
+from transformers import LlamaConfig, Qwen3Config
+
+from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
+from penstock.frontend.outputs import RequestOutput
+
+QUESTIONS = [
+    "What is the capital of Canada?",
+    "Repeat the list: apple pear plum apple pear plum kiwi",
+    "Tell me about Anna, who lives in Paris.",
+    "Count from 1 to 20.",
+]
+LIST = GuidedDecodingParams(json={"type": "array", "items": {"enum": ["abc", "def", 12]}, "minItems": 6, "maxItems": 8})
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60),
+    SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, logprobs=2, repetition_penalty=1.1),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=60, n=3, top_p=0.9, logprobs=0),
+    SamplingParams(temperature=1.2, seed=4, max_tokens=40, min_tokens=30, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=60, guided_decoding=LIST),
+    SamplingParams(temperature=1, seed=5, max_tokens=60, guided_decoding=LIST, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=60, stop=["the", "3"], prompt_logprobs=1),
+    SamplingParams(temperature=0, max_tokens=30, use_beam_search=True, n=2, best_of=3),
+]
+
+
+def llm(**options: Any) -> LLM:
+    return LLM(**{"num_gpu_blocks_override": 300, "block_size": 16, "max_model_len": 512} | options)
+
+
+def answers(model: LLM) -> list[Any]:
+    asked = [(question, params) for question in QUESTIONS for params in PARAMS]
+    conversations = [[{"role": "user", "content": question}] for question, _ in asked]
+    outputs = model.chat(conversations, [params for _, params in asked], use_tqdm=False)
+    return [told(output) for output in outputs]
+
+
+def told(output: RequestOutput) -> Any:
+    made = [(m.token_ids, m.text, m.logprobs, m.finish_reason, m.stop_reason) for m in output.outputs]
+    return made, output.prompt_logprobs
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    return answers(llm())
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 48},
+        {"enable_prefix_caching": False, "max_num_seqs": 4},
+        {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "swap_space": 0.01},
+        {"batch_scheduler_policy": "guaranteed_no_evict", "num_gpu_blocks_override": 80},
+    ],
+)
+def test_guesses_change_nothing(plain: list[Any], method: str, options: dict[str, Any]) -> None:
+    speculative = {"method": method, "adaptive": False}
+    model = llm(speculative_config=speculative, **options)
+    assert answers(model) == plain
+    speculation, scheduler = model.engine.scheduler.speculation, model.engine.scheduler
+    assert speculation is not None
+    assert speculation.counts.accepted_tokens > speculation.counts.drafts > 0
+    assert scheduler.device.free == scheduler.device.total
+
+
+def test_it_may_stop_where_it_does_not_pay(plain: list[Any]) -> None:
+    assert answers(llm(speculative_config={"method": "draft_model", "num_speculative_tokens": 8})) == plain
+
+
+def test_a_repetitive_text_takes_fewer_steps() -> None:
+    model = llm(speculative_config={"method": "ngram", "adaptive": False})
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    model.generate("one two three four five " * 10, params, use_tqdm=False)
+    speculation = model.engine.scheduler.speculation
+    assert speculation and speculation.counts.accepted_tokens / speculation.counts.drafts > 2
+
+
+def with_head(folder: Path, knowing: bool) -> Path:
+    """A checkpoint with a head that guesses ahead: one that knows what comes next, or one that knows nothing.
+
+    What the knowing one's model says depends on its last token alone, as nothing its layers find is added to it; so the
+    token after the next one follows from the embedding of the next.
+    """
+    config = Qwen3Config(**{**SMALL, "vocab_size": 3584}, head_dim=32, sliding_window=None)
+    save(config, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+    size = config.hidden_size
+    head = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in layer.items()}
+    head |= {f"model.layers.3.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm")}
+    head["model.layers.3.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    head["model.layers.3.eh_proj.weight"] = torch.randn(size, 2 * size)
+    tensors |= head
+    if knowing:
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+        tensors["model.layers.3.eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    save_file(tensors, path, {"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+@pytest.mark.parametrize("knowing", [True, False])
+def test_heads_of_the_model_itself(knowing: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = with_head(tmp_path_factory.mktemp("head"), knowing)
+    options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
+    prompts = [list(range(2, 2 + n)) for n in (3, 20, 40, 70, 70)]
+    asked = [
+        SamplingParams(temperature=t, seed=i, max_tokens=30, n=n, ignore_eos=True)
+        for i, (t, n) in enumerate([(0, 1), (0.7, 2), (0, 1), (0, 1), (1.0, 1)])
+    ]
+    plain = LLM(folder, num_gpu_blocks_override=100, **options).generate(prompts, asked, use_tqdm=False)
+    for more in ({}, {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 24}):
+        more = {"num_gpu_blocks_override": 100} | more
+        speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+        guessing = LLM(folder, speculative_config=speculative, **options, **more)
+        found = guessing.generate(prompts, asked, use_tqdm=False)
+        assert [output.outputs for output in found] == [output.outputs for output in plain]
+        counts = guessing.engine.scheduler.speculation.counts  # type: ignore[union-attr]
+        assert counts.draft_tokens > 0
+        assert not knowing or counts.accepted_tokens > 0.9 * counts.draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"method": "medusa"}, "medusa"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"tokens": 3}, "tokens"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_min"),
+        ({"method": "ngram", "model": "here"}, "takes no model"),
+        ({"model": "/nowhere"}, "config.json"),
+        ({"method": "mtp"}, "num_nextn_predict_layers"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(PenstockError, match=words):
+        llm(speculative_config=given)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("other")
+    save(LlamaConfig(**SMALL), folder)
+    with pytest.raises(PenstockError, match="300 tokens"):
+        llm(speculative_config={"model": str(folder)})
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    config = json.dumps({"model": str(demo.DRAFT), "num_speculative_tokens": 3})
+    with Served("--speculative-config", config, "--num-gpu-blocks-override", "400") as server:
+        yield server
+
+
+def test_over_http_and_in_the_metrics(served: Served, plain: list[Any]) -> None:
+    client = openai.OpenAI(base_url=served.url, api_key="none")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0}
+    whole = client.chat.completions.create(model="default", max_tokens=60, **asked).choices[0].message.content
+    assert whole == plain[0][0][0][1]
+    chunks = client.chat.completions.create(model="default", max_tokens=60, stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        page = urllib.request.urlopen(f"{served.root}/metrics").read().decode()
+        found = {
+            name: float(value)
+            for name, value in re.findall(r"^penstock:spec_decode_(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE)
+        }
+        if found.get("num_accepted_tokens_total"):
+            break
+        time.sleep(0.1)  # the engine tells its figures once a second
+    assert 0 < found["num_accepted_tokens_total"] <= found["num_draft_tokens_total"]
+    assert found["num_drafts_total"] > 0
