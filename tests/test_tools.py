@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_every_form_is_found_made_and_read(client: openai.OpenAI, form: str) -> 
         assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
         assert whole.reason == "length" or not whole.content
     assert not ask(client, False, IN_PARIS, tools=TOOLS, tool_choice="none", extra_body=template).calls
+
+
+def test_ids_of_calls_are_those_that_templates_take_back(client: openai.OpenAI) -> None:
+    kinds = {"mistral": "[0-9a-zA-Z]{9}", "deepseek_v3": "call_[0-9a-f]{24}"}
+    for form, pattern in kinds.items():
+        template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
+        asked: dict[str, Any] = {"model": "default", "messages": IN_PARIS, "tools": TOOLS, "tool_choice": "required"}
+        answer = client.chat.completions.create(**asked, extra_body=template, parallel_tool_calls=False, max_tokens=200)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert re.fullmatch(pattern, call.id)
 
 
 def test_a_form_can_be_named() -> None:
