@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "likeliest.h"
 #include "limits.h"
+#include "low_rank.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -23,6 +24,12 @@ void linear(const Linear& a, int64_t task) {
 void gated(const Linear& a, int64_t task) {
   const TileUse tiles;
   a.out_type == Type::float32 ? gated_block<float>(a, task) : gated_block<bf16>(a, task);
+}
+
+template <bool up>
+void low_rank(const LowRank& a, int64_t task) {
+  const TileUse tiles;
+  a.matrix.type == Type::float32 ? low_rank_block<float, up>(a, task) : low_rank_block<bf16, up>(a, task);
 }
 
 template <void (*Float)(const Gather&, int64_t), void (*Brain)(const Gather&, int64_t)>
@@ -76,6 +83,8 @@ const Kernels kernels = {
     kTaskRows,
     linear,
     gated,
+    low_rank<false>,
+    low_rank<true>,
     likeliest,
     sketch,
     measure,

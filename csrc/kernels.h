@@ -43,6 +43,19 @@ struct Linear {
   Type out_type;
 };
 
+// Some rows by one of an adapter's two matrices: down to a few numbers each, which lie one after the other, or from there
+// up, scaled, onto what a layer has made of the same rows.
+struct LowRank {
+  Matrix matrix;  // plain
+  const void* x;
+  void* out;
+  const int32_t* rows;  // [count]: of the layer's input on the way down, of its output on the way up
+  int64_t x_stride, out_stride;  // elements from one row to the next
+  int64_t count;
+  int64_t panels;  // of a task
+  float scale;
+};
+
 // Rows rounded to 8 bits, each with its own scale, as a8 formats multiply them.
 struct Quantize {
   const void* x;  // [rows, in]
@@ -180,6 +193,8 @@ struct Kernels {
   int64_t linear_rows, attention_rows;  // of a task; of the latter's, queries times the heads that share keys
   void (*linear)(const Linear&, int64_t task);
   void (*gated)(const Linear&, int64_t task);  // silu of the first half of outputs by the other one
+  void (*low_rank_down)(const LowRank&, int64_t task);
+  void (*low_rank_up)(const LowRank&, int64_t task);
   void (*likeliest)(const Likeliest&, int64_t task);
   void (*sketch)(const Sketch&, int64_t panel);
   void (*measure)(const Screening&, int64_t row);

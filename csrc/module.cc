@@ -194,6 +194,73 @@ void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Ad
   multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, matrix.outputs / 2, rows, out_type);
 }
 
+// What adapters add to a layer, by their slots: x down to the ranks of all its parts, and from each part's up onto the
+// outputs from its first one on.
+struct Adapters {
+  struct Part {
+    Matrix up;
+    int64_t first;
+    float scale;
+  };
+  struct Adapter {
+    Matrix down{};
+    std::vector<Part> parts;
+  };
+  std::vector<Adapter> slots;
+};
+
+// For rows whose slot is one (`slots`, -1 is none) that adds something here.
+void add_low_rank(Address x, Address out, const Adapters& adapters, Address slots, int64_t rows, int64_t outputs) {
+  make({rows, 0}, [=, &adapters](Size size) {
+    thread_local std::vector<int32_t> order;  // rows, those of an adapter together
+    thread_local std::vector<char> between;
+    const int32_t* slot_of = at<int32_t>(slots);
+    std::vector<int64_t> ends(adapters.slots.size() + 1);
+    auto adds = [&](int32_t slot) { return slot >= 0 && !adapters.slots[slot].parts.empty(); };
+    for (int64_t row = 0; row < size.tokens; row++)
+      if (adds(slot_of[row])) ends[slot_of[row] + 1]++;
+    for (size_t slot = 0; slot + 1 < ends.size(); slot++) ends[slot + 1] += ends[slot];
+    if (!ends.back()) return;
+    order.resize(ends.back());
+    int64_t room = 0;
+    for (int64_t row = 0; row < size.tokens; row++)
+      if (adds(slot_of[row])) order[ends[slot_of[row]]++] = int32_t(row);
+    for (size_t slot = 0; slot < adapters.slots.size(); slot++)
+      room += (ends[slot] - (slot ? ends[slot - 1] : 0)) * adapters.slots[slot].down.outputs * 4;
+    if (int64_t(between.size()) < room) between.resize(room);
+    std::vector<LowRank> down, up;
+    char* ranks = between.data();
+    for (size_t slot = 0; slot < adapters.slots.size(); slot++) {
+      const auto& [matrix, parts] = adapters.slots[slot];
+      const int64_t first = slot ? ends[slot - 1] : 0, count = ends[slot] - first;
+      if (!count) continue;
+      const int64_t bytes = matrix.type == Type::float32 ? 4 : 2, width = matrix.outputs;
+      down.push_back({matrix, at<void>(x), ranks, &order[first], matrix.in, width, count, ceil_div(width, kPanel), 1});
+      int64_t rank = 0;
+      for (const auto& part : parts) {
+        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, &order[first], width, outputs,
+                      count, panels_of_task(part.up.outputs), part.scale});
+        rank += part.up.in;
+      }
+      ranks += count * width * 4;
+    }
+    auto run = [](void (*kernel)(const LowRank&, int64_t), const std::vector<LowRank>& calls) {
+      auto tasks = [](const LowRank& a) {
+        return ceil_div(a.count, kernels->linear_rows) * ceil_div(a.matrix.outputs, kPanel * a.panels);
+      };
+      int64_t total = 0;
+      for (const auto& call : calls) total += tasks(call);
+      pool()->run(total, [&](int64_t task) {
+        auto call = calls.begin();
+        while (task >= tasks(*call)) task -= tasks(*call++);
+        kernel(*call, task);
+      });
+    };
+    run(kernels->low_rank_down, down);
+    run(kernels->low_rank_up, up);
+  });
+}
+
 // Of outputs that rows may choose, as words of 32 bits.
 Allowed allowed_of(Address bits, const Matrix& matrix, int64_t first = 0) {
   const int64_t sixteens = ceil_div(matrix.outputs, 32) * 2;
@@ -405,9 +472,18 @@ NB_MODULE(_kernels, m) {
            [](Sketch* self, const Matrix& whole, const Matrix& rounded, Address off, Address lengths) {
              new (self) Sketch{whole, rounded, at<float>(off), at<float>(lengths)};
            });
+  nb::class_<Adapters>(m, "Adapters")
+      .def("__init__", [](Adapters* self, int64_t slots) { new (self) Adapters{std::vector<Adapters::Adapter>(slots)}; })
+      .def("put", [](Adapters* self, int64_t slot, const Matrix& down) { self->slots.at(slot) = {down, {}}; })
+      .def("add",
+           [](Adapters* self, int64_t slot, const Matrix& up, int64_t first, float scale) {
+             self->slots.at(slot).parts.push_back({up, first, scale});
+           })
+      .def("clear", [](Adapters* self, int64_t slot) { self->slots.at(slot) = {}; });
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("linear", &linear, free);
   m.def("gated", &gated, free);
+  m.def("add_low_rank", &add_low_rank, free);
   m.def("likeliest", &likeliest, free);
   m.def("sketch", &sketch, free);
   m.def("likeliest_by_sketch", &likeliest_by_sketch, free);

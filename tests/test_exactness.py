@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from checkpoints import SMALL, save
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import Qwen3Config
@@ -29,6 +30,7 @@ cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not b
 SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
 BLOCK = 16
 LONGEST = 256
+ADAPTERS = ("a", "b")
 Result = dict[int, tuple[list[int], bytes]]
 """By sequence of the request: its tokens, and all it was told of their probabilities, in bytes."""
 
@@ -36,7 +38,15 @@ Result = dict[int, tuple[list[int], bytes]]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    model = save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    for rank, name in enumerate(ADAPTERS, 3):
+        config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+        adapted = get_peft_model(model, config)
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.2)
+        adapted.save_pretrained(folder / name)
+        model = adapted.unload()
     return folder
 
 
@@ -59,6 +69,7 @@ def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     dtype, quantization, kept = kind.split()
     fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
+    fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
     engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
     engine.learn(vocabulary)
     return engine
@@ -115,7 +126,9 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         prompt_logprobs=rng.choice((None, None, None, 2)),
         **drawn,
     )
-    return EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling)
+    return EngineRequest(
+        request_id=str(number), prompt=prompt, sampling=sampling, adapter=("", "", *ADAPTERS)[number % 4]
+    )
 
 
 def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:

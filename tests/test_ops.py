@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.core import PenstockError
-from penstock.ops import Batch, Format, KVSpec, Queries, backend, reference
+from penstock.ops import Batch, Format, KVSpec, LowRank, Queries, backend, reference
 from penstock.quant import SCHEMES
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -323,7 +323,7 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
     gain, table = randn(seed, 64, dtype=spec.dtype), randn(seed + 9, 160, 16)
 
     def step(batch: Batch) -> Tensor:
-        x, queries = cpu.embedding(batch.token_ids, vocabulary), batch.queries
+        x, queries, slots = cpu.embedding(batch.token_ids, vocabulary), batch.queries, batch.adapters
         for last in (False, True):
             parts = cpu.linear(cpu.rms_norm(x, gain, 1e-6), qkv).split([64, 32, 32], -1)
             q, k, v = (part.unflatten(-1, (-1, 16)) for part in parts)
@@ -331,22 +331,78 @@ def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -
             cpu.store(cache, k, v, batch.slots)
             if last:
                 q, x, queries = cpu.take(q, batch.logit_rows), cpu.take(x, batch.logit_rows), batch.logit_queries
-            added = cpu.linear(cpu.attention(q, cache, queries, 0.25).flatten(1), out)
+                slots = batch.logit_adapters
+            attended = cpu.attention(q, cache, queries, 0.25).flatten(1)
+            added = cpu.linear(attended, out)
+            if slots is not None:
+                added = cpu.add_low_rank(added, attended, adapters, slots)
             added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
             _, x = cpu.add_rms_norm(cpu.linear(cpu.gated(added, gate_up), back), x, gain, 1e-6)
         return x
 
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
     cache = fill(spec, batches[0][0], 60, rng, 0)[0]
-    recorded = cpu.recorded(step, 600, 5, 10)
+    adapters, _ = draw_adapters(rng, 64, [64], spec.dtype, 3)
+    recorded, adapted = (cpu.recorded(step, 600, 5, 10, adapted=some) for some in (False, True))
     for batch, tokens, _ in [*batches, batches[0]]:
         batch.token_ids[:] = torch.randint(50, (tokens,))
         batch.slots[:] = torch.arange(tokens)
         expected = step(batch)
         assert len(expected) == len(batch.logit_rows)
         assert torch.equal(recorded(batch), expected)
+        batch.adapters = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
+        batch.logit_adapters = batch.adapters[batch.logit_rows]
+        assert torch.equal(adapted(batch), step(batch))
+        batch.adapters = batch.logit_adapters = None
     with pytest.raises(RuntimeError, match="contiguous"):
         cpu.recorded(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
+
+
+def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:
+    """A layer's adapters, of some or all of its matrices: the kernels' and the reference's."""
+    ours, theirs = cpu.new_adapters(slots), reference.new_adapters(slots)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for slot in range(slots):
+        parts = [
+            LowRank(
+                randn(rng.getrandbits(31), rank, inputs, dtype=dtype) / inputs**0.5,
+                randn(rng.getrandbits(31), size, rank, dtype=dtype),
+                first,
+                rng.choice((0.5, 1.7)),
+            )
+            for first, size in zip(firsts, sizes, strict=True)
+            if rng.random() < 0.8
+            for rank in [rng.randint(1, 70)]
+        ]
+        if parts:
+            cpu.put_low_rank(ours, slot, cpu.pack_low_rank(parts))
+            reference.put_low_rank(theirs, slot, reference.pack_low_rank(parts))
+    return ours, theirs
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, dtype=dtypes)
+def test_adapters(seed: int, dtype: torch.dtype) -> None:
+    """Rows of several adapters and of none, in any order: each as if it were alone."""
+    rng = Random(seed)
+    rows, inputs, sizes = (
+        rng.randint(1, 300),
+        rng.randint(1, 300),
+        [rng.randint(1, 200) for _ in range(rng.randint(1, 3))],
+    )
+    ours, theirs = draw_adapters(rng, inputs, sizes, dtype, 4)
+    x, out = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, rows, sum(sizes), dtype=dtype)
+    slots = torch.tensor([rng.randint(-1, 3) for _ in range(rows)], dtype=torch.int32)
+    got = cpu.add_low_rank(out.clone(), x, ours, slots)
+    close(got, reference.add_low_rank(out.clone(), x, theirs, slots), 10)
+    assert torch.equal(got[slots < 0], out[slots < 0])
+    cut = rng.randint(0, rows)
+    shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    for chosen in (shuffled[:cut], shuffled[cut:]):
+        alone = cpu.add_low_rank(out[chosen].clone(), x[chosen], ours, slots[chosen])
+        assert torch.equal(alone, got[chosen])
+    cpu.put_low_rank(ours, 0, None)
+    assert torch.equal(cpu.add_low_rank(out.clone(), x, ours, slots)[slots == 0], out[slots == 0])
 
 
 def test_values_that_are_no_numbers_stay_in_their_row() -> None:

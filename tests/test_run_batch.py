@@ -63,10 +63,11 @@ def summary(said: subprocess.CompletedProcess[str]) -> str:
 def test_answers_are_those_of_the_engine(tmp_path: Path) -> None:
     lines = [chat(str(i), question, **GREEDY) for i, question in enumerate(QUESTIONS)]
     several = request("both", {"prompt": ["Once upon a time", "The"], "model": "mine", **GREEDY}, COMPLETIONS)
-    write(tmp_path, [*lines, "", several])
+    vectors = request("vectors", {"input": QUESTIONS, "encoding_format": "float"}, "/v1/embeddings")
+    write(tmp_path, [*lines, "", several, vectors])
     said = run_batch(tmp_path, "--served-model-name", "mine", "--max-concurrency", "2")
     assert said.returncode == 0, said.stderr
-    assert "4 answered, 0 failed, 0 skipped" in summary(said)
+    assert "5 answered, 0 failed, 0 skipped" in summary(said)
     answers = {result["custom_id"]: result["response"]["body"] for result in results(tmp_path)}
     llm, params = LLM(num_gpu_blocks_override=200), SamplingParams(**GREEDY)
     chats = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS], params, use_tqdm=False)
@@ -78,6 +79,8 @@ def test_answers_are_those_of_the_engine(tmp_path: Path) -> None:
     texts = [output.outputs[0].text for output in llm.generate(["Once upon a time", "The"], params, use_tqdm=False)]
     assert [choice["text"] for choice in answers["both"]["choices"]] == texts
     assert answers["both"]["model"] == "mine"
+    embedded = [output.outputs.embedding for output in llm.embed(QUESTIONS, use_tqdm=False)]
+    assert [entry["embedding"] for entry in answers["vectors"]["data"]] == embedded
 
 
 def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
         "stream": (chat("stream", "Hi", stream=True), 400, "stream"),
         "typo": (chat("typo", "Hi", temperatur=0), 400, "temperatur"),
         "model": (chat("model", "Hi", model="other"), 404, "model"),
-        "url": (request("url", {"input": "Hi"}, "/v1/embeddings"), 404, "url"),
+        "url": (request("url", {"input": "Hi"}, "/v1/responses"), 404, "url"),
         "long": (request("long", {"prompt": "word " * 4000}, COMPLETIONS), 400, "prompt"),
         "body": ({**chat("body", "Hi"), "body": 5}, 400, "body"),
     }

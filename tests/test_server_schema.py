@@ -30,13 +30,18 @@ GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 2},
     "/tokenize": {"prompt": "Tell me"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/embeddings": {"input": "Tell me"},
+    "/v1/score": {"text_1": "Tell me", "text_2": ["Tell me", "More"]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
 PATHS = st.sampled_from(sorted(GOOD))
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400", "--max-model-len", "64") as served:
+    adapters = ("--enable-lora", "--allow-runtime-lora-updating")
+    with Served("--num-gpu-blocks-override", "400", "--max-model-len", "64", *adapters) as served:
         yield served
 
 
@@ -231,6 +236,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
     "many tokens to detokenize": ("/detokenize", {"tokens": [5] * 1_000_000}),
     "many prompts": (COMPLETIONS, {"prompt": ["x"] * 20_000}),
     "many long prompts": (COMPLETIONS, {"prompt": ["x" * 8000] * 800}),
+    "many long texts to embed": ("/v1/embeddings", {"input": ["x" * 8000] * 800}),
     "many stop strings": (COMPLETIONS, {"prompt": "x", "stop": ["zq"] * 500_000}),
     "long stop strings": (COMPLETIONS, FORCED | {"stop": ["</think>" * 2000, *(f"{i:16000}" for i in range(127))]}),
     "many bad words": (COMPLETIONS, {"prompt": "x", "bad_words": ["zq"] * 300_000}),

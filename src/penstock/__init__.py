@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.core import GuidedDecodingParams, PenstockError, SamplingParams
+    from penstock.core import GuidedDecodingParams, LoRARequest, PenstockError, PoolingParams, SamplingParams
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
 
@@ -21,11 +21,13 @@ _HOMES = {
     "AsyncLLM": "penstock.frontend.async_llm",
     "GuidedDecodingParams": "penstock.core",
     "LLM": "penstock.frontend.llm",
+    "LoRARequest": "penstock.core",
     "PenstockError": "penstock.core",
+    "PoolingParams": "penstock.core",
     "SamplingParams": "penstock.core",
 }
 
-__all__ = ["LLM", "AsyncLLM", "GuidedDecodingParams", "PenstockError", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "GuidedDecodingParams", "LoRARequest", "PenstockError", "PoolingParams", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import time
 import msgspec
 
 from penstock.core.errors import invalid
+from penstock.core.lora import named
 
 from .flags import TITLES, add_options, configure
 
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     names = configuration.server.served_model_name or (model or DEMO,)
+    if both := named(configuration.engine.lora_modules).keys() & set(names):
+        raise invalid("lora_modules", f"{both.pop()!r} is the model's own name")
     engine = msgspec.structs.replace(configuration.engine, model=str(folder))
     configuration = msgspec.structs.replace(configuration, engine=engine)
 

@@ -2,7 +2,9 @@
 
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams
+from .lora import LoRARequest
 from .messages import EngineRequest, FinishReason, Logprob, Thought, TokenDelta, Vocabulary
+from .pooling import PoolingParams
 from .sampling import SamplingParams
 
 __all__ = [
@@ -11,8 +13,10 @@ __all__ = [
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "PenstockError",
+    "PoolingParams",
     "SamplingParams",
     "Thought",
     "TokenDelta",

@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from .errors import Failure
+from .pooling import PoolingParams
 from .sampling import SamplingParams
 
 
@@ -44,7 +45,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Lower runs first under the policy ``priority``."""
     deadline: float | None = None
     """On the machine's monotonic clock, seconds; past it the request fails with ``timeout``."""
+    pooling: PoolingParams | None = None
+    """Makes a vector of the prompt; then nothing is generated, and ``sampling`` is void."""
     adapter: str = ""
+    """The name of a LoRA adapter that is loaded; nothing for none."""
     cache_salt: str = ""
     """Requests share cached prefixes only with others of the same salt."""
     thought: Thought | None = None
@@ -81,6 +85,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Once, with the first token: for each prompt token but the first."""
     cumulative_logprob: float | None = None
     """Of all tokens of a beam together."""
+    embedding: bytes | None = None
+    """The prompt's vector, float32, where that is asked for; with the end."""
     finished: FinishReason | None = None
     stop_token: int | None = None
     """The token that ended the sequence; it is the last of ``token_ids``."""

@@ -124,6 +124,12 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "draft model; nothing guesses none. Results do not depend on it."
         ),
     ] = ""
+    enable_lora: Annotated[bool, option("Take LoRA adapters besides those of lora_modules.")] = False
+    lora_modules: Annotated[
+        tuple[str, ...], option("LoRA adapters to load at the start, as PEFT saves them: name=folder.")
+    ] = ()
+    max_loras: Annotated[int, option("Adapters that may be loaded at the same time.", ge=1, le=1024)] = 16
+    max_lora_rank: Annotated[int, option("Largest rank of an adapter.", ge=1)] = 64
     threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)
@@ -144,6 +150,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model comes from, besides its name, and how its text is read."""
 
+    pooling_type: Annotated[
+        Literal["auto", "last", "mean"],
+        option("Hidden state that becomes an embedding; auto is what the checkpoint says, or the last token's."),
+    ] = "auto"
     tokenizer: Annotated[str, option("Folder to take the tokenizer from; nothing for the model's own.")] = ""
     chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
     tool_call_parser: Annotated[
@@ -189,6 +199,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_header_size: Annotated[int, option("Of a request's headers together.", "bytes", ge=256)] = 64 * 2**10
     ssl_certfile: Annotated[str, option("Certificate chain (PEM); with it the server speaks HTTPS.")] = ""
     ssl_keyfile: Annotated[str, option("The certificate's private key (PEM).")] = ""
+    allow_runtime_lora_updating: Annotated[
+        bool, option("Let clients load adapters from any folder of the server, and unload them.")
+    ] = False
     allowed_origins: Annotated[tuple[str, ...], option("Origins of web pages that may ask; * is any.")] = ("*",)
 
 

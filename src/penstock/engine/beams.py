@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core import FinishReason, TokenDelta
+
 from .guided import Guide
 from .sequence import Sequence
 
@@ -108,6 +110,27 @@ class Beams:
         return [
             branch if at == branches.index(branch) or not branch.guide else branch._replace(guide=branch.guide.copy())
             for at, branch in enumerate(branches)
+        ]
+
+    def deltas(self, first: Sequence) -> list[TokenDelta]:
+        """What the search has found, each sequence in one piece.
+
+        Args:
+            first: its first beam, which knows what is to be told of the prompt.
+        """
+        return [
+            TokenDelta(
+                request_id=first.request.request_id,
+                sequence=index,
+                token_ids=found.token_ids,
+                cumulative_logprob=found.logprob,
+                prompt_logprobs=first.prompt_logprobs if index == 0 else None,
+                finished=FinishReason.STOP if found.stopped else FinishReason.LENGTH,
+                stop_token=found.stop_token,
+                cached_tokens=first.cached or 0,
+                queued=first.queued,
+            )
+            for index, found in enumerate(self.found[: first.request.sampling.told])
         ]
 
     def _over(self, best: np.float32, length: int, longest: int) -> bool:

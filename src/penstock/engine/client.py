@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -51,6 +52,11 @@ class EngineClient:
         """The engine that serves now; None while there is none."""
         self.stats = wire.Stats()
         """As the engine told last, at most some seconds ago."""
+        self.adapters: dict[str, str] = {}
+        """Folders of the adapters that requests may name, by name. An engine that is started again gets them again."""
+        self._met_one = False
+        self._numbers = itertools.count(1)
+        self._wanted: dict[int, asyncio.Future[None]] = {}
         self._found = asyncio.Event()
         self._over = self._closed = False
         self._connect()
@@ -87,6 +93,25 @@ class EngineClient:
         """End a sequence whose text has come to a stop string."""
         if self._pidfd >= 0:
             self._send(wire.Stop(request_id, sequence))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Returns once requests may name it; raises ``PenstockError`` where it cannot be loaded."""
+        number = next(self._numbers)
+        await self._done(number, wire.LoadAdapter(number, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """No new request may name it; raises ``PenstockError`` (``not_found``) where it is not loaded."""
+        number = next(self._numbers)
+        await self._done(number, wire.UnloadAdapter(number, name))
+
+    async def _done(self, number: int, message: wire.ToEngine) -> None:
+        self.check()
+        self._wanted[number] = self._loop.create_future()
+        try:
+            self._send(message)
+            await self._wanted[number]
+        finally:
+            del self._wanted[number]
 
     def refuse(self, failure: Failure) -> None:
         """Take no requests any more, and end what is open."""
@@ -141,6 +166,11 @@ class EngineClient:
                     self._deliver(deltas)
                 case wire.Stats():
                     self.stats = heard
+                case wire.Adapters(paths):
+                    self.adapters = paths
+                case wire.Done(number, failure):
+                    if (wanted := self._wanted.get(number)) is not None and not wanted.done():
+                        wanted.set_exception(PenstockError.of(failure)) if failure else wanted.set_result(None)
                 case wire.Ready() if self._pidfd < 0 and not self._over:
                     self._meet(heard)
 
@@ -153,6 +183,14 @@ class EngineClient:
         self._loop.add_reader(self._pidfd, self._mourn)
         self.engine = engine
         self._taught = False
+        if self._met_one:  # what the one before it was told at run time, this one does not know
+            for name in engine.adapters.keys() - self.adapters.keys():
+                self._send(wire.UnloadAdapter(0, name))
+            for name, path in self.adapters.items():
+                if name not in engine.adapters:
+                    self._send(wire.LoadAdapter(0, name, path))
+        else:
+            self._met_one, self.adapters = True, engine.adapters
         self._found.set()
 
     def _mourn(self) -> None:
@@ -174,4 +212,7 @@ class EngineClient:
 
     def _lose(self, failure: Failure) -> None:
         self._failure, self.engine = failure, None
+        for wanted in self._wanted.values():
+            if not wanted.done():
+                wanted.set_exception(PenstockError.of(failure))
         self._lost(failure)

@@ -9,16 +9,19 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from penstock import demo, ops
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.lora import named
 from penstock.core.options import EngineOptions
 from penstock.core.speculative import SpeculativeConfig
 from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
 from penstock.ops import KVSpec
 
+from .adapters import Adapters
 from .blocks import BlockPool
 from .draft_model import DraftModel
 from .guided import Guides
@@ -47,9 +50,11 @@ class Engine:
         self.max_model_len = options.max_model_len or read_config(folder).context
         backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
+        lora_modules = named(options.lora_modules)
+        max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
 
-        def load(checkpoint: Path, longest: int | None) -> Decoder:
+        def load(checkpoint: Path, longest: int | None, max_loras: int = 0) -> Decoder:
             return load_model(
                 checkpoint,
                 backend,
@@ -61,10 +66,11 @@ class Engine:
                 quantization=options.quantization,
                 cache=cache_folder(options.weight_cache_dir),
                 heads_ahead=bool(speculative and speculative.method == "mtp"),
+                max_loras=max_loras,
             )
 
         draft = _draft(speculative, options, read_config(folder))
-        self.model = load(folder, options.max_model_len or None)
+        self.model = load(folder, options.max_model_len or None, max_loras)
         drafting = load(draft, self.max_model_len) if draft else None
         number = str(self.model.dtype).removeprefix("torch.")
         rounded = options.kv_cache_dtype == "int8"
@@ -87,6 +93,15 @@ class Engine:
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
         )
+        self.adapters = Adapters(
+            self.model,
+            device,
+            most=max_loras,
+            max_lora_rank=options.max_lora_rank,
+            in_use=self.scheduler.adapters,
+        )
+        for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
+            self.adapters.wait(loading)
         self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
 
         def runner(model: Decoder, kept: KVSpec, host_blocks: int) -> Runner:
@@ -101,6 +116,7 @@ class Engine:
                 rows=options.max_num_seqs,
                 longest=self.max_model_len,
                 whole=bool(model.heads_ahead),
+                slots=self.adapters.slots if model is self.model and max_loras else None,
             )
 
         self._runner = runner(self.model, spec, host_blocks)
@@ -130,14 +146,18 @@ class Engine:
 
     def check(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
-        _check(request, self.model.config.vocabulary)
+        self._check(request)
+        if request.adapter:
+            self.adapters.key(request.adapter)
         self.scheduler.fitted(request)
         if form := request.sampling.guided_decoding:
             self._guides.compile(form).result()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
-        _check(request, self.model.config.vocabulary)
+        self._check(request)
+        if request.adapter:
+            request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
         form = request.sampling.guided_decoding
         self.scheduler.add(request, partial(self._guides.compile, form) if form else None)
 
@@ -165,6 +185,8 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Run one step. What goes wrong in it ends the requests it was for, and no others."""
+        if self.adapters.unsettled:
+            self.adapters.settle()
         deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.let_in()
         plan = self.scheduler.schedule()
         if not plan:
@@ -188,6 +210,16 @@ class Engine:
         if self.speculation:
             self.speculation.follow(plan, outcome)
         return deltas
+
+    def _check(self, request: EngineRequest) -> None:
+        config = self.model.config
+        if request.pooling:
+            if (request.pooling.dimensions or 0) > config.hidden:
+                raise invalid("dimensions", f"must be at most the model's {config.hidden}", config.hidden)
+        elif config.headless:
+            words = "this checkpoint has no head to generate with; it makes embeddings only"
+            raise PenstockError(Code.UNSUPPORTED, words, "model")
+        _check(request, config.vocabulary)
 
 
 def _device(name: str) -> torch.device:
@@ -225,8 +257,6 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
 
 
 def _check(request: EngineRequest, vocabulary: int) -> None:
-    if request.adapter:
-        raise PenstockError(Code.UNSUPPORTED, "adapters are not there yet", "adapter")
     sampling = request.sampling
     given = {
         "prompt": request.prompt,

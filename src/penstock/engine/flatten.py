@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,11 +20,21 @@ class Flattener:
     Args:
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
-        whole: whether hidden states of all tokens are wanted, and not only where scores are.
+        whole: whether hidden states of all tokens are wanted, and not only where something is made of them.
+        slots: of adapters; None where there are none.
     """
 
-    def __init__(self, rows: int, longest: int, block_size: int, device: torch.device, whole: bool = False) -> None:
+    def __init__(
+        self,
+        rows: int,
+        longest: int,
+        block_size: int,
+        device: torch.device,
+        whole: bool = False,
+        slots: Mapping[str, int] | None = None,
+    ) -> None:
         self._whole = whole
+        self._slots = slots
         self._block_size = block_size
         self._device = device
         self._tables = np.zeros((rows, -(-longest // block_size)), np.int32)
@@ -48,6 +60,10 @@ class Flattener:
             some = wanted > 0
             logit_queries = self._queries(rows[some], total[some], wanted[some], most_blocks)
         drawn = wanted.cumsum()
+        adapters = logit_adapters = None
+        if self._slots and any([item.sequence.request.adapter for item in plan.items]):
+            own = np.array([self._slots[item.sequence.request.adapter] for item in plan.items], np.int32)
+            adapters, logit_adapters = (self._tensor(own.repeat(counts)) for counts in (lengths, wanted))
         return Batch(
             token_ids=self._tensor(np.array(token_ids)),
             positions=self._tensor(positions),
@@ -55,6 +71,8 @@ class Flattener:
             queries=queries,
             logit_rows=self._tensor(np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)),
             logit_queries=logit_queries,
+            adapters=adapters,
+            logit_adapters=logit_adapters,
         )
 
     def rows_of(self, item: Item) -> int:
@@ -90,6 +108,10 @@ def prompt_tokens(item: Item) -> list[int]:
 
 
 def scores_wanted(item: Item) -> int:
-    """Of how many of an item's tokens, its last ones: all where its prompt is to be told, else one where it is due a
-    draw, and one for each guess."""
-    return item.length if prompt_tokens(item) else bool(item.samples) + len(item.draft)
+    """Of how many of an item's tokens, its last ones: all where its prompt is to be told or its mean to be taken, else
+    one where it is due a draw or a vector, and one for each guess."""
+    pooled = item.sequence.pooled
+    if prompt_tokens(item) or (pooled and pooled.of_all):
+        return item.length
+    ends = item.start + item.length == item.sequence.prompt_length
+    return ends if pooled else bool(item.samples) + len(item.draft)

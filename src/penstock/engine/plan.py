@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from penstock.core import Logprob
 
 from .sequence import Sequence
@@ -62,3 +64,5 @@ class Outcome(NamedTuple):
     """By item: of the prompt tokens after each computed one, where they are wanted."""
     hidden: Any = None
     """A tensor ``[tokens, hidden]``, for heads that guess from it."""
+    states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
+    """By item: hidden states that its vector is made of, ``[tokens, hidden]`` float32."""

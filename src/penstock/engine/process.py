@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import asdict
 from types import FrameType
 from typing import BinaryIO
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 IDLE_MS = 200
 """Milliseconds an idle engine waits for messages before it looks after leases and its parent."""
+LOADING_MS = 10
+"""The same while adapters are being loaded."""
 MESSAGES_A_STEP = 256
 """Handled at most between two steps, so that a flood of requests does not hold up those that run."""
 
@@ -55,6 +58,7 @@ class Server:
         self._heard: dict[bytes, float] = {}
         self._looked = time.monotonic()
         self._parent = os.getppid()
+        self._loading: list[tuple[bytes, int, Future[None]]] = []
         self._stopping = False
         self._deadline = float("inf")
 
@@ -81,13 +85,18 @@ class Server:
             block_size=self._options.block_size,
             fingerprint=self._engine.fingerprint,
             batch_invariant=self._engine.batch_invariant,
+            adapters=self._engine.adapters.paths,
         )
         self._tell(self._ready)
         while not self._finished():
-            if self._receive(0 if self._engine.busy else IDLE_MS):
+            if self._receive(0 if self._engine.busy else LOADING_MS if self._loading else IDLE_MS):
                 self._end_leases()
             if self._engine.busy:
                 self._send(self._engine.step())
+            elif self._engine.adapters.unsettled:
+                self._engine.adapters.settle()
+            if self._loading:
+                self._answer_loads()
         self._end()
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
@@ -132,7 +141,18 @@ class Server:
     def _handle(self, client: bytes, message: wire.ToEngine) -> None:
         match message:
             case wire.Hello():
-                self._socket.send_multipart((client, wire.encode(self._ready)))
+                ready = msgspec.structs.replace(self._ready, adapters=self._engine.adapters.paths)
+                self._socket.send_multipart((client, wire.encode(ready)))
+            case wire.LoadAdapter(number, name, path):
+                self._loading.append((client, number, self._engine.adapters.load(name, path)))
+            case wire.UnloadAdapter(number, name):
+                try:
+                    self._engine.adapters.unload(name)
+                except PenstockError as error:
+                    self._done(client, number, error)
+                else:
+                    self._tell_adapters()
+                    self._done(client, number)
             case wire.Learn(vocabulary):
                 self._engine.learn(lambda: vocabulary)
             case wire.Add(request):
@@ -149,6 +169,25 @@ class Server:
                 self._engine.stop(_inside(client, request_id), sequence)
             case wire.Beat():
                 self._socket.send_multipart((client, wire.encode(self._stats())))
+
+    def _answer_loads(self) -> None:
+        """Those that are done; before anybody hears of it, every client knows of the adapter."""
+        done = [loading for loading in self._loading if loading[2].done()]
+        if done:
+            self._tell_adapters()
+        for entry in done:
+            self._loading.remove(entry)
+            client, number, loading = entry
+            self._done(client, number, loading.exception())
+
+    def _tell_adapters(self) -> None:
+        message = wire.encode(wire.Adapters(self._engine.adapters.paths))
+        for client in self._heard:
+            self._socket.send_multipart((client, message))
+
+    def _done(self, client: bytes, number: int, error: BaseException | None = None) -> None:
+        failure = error.failure if isinstance(error, PenstockError) else None
+        self._socket.send_multipart((client, wire.encode(wire.Done(number, failure))))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """To each client its own, in one message."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from penstock.core import Logprob
 from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
-from .flatten import Flattener, prompt_tokens
+from .flatten import Flattener, prompt_tokens, scores_wanted
 from .guided import Masks
 from .plan import Draw, Item, Outcome, Plan
 from .sampler import logprobs, sample, wants_likeliest
@@ -34,6 +35,7 @@ class Runner:
         rows: sequences that may run at the same time.
         longest: tokens a sequence may have.
         whole: whether outcomes have the hidden states of all tokens.
+        slots: of adapters, by what requests are marked with; None where there are none.
     """
 
     def __init__(
@@ -49,21 +51,26 @@ class Runner:
         rows: int,
         longest: int,
         whole: bool = False,
+        slots: Mapping[str, int] | None = None,
     ) -> None:
         self._model = model
         self._ops = ops
         self._device = device
         self._cache: list[Any] = ops.new_cache(spec, blocks, device)
         self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, spec.block_size, device, whole)
+        self._flatten = Flattener(rows, longest, spec.block_size, device, whole, slots)
         self._whole = whole
         self._masks = Masks(model.config.vocabulary)
-        self._hidden = ops.recorded(
+        record = partial(
+            ops.recorded,
             partial(model.hidden, cache=self._cache),
             tokens=tokens,
             sequences=rows,
             blocks=-(-longest // spec.block_size),
         )
+        self._hidden = record()
+        self._adapted = self._hidden if slots is None else record(adapted=True)
+        """A step in which tokens have adapters; others need not know of them."""
 
     def submit(self, plan: Plan) -> Outcome:
         """Start a step; ``collect`` has its outcome. On a CPU it is done when this returns."""
@@ -73,7 +80,8 @@ class Runner:
         if not plan.items:
             return Outcome([])
         masks = self._masks.begin([(sequence.guide, item.draft) for item in plan.items for sequence in item.samples])
-        hidden = self._hidden(self._flatten(plan))
+        batch = self._flatten(plan)
+        hidden = (self._hidden if batch.adapters is None else self._adapted)(batch)
         return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:
@@ -102,8 +110,12 @@ class Runner:
         last_rows: list[int] = []
         sequences: list[Sequence] = []
         prompts: dict[int, list[list[Logprob]]] = {}
+        states: dict[int, np.ndarray] = {}
         row = 0
         for i, item in enumerate(plan.items):
+            if item.sequence.pooled and (wanted := scores_wanted(item)):
+                end = row + self._flatten.rows_of(item)
+                states[i] = hidden[end - wanted : end].to("cpu", torch.float32, copy=True).numpy()
             told = prompt_tokens(item)
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
@@ -114,7 +126,7 @@ class Runner:
                 sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
         draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
         drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
-        return Outcome(drawn, prompts, hidden if self._whole else None)
+        return Outcome(drawn, prompts, hidden if self._whole else None, states)
 
     def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""

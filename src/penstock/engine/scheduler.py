@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 from penstock.core.options import SchedulerOptions
 
 from . import prefix
-from .beams import Beams
+from .beams import Beams, Branch
 from .blocks import BlockPool
 from .guided import Grammar
 from .plan import Draw, Item, Outcome, Plan
@@ -85,6 +86,11 @@ class Scheduler:
         if not request.prompt:
             raise invalid("prompt", "must hold at least one token")
         room = options.max_model_len - len(request.prompt)
+        if request.pooling:
+            if room < 0:
+                most = options.max_model_len
+                raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} are taken", most)
+            room = 1  # of which nothing is used
         if room < 1:
             most = options.max_model_len - 1
             raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
@@ -236,6 +242,10 @@ class Scheduler:
         """Ids of the requests that have not ended."""
         return list(self._families)
 
+    def adapters(self) -> set[str]:
+        """Those of the requests that have not ended."""
+        return {family[0].request.adapter for family in self._families.values()}
+
     # --- A step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
@@ -272,6 +282,8 @@ class Scheduler:
                 self._computed(first, item.start, end)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
+            if first.pooled and first.state is not State.FINISHED and i in outcome.states:
+                deltas += self._pool(first, outcome.states[i])
             for sequence, draw in zip(item.samples, drawn, strict=True):
                 if sequence is not first:
                     self._computed(sequence, end, end)
@@ -342,7 +354,7 @@ class Scheduler:
         sequence.planned += count
         sequence.steps_under_way += 1
         samples: tuple[Sequence, ...] = ()
-        if sequence.planned == len(sequence.tokens) + sequence.pending:
+        if sequence.planned == len(sequence.tokens) + sequence.pending and not sequence.pooled:
             samples = (sequence, *self._fork(sequence))
             for drawing in samples:
                 drawing.pending += 1
@@ -453,26 +465,16 @@ class Scheduler:
         beams.tell(sequence.index, draw.candidates)
         if not beams.all_told:
             return []
-        chosen = beams.choose(family)
-        if chosen is None:
-            deltas = [
-                TokenDelta(
-                    request_id=sequence.request.request_id,
-                    sequence=index,
-                    token_ids=list(found.token_ids),
-                    cumulative_logprob=found.logprob,
-                    finished=FinishReason.STOP if found.stopped else FinishReason.LENGTH,
-                    stop_token=found.stop_token,
-                    prompt_logprobs=family[0].prompt_logprobs if index == 0 else None,
-                    cached_tokens=family[0].cached or 0,
-                    queued=family[0].queued,
-                )
-                for index, found in enumerate(beams.found[: sequence.request.sampling.told])
-            ]
+        if (chosen := beams.choose(family)) is None:
             for one in family:
                 self._end(one)
             del self._families[sequence.request.request_id]
-            return deltas
+            return beams.deltas(family[0])
+        self._branch(family, chosen)
+        return []
+
+    def _branch(self, family: list[Sequence], chosen: list[Branch]) -> None:
+        """Let beams go on from others' tokens, over the same blocks."""
         old = [(one.tokens, one.blocks, one.chain) for one in family]
         for one, branch in zip(family, chosen, strict=True):
             tokens, blocks, chain = old[branch.parent]
@@ -484,7 +486,25 @@ class Scheduler:
             self.device.release(blocks)
             if self._never_evicting:
                 self._reserve(one, self.device.blocks_for(one.longest) - one.planned // self.device.block_size)
-        return []
+
+    def _pool(self, sequence: Sequence, states: np.ndarray) -> list[TokenDelta]:
+        """Take in hidden states that a vector is made of; when they are all there, it is the sequence's end."""
+        assert sequence.pooled is not None
+        sequence.pooled.add(states)
+        if sequence.computed < sequence.prompt_length:
+            return []
+        request_id = sequence.request.request_id
+        self._end(sequence)
+        self._forget_if_ended(request_id)
+        return [
+            TokenDelta(
+                request_id=request_id,
+                embedding=sequence.pooled.vector(),
+                finished=FinishReason.STOP,
+                cached_tokens=sequence.cached or 0,
+                queued=sequence.queued,
+            )
+        ]
 
     def _may_jump(self, sequence: Sequence) -> bool:
         """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
@@ -516,6 +536,8 @@ class Scheduler:
             victim.state = State.WAITING
             if victim.prompt_logprobs is not None:
                 victim.prompt_logprobs = []
+            if victim.pooled:
+                victim.pooled.reset()
         self._give_back(victim)
         self.waiting.push(victim)
 
@@ -588,7 +610,7 @@ class Scheduler:
         """Where a waiting sequence can go on."""
         if sequence.state is State.SWAPPED:
             return Place(sequence.computed, [])
-        if not self.options.enable_prefix_caching or sequence.prompt_logprobs is not None:
+        if not self.options.enable_prefix_caching or sequence.wants_all:
             return Place(0, [])
         self._name_blocks(sequence)
         size = self.device.block_size
@@ -643,10 +665,10 @@ class Scheduler:
         One more where there are several, since the first to write into the shared rest copies it; beams part and copy
         again and again.
         """
-        sampling = request.sampling
-        assert sampling.max_tokens is not None
+        sampling, max_tokens = request.sampling, 0 if request.pooling else request.sampling.max_tokens
+        assert max_tokens is not None
         full = len(request.prompt) // self.device.block_size
-        own = self.device.blocks_for(len(request.prompt) + sampling.max_tokens) - full
+        own = self.device.blocks_for(len(request.prompt) + max_tokens) - full
         copies = sampling.width if sampling.use_beam_search else sampling.width > 1
         return full + sampling.width * own + copies
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.core import EngineRequest, Logprob
 
 from .guided import Guide
+from .pooling import Pooled
 
 if TYPE_CHECKING:
     from .beams import Beams
@@ -45,6 +46,7 @@ class Sequence:
         "order",
         "pending",
         "planned",
+        "pooled",
         "prompt_length",
         "prompt_logprobs",
         "queued",
@@ -72,7 +74,7 @@ class Sequence:
         """Of arrival, over all requests."""
         self.stops = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids))
         self.prompt_length = len(request.prompt)
-        self.longest = self.prompt_length + sampling.max_tokens
+        self.longest = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
         """Tokens it may have."""
         self.state = State.WAITING
         self.tokens = list(request.prompt)
@@ -103,6 +105,8 @@ class Sequence:
         """The search that it is a beam of."""
         self.guide: Guide | None = None
         """Its way through the form that its output has."""
+        self.pooled = Pooled(request.pooling) if request.pooling else None
+        """What becomes the prompt's vector, where that is all that is wanted."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
         """Those of the prompt so far; None where they are not wanted or given already."""
 
@@ -127,6 +131,11 @@ class Sequence:
     def limits(self) -> Guide | None:
         """What limits its next token; None where any may come."""
         return self.guide if self.guide and not self.guide.free else None
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether something is wanted of each of its prompt's tokens, which those found in a cache do not tell."""
+        return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.of_all)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""

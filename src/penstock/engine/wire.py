@@ -47,6 +47,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     block_size: int
     fingerprint: str
     batch_invariant: bool
+    adapters: dict[str, str]
+    """As in ``Adapters``."""
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -78,8 +80,38 @@ class Deltas(msgspec.Struct, tag=True, frozen=True):
     deltas: list[TokenDelta]
 
 
-ToEngine = Hello | Beat | Learn | Add | Abort | Stop
-FromEngine = Ready | Stats | Deltas
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Answered with ``Done`` once requests may name it, or if they never will."""
+
+    number: int
+    """The client's own for the answer."""
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Answered with ``Done``."""
+
+    number: int
+    name: str
+
+
+class Adapters(msgspec.Struct, tag=True, frozen=True):
+    """Told to every client whenever it changes."""
+
+    paths: dict[str, str]
+    """Folders of the adapters that requests may name, or soon may, by name."""
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """What a client wanted was done, or why not."""
+
+    number: int
+    failure: Failure | None = None
+
+
+ToEngine = Hello | Beat | Learn | Add | Abort | Stop | LoadAdapter | UnloadAdapter
+FromEngine = Ready | Stats | Deltas | Adapters | Done
 Report = Ready | Broken
 """The one line of JSON that an engine writes on its standard output, for the process that started it."""
 

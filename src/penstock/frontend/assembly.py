@@ -52,8 +52,10 @@ class Assembler:
         if output.finished:
             return None  # the engine was a step ahead of a stop string
         output.token_ids += delta.token_ids
-        if delta.token_ids:
+        if delta.token_ids or delta.embedding:
             self._note_times(delta)
+        if delta.embedding:
+            self.output.embedding = delta.embedding
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.cached_tokens)
         if delta.logprobs is not None and output.logprobs is not None:
             output.logprobs += map(self._position, delta.logprobs)

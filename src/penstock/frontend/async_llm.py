@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from penstock.core import Code, Failure, SamplingParams
+from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine import wire
 from penstock.engine.launcher import EngineProcess
@@ -16,8 +17,8 @@ from penstock.engine.launcher import EngineProcess
 from .gateway import Gateway
 from .hub import resolve
 from .options import engine_options
-from .outputs import RequestOutput
-from .prompts import Messages, Preparer, Prompt
+from .outputs import EmbeddingRequestOutput, RequestOutput
+from .prompts import VOID, Messages, Preparer, Prompt
 
 GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
 
@@ -41,6 +42,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        pooling_type: Literal["auto", "last", "mean"] = "auto",
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
@@ -48,7 +50,7 @@ class AsyncLLM:
     ) -> None:
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser)
+        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser, pooling_type)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 
@@ -89,11 +91,48 @@ class AsyncLLM:
             raise invalid("engine", "enter the AsyncLLM first: async with AsyncLLM(…) as llm")
         return self._gateway
 
-    def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
+        """As ``LLM.load_lora_adapter``, while others are served."""
+        await self.gateway.engine.load_adapter(lora_name, str(lora_path))
+
+    async def unload_lora_adapter(self, lora_name: str) -> None:
+        """As ``LLM.unload_lora_adapter``; requests that have begun with it go on."""
+        await self.gateway.engine.unload_adapter(lora_name)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output so far, after every step that added to it; ``options`` are those of ``Gateway.generate``."""
-        return self.gateway.generate(prompt, sampling_params, **options)
+        """The output so far, after every step that added to it.
+
+        Args:
+            lora_request: an adapter, which is loaded from its folder where it is not loaded yet.
+            options: those of ``Gateway.generate``.
+        """
+        adapter = lora_request.lora_name if lora_request else ""
+        if lora_request and lora_request.lora_path:
+            await self.load_lora_adapter(adapter, lora_request.lora_path)
+        stream = self.gateway.generate(prompt, sampling_params, request_id, adapter=adapter, **options)
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **options: Any
+    ) -> EmbeddingRequestOutput:
+        """A prompt as a vector; None pools as the model's makers do. ``options`` are those of ``generate``.
+
+        Raises ``PenstockError`` where the request is wrong or has failed.
+        """
+        pooling = pooling_params or self._preparer.pooling
+        async with aclosing(self.generate(prompt, VOID, pooling=pooling, **options)) as outputs:
+            async for output in outputs:
+                last = output
+        return EmbeddingRequestOutput.of(last)
 
     async def chat(
         self,
@@ -105,8 +144,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; ``options`` are those of ``generate``."""
         prompt = self._preparer.conversation(messages, tools=tools, **(chat_template_kwargs or {}))
-        async for output in self.generate(prompt, sampling_params, **options):
-            yield output
+        async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
+            async for output in outputs:
+                yield output
 
     def _give_up(self, watch: asyncio.Task[None]) -> None:
         if not self._process or not self._process.closing:

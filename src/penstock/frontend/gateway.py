@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.core import Failure, SamplingParams, TokenDelta
+from penstock.core import Failure, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid
 from penstock.engine.client import EngineClient
 from penstock.text.rendering import Rendering
@@ -106,6 +106,8 @@ class Gateway:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        adapter: str = "",
+        pooling: PoolingParams | None = None,
         arrived: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
@@ -116,6 +118,8 @@ class Gateway:
             request_id: what the outputs are called; by default a number.
             timeout: seconds after its arrival after which it fails.
             cache_salt: shares cached prefixes only with requests of the same salt.
+            adapter: the name of one that is loaded.
+            pooling: makes a vector of the prompt, in place of going on with it.
             arrived: on the monotonic clock; None is now.
 
         Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
@@ -130,7 +134,8 @@ class Gateway:
         self._check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
         assembler = await self._prepare(
-            size, lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt)
+            size,
+            lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt, adapter, pooling),
         )
         output = assembler.output
         output.request_id, output.times.arrived = request_id or name, arrived

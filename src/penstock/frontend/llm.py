@@ -6,19 +6,19 @@ import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from tqdm import tqdm
 
-from penstock.core import SamplingParams
+from penstock.core import LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
 from .assembly import Assembler
 from .hub import resolve
 from .options import engine_options
-from .outputs import RequestOutput, Score
-from .prompts import Messages, Preparer, Prompt
+from .outputs import EmbeddingRequestOutput, RequestOutput, Score, ScoringOutput, ScoringRequestOutput, cosine
+from .prompts import VOID, Messages, Preparer, Prompt
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ class LLM:
         tool_call_parser: form in which the model calls tools, by vLLM's name for it; ``auto`` is the one that its chat
             template has.
         reasoning_parser: form of its thoughts, likewise; ``none`` leaves them in the content.
+        pooling_type: ``last`` or ``mean``, for embeddings, in place of what the checkpoint says.
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
         download_dir: where downloads are kept; by default Hugging Face's own cache.
@@ -53,6 +54,7 @@ class LLM:
         chat_template: str | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        pooling_type: Literal["auto", "last", "mean"] = "auto",
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
@@ -60,7 +62,7 @@ class LLM:
     ) -> None:
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser)
+        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser, pooling_type)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 
@@ -77,6 +79,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts, all of them at once.
@@ -84,6 +87,8 @@ class LLM:
         Args:
             sampling_params: one for all, or one a prompt; None samples as the model's makers do.
             use_tqdm: show a progress bar.
+            lora_request: the adapter, one for all or one a prompt; None is the model as it is. One that is not loaded
+                yet is loaded from its folder.
             priority: one a prompt, for the policy ``priority``.
 
         Returns:
@@ -93,10 +98,13 @@ class LLM:
         """
         each = _each(prompts)
         params = _spread(sampling_params, len(each), "sampling_params")
+        adapters = self._adapters(lora_request, len(each))
         ranks = _spread(0 if priority is None else priority, len(each), "priority")
         assemblers = []
-        for prompt, sampling, rank in zip(each, params, ranks, strict=True):
-            assemblers.append(self._preparer.request(str(next(self._ids)), prompt, sampling, rank))
+        for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
+            assemblers.append(
+                self._preparer.request(str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter)
+            )
             if assemblers[-1].request.sampling.guided_decoding:
                 self.engine.learn(self._preparer.vocabulary)
             self.engine.check(assemblers[-1].request)
@@ -111,6 +119,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once; as ``generate`` otherwise.
 
@@ -126,7 +135,75 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         prompts = [self._preparer.conversation(conversation, **options) for conversation in several]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
+        """Load an adapter that PEFT has saved in a folder; one that is loaded from there already stays as it is.
+
+        Raises ``PenstockError`` where it does not fit the model, or asks for what is not supported.
+        """
+        self.engine.adapters.wait(self.engine.adapters.load(lora_name, str(lora_path)))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Raises ``PenstockError`` (``not_found``) where it is not loaded."""
+        self.engine.adapters.unload(lora_name)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Prompts as vectors.
+
+        Args:
+            pooling_params: one for all, or one a prompt; None pools as the model's makers do.
+            lora_request: as for ``generate``.
+
+        Raises ``PenstockError`` for a prompt that can never run or has failed.
+        """
+        each = _each(prompts)
+        params = _spread(pooling_params, len(each), "pooling_params")
+        adapters = self._adapters(lora_request, len(each))
+        assemblers = [
+            self._preparer.request(
+                str(next(self._ids)), prompt, VOID, adapter=adapter, pooling=pooling or self._preparer.pooling
+            )
+            for prompt, pooling, adapter in zip(each, params, adapters, strict=True)
+        ]
+        for assembler in assemblers:
+            self.engine.check(assembler.request)
+        return [EmbeddingRequestOutput.of(output) for output in self._run(assemblers, use_tqdm)]
+
+    def similarity(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How near texts are: of each pair, or of one and each of several, the cosine between their embeddings.
+
+        It is what the server's ``/score`` gives, and vLLM's ``LLM.score`` for such models.
+
+        Raises ``PenstockError`` (``invalid``) where there are several of both, and not as many.
+        """
+        first, second = _each(text_1), _each(text_2)
+        if len(first) not in (1, len(second)):
+            raise invalid("text_2", f"{len(second)} given for {len(first)} of text_1", len(first))
+        outputs = self.embed([*first, *second], use_tqdm=use_tqdm, lora_request=lora_request)
+        before, after = outputs[: len(first)], outputs[len(first) :]
+        if len(first) == 1:
+            before = before * len(after)
+        return [
+            ScoringRequestOutput(
+                ScoringOutput(cosine(a.outputs.embedding, b.outputs.embedding)), a.prompt_token_ids + b.prompt_token_ids
+            )
+            for a, b in zip(before, after, strict=True)
+        ]
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
@@ -150,6 +227,14 @@ class LLM:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self.generate(wholes, params, use_tqdm)
         return [Score.of(output, start) for output, start in zip(outputs, starts, strict=True)]
+
+    def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
+        """The name of each prompt's adapter, which is loaded."""
+        requests = _spread(given, count, "lora_request")
+        for request in dict.fromkeys(requests):
+            if request and request.lora_path:
+                self.load_lora_adapter(request.lora_name, request.lora_path)
+        return [request.lora_name if request else "" for request in requests]
 
     def _run(self, assemblers: list[Assembler], use_tqdm: bool) -> list[RequestOutput]:
         by_id = {assembler.output.request_id: assembler for assembler in assemblers}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 from penstock.core import Failure, PenstockError
 from penstock.text import Message
@@ -67,12 +71,71 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[Position | None] | None = None
     """For each prompt token; None for the first, which nothing predicts."""
+    embedding: bytes | None = None
+    """The prompt's vector, float32, where that was asked for."""
     num_cached_tokens: int = 0
     times: Times = field(default_factory=Times)
 
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt as a vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """An embedding with what it is of."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        """Raises ``PenstockError`` where the request failed."""
+        vector = EmbeddingOutput(floats_of(output))
+        return cls(output.request_id, output.prompt, output.prompt_token_ids, vector, output.num_cached_tokens)
+
+
+def floats_of(output: RequestOutput) -> list[float]:
+    """The vector of a request for one; raises ``PenstockError`` where it failed."""
+    if failure := output.outputs[0].failure:
+        raise PenstockError.of(failure)
+    return array("f", output.embedding or b"").tolist()
+
+
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """Of the angle between two vectors; 0 where one has no length."""
+    lengths = math.sqrt(math.fsum(x * x for x in a) * math.fsum(x * x for x in b))
+    return math.fsum(map(mul, a, b)) / lengths if lengths else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How near two texts are: the cosine of the angle between their embeddings."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A score with what it is of."""
+
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Of both texts, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock import demo
-from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, Thought, Vocabulary
+from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, SamplingParams, Thought, Vocabulary
 from penstock.core.errors import invalid
 from penstock.text import Form, Reading, Stage, ThoughtForm, Tokenizer, stage_of, thought_form, tool_form
 
 from .assembly import Assembler
 from .defaults import read_defaults
+from .pooling import read_pooling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. That of a chat has
@@ -23,6 +24,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 BETWEEN = "\n\n"
 """What models write between thought and answer."""
 Messages = Sequence[Mapping[str, Any]]
+VOID = SamplingParams(max_tokens=1, detokenize=False)
+"""Of requests that generate nothing."""
 
 
 class Forms(NamedTuple):
@@ -46,6 +49,7 @@ class Preparer:
         chat_template: a template to use instead of the checkpoint's, or a file that holds one.
         tool_call_parser, reasoning_parser: names of the forms in which the model writes calls and thoughts; ``auto``
             is as the chat template does.
+        pooling_type: as the option.
     """
 
     def __init__(
@@ -55,8 +59,10 @@ class Preparer:
         chat_template: str | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        pooling_type: str = "auto",
     ) -> None:
-        folder = Path(model) if model else demo.CHAT
+        self._folder = folder = Path(model) if model else demo.CHAT
+        self._pooling_type = pooling_type
         self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, _template(chat_template))
         self._defaults = read_defaults(folder, self.tokenizer)
         self._parsers = (tool_call_parser, reasoning_parser)
@@ -69,8 +75,23 @@ class Preparer:
         """How the model's makers sample."""
         return SamplingParams(**self._defaults.sampling)
 
+    @cached_property
+    def pooling(self) -> PoolingParams:
+        """How embeddings are made of hidden states.
+
+        Raises ``PenstockError`` where the checkpoint asks for a way that is not supported.
+        """
+        return read_pooling(self._folder, self._pooling_type)
+
     def request(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams | None, priority: int = 0, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str = "",
+        pooling: PoolingParams | None = None,
     ) -> Assembler:
         """The request for the engine, in the assembler that will put its output together."""
         sampling = sampling or self.default_sampling()
@@ -90,6 +111,8 @@ class Preparer:
             priority=priority,
             cache_salt=cache_salt,
             thought=self._thought(sampling, reading),
+            adapter=adapter,
+            pooling=pooling,
         )
         return Assembler(
             _checked(request), text, self.tokenizer if sampling.detokenize else None, reading, with_logprobs=not unasked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from penstock.ops import Format, Ops
 from penstock.parallel import ALONE, Group
 from penstock.quant import UNCHANGED, Matrix, Scheme
+
+from .adapted import Adapted, Target
 
 
 class Weights(Protocol):
@@ -43,10 +45,24 @@ class Context:
     group: Group = ALONE
     scheme: Scheme = UNCHANGED
     kept: Kept | None = None
+    max_loras: int = 0
+    """Adapters that there may be at the same time."""
+    targets: dict[str, Target] = field(default_factory=dict)
+    """What they may add to, by the names of the checkpoint's matrices."""
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A whole tensor, in the dtype and on the device that the model computes with."""
         return self.weights.take(name, *shape).to(self.device, self.dtype)
+
+    def adapted(self, names: list[str], inputs: int, outputs: list[int]) -> Adapted | None:
+        """What adapters add to a layer of these matrices; None where there are no adapters."""
+        if not self.max_loras:
+            return None
+        adapted, first = Adapted(self.ops, self.max_loras), 0
+        for name, size in zip(names, outputs, strict=True):
+            self.targets[name] = Target(adapted, inputs, size, first)
+            first += size
+        return adapted
 
     def matrix(
         self,

@@ -21,18 +21,27 @@ class Linear:
             parts = [context.take(f"{n}.{kind}", out, *rest) for n, out in zip(names, outputs, strict=True)]
             return [context.group.shard(part, 0) for part in parts]
 
+        self._ops = context.ops
+        self._adapted = context.adapted(names, inputs, outputs)
         own = sum(context.group.part(out) for out in outputs)
         added = torch.cat(shards("bias")) if bias else None
         self._matrix = context.matrix(
             "+".join(names), inputs, own, context.scheme.layers, lambda: shards("weight", inputs), added
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._matrix.multiply(x)
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out]``.
 
-    def gated(self, x: Tensor) -> Tensor:
-        """SiLU of the first of two matrices' outputs by the other's."""
-        return self._matrix.gated(x)
+        Args:
+            adapters: ``[tokens]`` int32, the slot of each row's adapter, -1 for none; None where no row has one.
+        """
+        out = self._matrix.multiply(x)
+        return out if adapters is None or self._adapted is None else self._adapted(out, x, adapters)
+
+    def gated(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """SiLU of the first of two matrices' outputs by the other's; rows without an adapter get the same bits as
+        where there is none at all."""
+        return self._matrix.gated(x) if adapters is None else self._ops.silu_mul(self(x, adapters))
 
 
 class Reduced:
@@ -40,6 +49,7 @@ class Reduced:
 
     def __init__(self, context: Context, name: str, inputs: int, outputs: int, bias: bool = False) -> None:
         self._group = context.group
+        self._adapted = context.adapted([name], inputs, [outputs])
         own = context.group.part(inputs)
         added = context.take(f"{name}.bias", outputs) if bias and context.group.rank == 0 else None
 
@@ -48,8 +58,10 @@ class Reduced:
 
         self._matrix = context.matrix(name, own, outputs, context.scheme.layers, shard, added)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._group.sum(self._matrix.multiply(x))
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """As ``Linear``."""
+        out = self._group.sum(self._matrix.multiply(x))
+        return out if adapters is None or self._adapted is None else self._adapted(out, x, adapters)
 
 
 class Embedding:

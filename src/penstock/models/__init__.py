@@ -13,6 +13,7 @@ from penstock.layers import Context, Weights
 from penstock.ops import Ops
 from penstock.quant import SCHEMES
 
+from .adapter import Adapter, read_adapter
 from .checkpoint import Checkpoint, Dummy
 from .config import DecoderConfig, read_config
 from .decoder import Decoder
@@ -20,7 +21,7 @@ from .packed import Packed, cache_folder
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Decoder", "DecoderConfig", "cache_folder", "load_model", "read_config"]
+__all__ = ["Adapter", "Decoder", "DecoderConfig", "cache_folder", "load_model", "read_adapter", "read_config"]
 
 
 def load_model(
@@ -35,6 +36,7 @@ def load_model(
     quantization: str = "none",
     cache: Path | None = None,
     heads_ahead: bool = False,
+    max_loras: int = 0,
 ) -> Decoder:
     """Build the model that a checkpoint describes.
 
@@ -45,6 +47,7 @@ def load_model(
         quantization: what the weights are rounded to, a name of ``SCHEMES``.
         cache: where packed weights are kept for the next start.
         heads_ahead: whether to read the checkpoint's heads that guess ahead.
+        max_loras: adapters that there may be at the same time.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
     """
@@ -60,7 +63,7 @@ def load_model(
     scheme, kept = SCHEMES[quantization], None
     if cache and load_format != "dummy" and device.type == "cpu":
         kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}{' heads' * heads_ahead}")
-    context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept)
+    context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept, max_loras=max_loras)
     model = Decoder(context, config, longest or config.context, config.heads_ahead if heads_ahead else 0)
     if kept:
         kept.save()

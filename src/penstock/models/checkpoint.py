@@ -43,8 +43,15 @@ class Checkpoint:
         else:
             raise invalid("model", f"{folder} has no {SINGLE}")
 
+        self._bare = "embed_tokens.weight" in self._file_of
+
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, which must have that shape, in its own dtype."""
+        """The tensor of that name, which must have that shape, in its own dtype.
+
+        A checkpoint of the decoder alone, as embedding models are saved, has names without ``model.`` before them.
+        """
+        if self._bare:
+            name = name.removeprefix("model.")
         if name not in self._file_of:
             raise invalid("model", f"{self._folder} has no tensor {name}")
         try:

@@ -37,6 +37,8 @@ class DecoderConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    headless: bool
+    """Whether there is no matrix to give tokens their scores: then it is for embeddings alone."""
     windows: tuple[int, ...]
     """Positions that attention of each layer looks back; 0 is all."""
     heads_ahead: int
@@ -46,6 +48,8 @@ class DecoderConfig:
 
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+BARE = "Model"
+"""Ends the names of the same without a head."""
 ACTIVATIONS = ("silu", "swish")
 
 
@@ -62,17 +66,19 @@ def read_config(folder: Path) -> DecoderConfig:
         given = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise invalid("model", f"{path} is not JSON: {error}") from error
-    architecture = next(iter(given.get("architectures") or ["none"]))
+    named = str(next(iter(given.get("architectures") or ["none"])))
+    headless = named.endswith(BARE)
+    architecture = named.removesuffix(BARE) + "ForCausalLM" if headless else named
     if architecture not in ARCHITECTURES:
-        raise PenstockError(
-            Code.UNSUPPORTED, f"architecture {architecture}; known are {', '.join(ARCHITECTURES)}", "model"
-        )
+        raise PenstockError(Code.UNSUPPORTED, f"architecture {named}; known are {', '.join(ARCHITECTURES)}", "model")
     if given.get("hidden_act", "silu") not in ACTIVATIONS:
         raise PenstockError(Code.UNSUPPORTED, f"activation {given['hidden_act']!r} in {path}", "model")
+    if given.get("is_causal") is False or given.get("use_bidirectional_attention"):
+        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
     if given.get("quantization_config"):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
     try:
-        config = _decoder(architecture, given)
+        config = _decoder(architecture, headless, given)
     except KeyError as error:
         raise invalid("model", f"{path} lacks {error}") from error
     except (AttributeError, TypeError, ValueError) as error:
@@ -84,7 +90,7 @@ def read_config(folder: Path) -> DecoderConfig:
     return config
 
 
-def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
+def _decoder(architecture: str, headless: bool, given: Mapping[str, Any]) -> DecoderConfig:
     heads, layers = int(given["num_attention_heads"]), int(given["num_hidden_layers"])
     trained, rope = int(given.get("max_position_embeddings") or 2048), _rope(given)
     qwen2, bias = architecture == "Qwen2ForCausalLM", bool(given.get("attention_bias", False))
@@ -106,6 +112,7 @@ def _decoder(architecture: str, given: Mapping[str, Any]) -> DecoderConfig:
         output_bias=bias and not qwen2,
         mlp_bias=bool(given.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
+        headless=headless,
         windows=_windows(architecture, layers, given),
         heads_ahead=int(given.get("num_nextn_predict_layers") or 0),
         dtype=getattr(torch, given.get("dtype") or given.get("torch_dtype") or "bfloat16"),

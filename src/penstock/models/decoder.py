@@ -33,7 +33,8 @@ class Attention:
             self._norms = [RMSNorm(context, f"{name}.{part}_norm", dim, config.eps) for part in "qk"]
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch, last: bool) -> Tensor:
-        qkv = self._qkv(x).split([heads * self._dim for heads in self._heads], -1)
+        adapters = batch.adapters
+        qkv = self._qkv(x, adapters).split([heads * self._dim for heads in self._heads], -1)
         q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in qkv)
         if self._norms:
             q, k = self._norms[0](q), self._norms[1](k)
@@ -41,8 +42,8 @@ class Attention:
         self._ops.store(cache, k, v, batch.slots)
         queries = batch.queries
         if last:
-            q, queries = self._ops.take(q, batch.logit_rows), batch.logit_queries
-        return self._o(self._ops.attention(q, cache, queries, self._dim**-0.5, self._window).flatten(1))
+            q, queries, adapters = self._ops.take(q, batch.logit_rows), batch.logit_queries, batch.logit_adapters
+        return self._o(self._ops.attention(q, cache, queries, self._dim**-0.5, self._window).flatten(1), adapters)
 
 
 class MLP:
@@ -51,8 +52,8 @@ class MLP:
         self._gate_up = Linear(context, names, config.hidden, [size, size], config.mlp_bias)
         self._down = Reduced(context, f"{name}.down_proj", size, config.hidden, config.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._gate_up.gated(x))
+    def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
+        return self._down(self._gate_up.gated(x, adapters), adapters)
 
 
 class Layer:
@@ -73,7 +74,7 @@ class Layer:
         if self._last:
             residual = self._ops.take(residual, batch.logit_rows)
         x, residual = self._between.add(x, residual)
-        return self._mlp(x), residual
+        return self._mlp(x, batch.logit_adapters if self._last else batch.adapters), residual
 
 
 class HeadAhead:
@@ -126,11 +127,13 @@ class Decoder:
         self._layers = [Layer(context, config, layer, rope) for layer in range(config.layers)]
         self._norm = RMSNorm(context, "model.norm", config.hidden, config.eps)
         self._head = None
-        if not config.tied:
+        if not config.tied and not config.headless:
             self._head = Embedding(context, "lm_head", config.vocabulary, config.hidden)
         self.heads_ahead = [HeadAhead(context, config, i, rope, self._embedding) for i in range(heads_ahead)]
         self._kv_heads = context.group.part(config.kv_heads)
         self.dtype = context.dtype
+        self.targets = context.targets
+        """What adapters may add to, by the names of the checkpoint's matrices."""
         self.mapped_bytes = context.kept.mapped_bytes if context.kept else 0
         """Of its matrices on disk, which the system counts as free memory, since it could read them again."""
 

@@ -61,6 +61,10 @@ class Batch:
     """``[rows]`` int64: tokens of the flat batch whose scores are wanted."""
     logit_queries: Queries
     """Of those."""
+    adapters: Tensor | None = None
+    """``[tokens]`` int32: the slot of each token's adapter, -1 where it has none; None where no token has one."""
+    logit_adapters: Tensor | None = None
+    """``[rows]``: of those whose scores are wanted."""
 
 
 Step = Callable[[Batch], Tensor]

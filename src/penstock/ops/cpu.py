@@ -21,6 +21,7 @@ from penstock.core.errors import invalid
 from . import _kernels, pages
 from .batch import KVSpec, Queries, Step
 from .formats import PLAIN, Format
+from .low_rank import LowRank
 from .tape import LARGEST_STEP, Recorded, contiguous, empty
 
 NAME = "cpu"
@@ -96,6 +97,26 @@ class Rounded:
     """``[tokens]`` float32."""
     sums: Tensor
     """``[tokens, groups]`` int32: of the values."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What an adapter adds to a layer."""
+
+    down: Matrix
+    """Of all parts, their ranks one after the other."""
+    ups: tuple[Matrix, ...]
+    parts: tuple[tuple[int, float], ...]
+    """First output and scale of each."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What adapters add to a layer, by slot."""
+
+    native: Any
+    held: dict[int, Packed]
+    """What ``native`` points to."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +277,33 @@ def gated(x: Tensor, matrix: Matrix) -> Tensor:
     return out
 
 
+def new_adapters(slots: int) -> Adapters:
+    return Adapters(_kernels.Adapters(slots), {})
+
+
+def pack_low_rank(parts: Sequence[LowRank]) -> Packed:
+    down = pack([torch.cat([part.down for part in parts])])
+    return Packed(down, tuple(pack([part.up]) for part in parts), tuple((part.first, part.scale) for part in parts))
+
+
+def put_low_rank(adapters: Adapters, slot: int, packed: Packed | None) -> None:
+    adapters.native.clear(slot)
+    adapters.held.pop(slot, None)
+    if packed is not None:
+        adapters.held[slot] = packed
+        adapters.native.put(slot, packed.down.native)
+        for up, (first, scale) in zip(packed.ups, packed.parts, strict=True):
+            adapters.native.add(slot, up.native, first, scale)
+
+
+def add_low_rank(out: Tensor, x: Tensor, adapters: Adapters, slots: Tensor) -> Tensor:
+    """``out`` is written."""
+    x = contiguous(x)
+    rows, outputs = out.shape
+    _kernels.add_low_rank(x.data_ptr(), out.data_ptr(), adapters.native, slots.data_ptr(), rows, outputs)
+    return out
+
+
 def likeliest(x: Tensor, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
     x, out = contiguous(x), empty((x.shape[0],), torch.int64)
     bits = 0
@@ -401,13 +449,13 @@ def attention(q: Tensor, cache: LayerCache, queries: Queries, scale: float, wind
     return out
 
 
-def recorded(step: Step, tokens: int, sequences: int, blocks: int) -> Step:
+def recorded(step: Step, tokens: int, sequences: int, blocks: int, adapted: bool = False) -> Step:
     """A step that costs one native call; a batch of more tokens than ``LARGEST_STEP`` runs call by call.
 
     PyTorch gets one thread from now on: its threads keep looking for work for a while, on cores that ours then lack.
     """
     torch.set_num_threads(1)
-    return Recorded(step, min(tokens, LARGEST_STEP), sequences, blocks)
+    return Recorded(step, min(tokens, LARGEST_STEP), sequences, blocks, adapted)
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .batch import KVSpec, Queries, Step
 from .formats import PLAIN, Format
+from .low_rank import LowRank
 
 NAME = "reference"
 BATCH_INVARIANT = False
@@ -105,6 +106,43 @@ def gated(x: Tensor, matrix: Matrix) -> Tensor:
     """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half (Shazeer,
     2020)."""
     return silu_mul(linear(x, matrix))
+
+
+Adapters = list[Sequence[LowRank]]
+"""By slot: what the adapter there adds to a layer, nothing where there is none."""
+
+
+def new_adapters(slots: int) -> Adapters:
+    """Room for what so many adapters add to a layer."""
+    return [()] * slots
+
+
+def pack_low_rank(parts: Sequence[LowRank]) -> Sequence[LowRank]:
+    """What an adapter adds to a layer, as ``put_low_rank`` takes it: no output is in two of the parts."""
+    return tuple(parts)
+
+
+def put_low_rank(adapters: Adapters, slot: int, packed: Sequence[LowRank] | None) -> None:
+    """Put it into a slot that no row of a step uses, or nothing."""
+    adapters[slot] = packed or ()
+
+
+def add_low_rank(out: Tensor, x: Tensor, adapters: Adapters, slots: Tensor) -> Tensor:
+    """What a layer has made of ``[tokens, in]``, ``[tokens, out]``, with what each row's adapter adds to it.
+
+    Numbers between the two matrices are rounded to ``x``'s dtype. A backend may write to ``out``.
+
+    Args:
+        slots: ``[tokens]`` int32; -1 is none.
+    """
+    wide = out.float()
+    for slot in slots.unique().tolist():
+        rows = slots == slot
+        for part in adapters[slot] if slot >= 0 else ():
+            ranks = F.linear(x[rows], part.down)
+            added = F.linear(ranks.float(), part.up.float()) * part.scale
+            wide[rows, part.first : part.first + len(part.up)] += added
+    return wide.to(out.dtype)
 
 
 def likeliest(x: Tensor, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
@@ -240,11 +278,12 @@ def copy_blocks(source: Cache, target: Cache, pairs: list[tuple[int, int]]) -> N
         other[:, goals] = layer[:, origins].to(other.device)
 
 
-def recorded(step: Step, tokens: int, sequences: int, blocks: int) -> Step:
+def recorded(step: Step, tokens: int, sequences: int, blocks: int, adapted: bool = False) -> Step:
     """A model's step as this backend runs it fastest. Its results hold until the next step.
 
     Args:
         step: makes ops only, always the same but for the batch.
         tokens, sequences, blocks: of a batch, the latter of one sequence, at most.
+        adapted: whether its batches have tokens with adapters.
     """
     return step

@@ -78,9 +78,10 @@ class Recorded:
     Args:
         step: makes native calls only, always the same but for the batch.
         tokens, sequences, blocks: of a batch, the latter of one sequence; one of more tokens runs call by call.
+        adapted: whether its batches have tokens with adapters.
     """
 
-    def __init__(self, step: Step, tokens: int, sequences: int, blocks: int) -> None:
+    def __init__(self, step: Step, tokens: int, sequences: int, blocks: int, adapted: bool = False) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
@@ -97,6 +98,8 @@ class Recorded:
             queries=queries(),
             logit_rows=zeros(tokens),
             logit_queries=queries(),
+            adapters=zeros(tokens, dtype=torch.int32) if adapted else None,
+            logit_adapters=zeros(tokens, dtype=torch.int32) if adapted else None,
         )
         self._tape, self._arena = _kernels.Tape(), Arena()
         with taking_from(self._arena):
@@ -115,6 +118,9 @@ class Recorded:
         own.positions[:tokens] = batch.positions
         own.slots[:tokens] = batch.slots
         own.logit_rows[:rows] = batch.logit_rows
+        for mine, given in ((own.adapters, batch.adapters), (own.logit_adapters, batch.logit_adapters)):
+            if mine is not None and given is not None:
+                mine[: len(given)] = given
         sequences, of_rows = (
             _fill(mine, given)
             for mine, given in ((own.queries, batch.queries), (own.logit_queries, batch.logit_queries))

@@ -46,7 +46,12 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     options, drain = configuration.server, configuration.engine.drain_timeout
     model = configuration.model
     preparer = Preparer(
-        configuration.engine.model, model.tokenizer, model.chat_template, model.tool_call_parser, model.reasoning_parser
+        configuration.engine.model,
+        model.tokenizer,
+        model.chat_template,
+        model.tool_call_parser,
+        model.reasoning_parser,
+        model.pooling_type,
     )
     preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)

@@ -35,6 +35,8 @@ async def generate(
             for made in output.outputs:
                 if made.failure or made.finish_reason == FinishReason.CANCELLED:
                     raise PenstockError.of(made.failure or CANCELLED)
+            if output.embedding:
+                metrics.began(output)
             tokens = sum([len(made.token_ids) for made in output.outputs])
             if tokens > told:
                 if not told:

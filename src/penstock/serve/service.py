@@ -50,11 +50,18 @@ class Service:
         """
         return self.options.max_body_size or max(LEAST_BODY, BYTES_A_TOKEN * self.gateway.engine.check().max_model_len)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ``PenstockError`` (``not_found``) for a model that is not here."""
-        if name is not None and name != DEFAULT_NAME and name not in self.names:
-            known = ", ".join(self.names)
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a client asks for as a model, nothing for the model as it is.
+
+        Raises ``PenstockError`` (``not_found``) for a model that is not here.
+        """
+        if name is None or name == DEFAULT_NAME or name in self.names:
+            return ""
+        adapters = self.gateway.engine.adapters
+        if name not in adapters:
+            known = ", ".join([*self.names, *adapters])
             raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known}", "model")
+        return name
 
     @contextmanager
     def place(self) -> Iterator[None]:

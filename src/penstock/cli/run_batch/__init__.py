@@ -100,7 +100,12 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[Service, 
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
     )
     preparer = Preparer(
-        folder, source.tokenizer, source.chat_template, source.tool_call_parser, source.reasoning_parser
+        folder,
+        source.tokenizer,
+        source.chat_template,
+        source.tool_call_parser,
+        source.reasoning_parser,
+        source.pooling_type,
     )
     process = EngineProcess(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
     await process.start()

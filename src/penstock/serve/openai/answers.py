@@ -177,13 +177,49 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
 
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class PairScore(msgspec.Struct, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class Scores(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
 class Model(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "penstock"
     root: str
-    parent: None = None
+    parent: str | None = None
+    """The model that an adapter is for."""
     max_model_len: int | None
 
 
@@ -203,7 +239,7 @@ class Detokenized(msgspec.Struct, kw_only=True):
     prompt: str
 
 
-ANSWERS = (Completion, Chat, Models, Model, Tokenized, Detokenized, ErrorAnswer)
+ANSWERS = (Completion, Chat, Embeddings, Scores, Models, Model, Tokenized, Detokenized, ErrorAnswer)
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

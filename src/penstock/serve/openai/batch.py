@@ -14,14 +14,14 @@ from penstock.serve.reply import INTERNAL
 from penstock.serve.service import Service
 from penstock.serve.status import STATUS
 
-from . import chat, completions
+from . import chat, completions, embeddings
 from .answers import encode, error_of
 from .parse import parse
-from .schema import ChatRequest, CompletionRequest, Request
+from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, Request
 
 logger = logging.getLogger(__name__)
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,9 @@ async def answer(service: Service, record: Record, url: str, body: bytes) -> tup
     return STATUS[record.failure.code], encode(error_of(record.failure))
 
 
-def _answering(service: Service, record: Record, url: str, body: bytes) -> chat.Answering | completions.Answering:
+def _answering(
+    service: Service, record: Record, url: str, body: bytes
+) -> chat.Answering | completions.Answering | embeddings.EmbeddingAnswering:
     if url == CHAT:
         asked = parse(body, ChatRequest)
         _refuse_stream(asked)
@@ -89,7 +91,10 @@ def _answering(service: Service, record: Record, url: str, body: bytes) -> chat.
         wanted = parse(body, CompletionRequest)
         _refuse_stream(wanted)
         return completions.Answering(service, record, wanted)
-    raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {CHAT} and {COMPLETIONS} do", "url")
+    if url == EMBEDDINGS:
+        return embeddings.EmbeddingAnswering(service, record, parse(body, EmbeddingRequest))
+    known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
+    raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")
 
 
 def _refuse_stream(request: Request) -> None:

@@ -55,7 +55,7 @@ class Answering:
         self._request = request
         preparer = service.gateway.preparer
         self._vocabulary = preparer.tokenizer.vocabulary
-        service.check_model(request.model)
+        self._adapter = service.adapter_of(request.model)
         self._sampling = chat_sampling(request, preparer.default_sampling())
         self._prompt = ChatPrompt(service, request, size)
         if (calls := calls_of(request, self._prompt.tools, preparer.tokenizer)) is not None:
@@ -68,7 +68,7 @@ class Answering:
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         request = self._request
         prompt = await self._prompt.prompt()
-        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
@@ -81,7 +81,7 @@ class Answering:
         answer = Chat(
             id=self.id,
             created=self._created,
-            model=self._service.name,
+            model=self._adapter or self._service.name,
             choices=[self._choice(made) for made in last.outputs],
             usage=usage_of([last]),
         )
@@ -167,7 +167,8 @@ class Answering:
         return "length"
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(id=self.id, created=self._created, model=self._service.name, choices=choices, usage=usage)
+        model = self._adapter or self._service.name
+        return ChatChunk(id=self.id, created=self._created, model=model, choices=choices, usage=usage)
 
     def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
         """What was asked for of the prompt; in a stream its first chunk has it."""

@@ -41,7 +41,7 @@ class Answering:
         self._record = record
         self._request = request
         self._tokenizer = service.gateway.preparer.tokenizer
-        service.check_model(request.model)
+        self._adapter = service.adapter_of(request.model)
         self._sampling: SamplingParams = completion_sampling(request, service.gateway.preparer.default_sampling())
         self._untold = 1 if request.max_tokens == 0 else 0
         """Tokens that had to be computed and are not asked for."""
@@ -53,7 +53,7 @@ class Answering:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self._request
-        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or ""}
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         prompts = [await self._prompt(prompt) for prompt in self._prompts]
         streams = [generate(self._service, self._record, prompt, self._sampling, **options) for prompt in prompts]
         async with aclosing(together(streams)) as outputs:
@@ -139,7 +139,7 @@ class Answering:
         return Completion(
             id=self.id,
             created=self._created,
-            model=self._service.name,
+            model=self._adapter or self._service.name,
             choices=choices,
             **usage,  # type: ignore[arg-type]
         )

@@ -6,32 +6,44 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from penstock.core import Failure
 from penstock.core.errors import invalid
 from penstock.serve.body import read_body
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply, Shape
-from penstock.serve.service import Service
+from penstock.serve.service import DEFAULT_NAME, Service
 
-from . import chat, completions
+from . import chat, completions, embeddings
 from .answers import (
     ANSWERS,
     DONE,
     Chat,
     Completion,
     Detokenized,
+    Embeddings,
     ErrorAnswer,
     Model,
     Models,
+    Scores,
     Tokenized,
     encode,
     error_of,
     event,
 )
 from .parse import messages_of, parse, template_options
-from .schema import REQUESTS, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .schema import (
+    REQUESTS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    LoadAdapterRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 REF = "#/components/schemas/{name}"
@@ -83,22 +95,45 @@ def add_routes(app: FastAPI, service: Service) -> None:
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
-    def model(name: str) -> Model:
+    async def create_embedding(request: Request) -> Response:
+        wanted, _ = await read(request, EmbeddingRequest)
+        answering = embeddings.EmbeddingAnswering(service, record_of(request.scope), wanted)
+        return Reply(service, answering.whole(), SHAPE, streamed=False)
+
+    async def create_score(request: Request) -> Response:
+        wanted, _ = await read(request, ScoreRequest)
+        answering = embeddings.ScoreAnswering(service, record_of(request.scope), wanted)
+        return Reply(service, answering.whole(), SHAPE, streamed=False)
+
+    def model(name: str, parent: str | None = None) -> Model:
         engine = service.gateway.engine.engine
-        return Model(
-            id=name, created=service.created, root=service.name, max_model_len=engine.max_model_len if engine else None
-        )
+        longest = engine.max_model_len if engine else None
+        return Model(id=name, created=service.created, root=service.name, parent=parent, max_model_len=longest)
 
     async def list_models() -> Response:
-        return Json(Models(data=[model(name) for name in service.names]))
+        adapters = [model(name, service.name) for name in service.gateway.engine.adapters]
+        return Json(Models(data=[model(name) for name in service.names] + adapters))
 
     async def retrieve_model(name: str) -> Response:
-        service.check_model(name)
-        return Json(model(name))
+        return Json(model(name, service.name if service.adapter_of(name) else None))
+
+    async def load_lora_adapter(request: Request) -> Response:
+        wanted, _ = await read(request, LoadAdapterRequest)
+        if wanted.lora_name in (*service.names, DEFAULT_NAME):
+            raise invalid("lora_name", f"{wanted.lora_name!r} is the model's own name")
+        if wanted.lora_name in service.gateway.engine.adapters:
+            raise invalid("lora_name", f"{wanted.lora_name!r} is loaded already; unload it first")
+        await service.gateway.engine.load_adapter(wanted.lora_name, wanted.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(request: Request) -> Response:
+        wanted, _ = await read(request, UnloadAdapterRequest)
+        await service.gateway.engine.unload_adapter(wanted.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
 
     async def tokenize(request: Request) -> Response:
         wanted, size = await read(request, TokenizeRequest)
-        service.check_model(wanted.model)
+        service.adapter_of(wanted.model)
         gateway, tokenizer = service.gateway, service.gateway.preparer.tokenizer
         if (wanted.prompt is None) == (wanted.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -114,7 +149,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     async def detokenize(request: Request) -> Response:
         wanted, _ = await read(request, DetokenizeRequest)
-        service.check_model(wanted.model)
+        service.adapter_of(wanted.model)
         if len(wanted.tokens) > (most := service.gateway.engine.check().max_model_len):
             raise invalid("tokens", f"{len(wanted.tokens)} are more than the {most} of the context", most)
         return Json(Detokenized(prompt=service.gateway.preparer.tokenizer.decode(wanted.tokens, False)))
@@ -122,12 +157,23 @@ def add_routes(app: FastAPI, service: Service) -> None:
     for path, endpoint, schema, answer in (
         ("/v1/completions", create_completion, CompletionRequest, Completion),
         ("/v1/chat/completions", create_chat, ChatRequest, Chat),
+        ("/v1/embeddings", create_embedding, EmbeddingRequest, Embeddings),
+        ("/score", create_score, ScoreRequest, Scores),
+        ("/v1/score", create_score, ScoreRequest, Scores),
         ("/tokenize", tokenize, TokenizeRequest, Tokenized),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
     ):
         app.add_api_route(
             path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
         )
+    if service.options.allow_runtime_lora_updating:
+        for path, update, named in (
+            ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
+            ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),
+        ):
+            app.add_api_route(
+                path, update, methods=["POST"], openapi_extra=_described(None, named), response_class=Response
+            )
     app.add_api_route("/v1/models", list_models, openapi_extra=_described(Models), response_class=Response)
     app.add_api_route(
         "/v1/models/{name:path}", retrieve_model, openapi_extra=_described(Model), response_class=Response
@@ -140,13 +186,14 @@ def components() -> dict[str, Any]:
     return found
 
 
-def _described(answer: type, request: type | None = None) -> dict[str, Any]:
-    """An operation, for the OpenAPI document."""
+def _described(answer: type | None, request: type | None = None) -> dict[str, Any]:
+    """An operation, for the OpenAPI document; without ``answer`` it says in words that all is well."""
 
     def content(schema: type) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": REF.format(name=schema.__name__)}}}
 
-    answers: dict[str, Any] = {"200": {"description": "the answer", "content": content(answer)}}
+    words = {"text/plain": {"schema": {"type": "string"}}}
+    answers: dict[str, Any] = {"200": {"description": "the answer", "content": content(answer) if answer else words}}
     if request in (CompletionRequest, ChatRequest):
         answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     failures = {code: {"description": words, "content": content(ErrorAnswer)} for code, words in FAILURES.items()}

@@ -154,6 +154,41 @@ class CompletionRequest(Request, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
 
 
+class PoolingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What requests for vectors have in common. A field that is null is one that is not given."""
+
+    model: str | None = None
+    """Absent or "default": the one that is served."""
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower runs first, where the server's scheduling_policy is priority."""
+    cache_salt: str | None = None
+    """Share cached prefixes only with requests of the same salt."""
+    user: str | None = None
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    input: Annotated[
+        str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPTS}),
+    ]
+    """One or several texts, or lists of token ids."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or float32 in base64."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Keep so many of a vector's first numbers, before it is normalized."""
+
+
+Texts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
+
+
+class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    """Pairs, or one text and several."""
+
+    text_1: Texts
+    text_2: Texts
+
+
 class Part(msgspec.Struct):
     """Of a message's content."""
 
@@ -254,12 +289,35 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter as PEFT saves it."""
+
+    lora_name: Words
+    """What requests ask for as their model."""
+    lora_path: Words
+    """A folder of the server."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: Words
+    lora_int_id: int | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     tokens: list[TokenId]
 
 
-REQUESTS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+REQUESTS = (
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "audio": (),

@@ -1,0 +1,353 @@
+"""Adapters against PEFT, on random weights: alone, several in a batch, loaded and unloaded while others are served."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from checkpoints import SMALL, save
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from serving import Served
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from penstock import LLM, LoRARequest, PenstockError, SamplingParams, demo
+from penstock.core import Code, EngineRequest
+from penstock.core.options import EngineOptions
+from penstock.engine.engine import Engine
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "everywhere": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "rank-stabilized": {"r": 3, "lora_alpha": 8, "use_rslora": True, "target_modules": ["v_proj", "up_proj"]},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ALL,
+        "rank_pattern": {"q_proj": 16, r"layers\.1\.mlp\..*": 2},
+        "alpha_pattern": {"layers.0.self_attn.o_proj": 12},
+        "layers_to_transform": [0, 1],
+    },
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SMALL, head_dim=32, sliding_window=None),
+    "llama, biases, whole panels": LlamaConfig(
+        **SMALL | {"intermediate_size": 128}, attention_bias=True, mlp_bias=True
+    ),
+}
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
+
+
+def adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """One of random weights, large enough to change what is said."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    changed = get_peft_model(model, LoraConfig(**ADAPTERS["everywhere"] | config, init_lora_weights=False))
+    changed.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save(CONFIGS[request.param], folder)
+    for seed, (name, config) in enumerate(ADAPTERS.items()):
+        adapter(folder, folder / name, seed, **config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two adapters, ``a`` and ``b``."""
+    folder = tmp_path_factory.mktemp("small")
+    save(CONFIGS["qwen3"], folder)
+    for seed, name in enumerate("ab"):
+        adapter(folder, folder / name, seed)
+    return folder
+
+
+def draw(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(2, 300) for _ in range(length)]
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
+def test_scores_and_greedy_tokens_are_pefts(base: Path, ops: str) -> None:
+    """Three adapters and none in one batch, in chunks."""
+    if ops == "cpu":
+        pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    llm = LLM(base, dtype="float32", ops=ops, enable_lora=True, max_num_batched_tokens=50, **OPTIONS)
+    prompts = [draw(length, length) for length in (1, 40, 100) for _ in range(4)]
+    chosen = [*(LoRARequest(name, i, str(base / name)) for i, name in enumerate(ADAPTERS, 1)), None] * 3
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
+    said = {}
+    for prompt, wanted, output in zip(prompts, chosen, outputs, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if wanted:
+            model = PeftModel.from_pretrained(model, wanted.lora_path)
+        (made,) = output.outputs
+        with torch.inference_mode():
+            table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
+        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
+        told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
+        for row, position in zip(table, told, strict=False):
+            assert position
+            for token_id, found in position.items():
+                assert found.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        said[wanted, len(prompt)] = made.token_ids
+    assert len({tuple(said[wanted, 100]) for wanted in chosen}) == 4, "each of them says something else"
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=str)
+def test_requests_without_an_adapter_have_the_bits_of_a_model_without_adapters(
+    base: Path, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    prompts = [draw(seed, 10 + seed) for seed in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+    plain = LLM(base, **options, **OPTIONS).generate(prompts, params, use_tqdm=False)
+    llm = LLM(base, lora_modules=(f"a={base / 'everywhere'}",), **options, **OPTIONS)
+    chosen = [None, LoRARequest("a")] * 6
+    mixed = llm.generate([prompt for prompt in prompts for _ in "12"], params, use_tqdm=False, lora_request=chosen)
+    for alone, beside, other in zip(plain, mixed[::2], mixed[1::2], strict=True):
+        assert (beside.outputs, beside.prompt_logprobs) == (alone.outputs, alone.prompt_logprobs)
+        assert other.prompt_logprobs != alone.prompt_logprobs
+
+
+def test_a_reload_under_the_same_name_finds_no_prefix_of_the_old_one(small: Path) -> None:
+    llm = LLM(small, enable_lora=True, max_loras=1, **OPTIONS)
+    prompt, params = draw(0, 100), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+
+    def ask(name: str | None) -> tuple[Any, int]:
+        chosen = LoRARequest(name) if name else None
+        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=chosen)
+        return output.outputs[0].logprobs, output.num_cached_tokens
+
+    llm.load_lora_adapter("one", small / "a")
+    a, cached = ask("one")
+    assert cached == 0
+    assert ask("one") == (a, 96)
+    llm.unload_lora_adapter("one")
+    llm.load_lora_adapter("one", small / "b")
+    b, cached = ask("one")
+    assert (b != a, cached) == (True, 0)
+    assert ask(None)[1] == 0
+    llm.unload_lora_adapter("one")
+    llm.load_lora_adapter("other", small / "a")
+    assert ask("other") == (a, 0)
+
+
+def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) -> None:
+    fixed = EngineOptions(model=str(small), lora_modules=(f"a={small / 'a'}",), max_loras=1, **OPTIONS)
+
+    def run(engine: Engine, interfere: bool) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        engine.add(EngineRequest(request_id="1", prompt=draw(0, 20), sampling=sampling, adapter="a"))
+        tokens: list[int] = []
+        loading = None
+        while engine.busy:
+            tokens += [token for delta in engine.step() for token in delta.token_ids]
+            if interfere and len(tokens) == 5:
+                engine.adapters.unload("a")
+                with pytest.raises(PenstockError, match="not here"):
+                    engine.add(EngineRequest(request_id="2", prompt=[5], sampling=sampling, adapter="a"))
+                loading = engine.adapters.load("b", str(small / "b"))
+            assert loading is None or not loading.done(), "its place is still taken"
+        if loading:
+            engine.adapters.wait(loading)
+            assert engine.adapters.paths == {"b": str(small / "b")}
+        return tokens
+
+    assert run(Engine(fixed), True) == run(Engine(fixed), False)
+
+
+def broken(folder: Path, how: str) -> None:
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    first = next(iter(tensors))
+    match how:
+        case "no config":
+            path.unlink()
+            return
+        case "broken config":
+            path.write_text("{")
+            return
+        case "no weights":
+            (folder / "adapter_model.safetensors").unlink()
+        case "pickle":
+            (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+        case "damaged":
+            (folder / "adapter_model.safetensors").write_bytes(b"?" * 100)
+        case "another kind":
+            config["peft_type"] = "IA3"
+        case "begun otherwise":
+            config["init_lora_weights"] = "pissa_niter_4"
+        case "rank":
+            config["r"] = 9
+        case "another model":
+            tensors[first] = tensors[first][:, :-1].contiguous()
+        case "half":
+            del tensors[first]
+        case "head":
+            tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(8, 64)
+        case "whole module":
+            tensors["base_model.model.lm_head.weight"] = torch.zeros(300, 64)
+        case "pattern":
+            config["alpha_pattern"] = {"(": 3}
+        case "no number":
+            config["lora_alpha"] = "much"
+        case _:
+            name, _, value = how.partition("=")
+            config[name] = json.loads(value)
+    path.write_text(json.dumps(config))
+    if (folder / "adapter_model.safetensors").exists() and how != "damaged":
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "code"),
+    [
+        ("no config", "has no adapter_config.json", Code.INVALID),
+        ("broken config", "is not JSON", Code.INVALID),
+        ("no weights", "has no adapter_model.safetensors", Code.INVALID),
+        ("pickle", "a pickle", Code.INVALID),
+        ("damaged", "is damaged", Code.INVALID),
+        ("another kind", "type IA3", Code.UNSUPPORTED),
+        ("begun otherwise", "pissa", Code.UNSUPPORTED),
+        ("rank", r"and \(9, 96\) fits", Code.INVALID),
+        ("another model", "fits this model", Code.INVALID),
+        ("half", "has no tensor", Code.INVALID),
+        ("head", "lm_head", Code.UNSUPPORTED),
+        ("whole module", "lm_head", Code.UNSUPPORTED),
+        ("pattern", "no regular expression", Code.INVALID),
+        ("no number", "no numbers", Code.INVALID),
+        ("r=200", r"rank 200 .* \(max_lora_rank\)", Code.INVALID),
+        ("use_dora=true", "use_dora", Code.UNSUPPORTED),
+        ('bias="all"', "bias", Code.UNSUPPORTED),
+        ('modules_to_save=["lm_head"]', "modules_to_save", Code.UNSUPPORTED),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(small: Path, tmp_path: Path, how: str, words: str, code: Code) -> None:
+    shutil.copytree(small / "a", tmp_path, dirs_exist_ok=True)
+    broken(tmp_path, how)
+    with pytest.raises(PenstockError, match=words) as refused:
+        LLM(small, lora_modules=(f"a={tmp_path}",), **OPTIONS)
+    assert (refused.value.failure.code, refused.value.failure.field) == (code, "lora_path")
+
+
+def test_what_cannot_be_is_refused_by_name(small: Path) -> None:
+    llm = LLM(small, enable_lora=True, max_loras=1, **OPTIONS)
+    llm.load_lora_adapter("a", small / "a")
+    llm.load_lora_adapter("a", small / "a")
+    for call, words in (
+        (lambda: llm.load_lora_adapter("a", small / "b"), "unload it first"),
+        (lambda: llm.load_lora_adapter("b", small / "b"), "max_loras"),
+        (lambda: llm.unload_lora_adapter("b"), "not here"),
+        (lambda: llm.generate([[5]], lora_request=LoRARequest("b")), "not here"),
+        (lambda: llm.generate([[5]], lora_request=[None, None]), "2 given for 1"),
+        (lambda: LLM(small, **OPTIONS).load_lora_adapter("a", small / "a"), "enable_lora"),
+        (lambda: LLM(small, lora_modules=("a",), **OPTIONS), "name=folder"),
+    ):
+        with pytest.raises(PenstockError, match=words):
+            call()
+
+
+# --- Over HTTP --------------------------------------------------------------------------------------------------------
+
+CITY = [{"role": "user", "content": "What is the capital of Canada?"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def demo_adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("ab"):
+        adapter(demo.CHAT, folder / name, seed, r=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(demo_adapters: Path) -> Iterator[Served]:
+    blocks = ("--num-gpu-blocks-override", "400", "--api-server-count", "2")
+    with Served(*blocks, "--lora-modules", f"a={demo_adapters / 'a'}", "--allow-runtime-lora-updating") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def answers(client: openai.OpenAI, name: str) -> tuple[str, str]:
+    """Of chat, streamed, and of completions."""
+    stream = client.chat.completions.create(model=name, messages=CITY, stream=True, **GREEDY)  # type: ignore[call-overload]
+    text = ""
+    for chunk in stream:
+        assert chunk.model == name
+        text += chunk.choices[0].delta.content or ""
+    completion = client.completions.create(model=name, prompt="The capital of Canada", **GREEDY)
+    assert completion.model == name
+    return text, completion.choices[0].text
+
+
+def expected(folder: Path | None) -> tuple[str, str]:
+    llm = LLM(enable_lora=True, num_gpu_blocks_override=400)
+    chosen = LoRARequest("x", 1, str(folder)) if folder else None
+    params = SamplingParams(**GREEDY)
+    (chat,) = llm.chat(CITY, params, use_tqdm=False, lora_request=chosen)
+    (text,) = llm.generate("The capital of Canada", params, use_tqdm=False, lora_request=chosen)
+    return chat.outputs[0].text, text.outputs[0].text
+
+
+def update(server: Served, what: str, **body: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/{what}_lora_adapter", json=body, timeout=60)
+
+
+def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
+    listed = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
+    assert listed == {"penstock-demo": None, "a": "penstock-demo"}
+    assert answers(client, "a") == expected(demo_adapters / "a")
+    assert answers(client, "penstock-demo") == expected(None) != answers(client, "a")
+    path = str(demo_adapters / "b")
+    loaded = update(server, "load", lora_name="b", lora_path=path)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'b' added successfully.")
+    assert client.models.retrieve("b").parent == "penstock-demo"  # type: ignore[attr-defined]
+    assert answers(client, "b") == expected(demo_adapters / "b")
+    again = update(server, "load", lora_name="b", lora_path=path)
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
+    assert update(server, "unload", lora_name="b").status_code == 200
+    assert update(server, "unload", lora_name="b").status_code == 404
+    with pytest.raises(openai.NotFoundError):
+        answers(client, "b")
+
+
+def test_what_cannot_be_loaded_is_refused_over_http(server: Served, demo_adapters: Path, tmp_path: Path) -> None:
+    wrong = update(server, "load", lora_name="c", lora_path=str(tmp_path))
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "lora_path")
+    own = update(server, "load", lora_name="penstock-demo", lora_path=str(demo_adapters / "b"))
+    assert (own.status_code, own.json()["error"]["param"]) == (400, "lora_name")
+    with Served("--num-gpu-blocks-override", "40") as closed:
+        assert update(closed, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 404
+
+
+def test_an_engine_that_died_has_its_adapters_again(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
+    assert update(server, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 200
+    before = answers(client, "b")
+    os.kill(server.pids["engine"][0], signal.SIGKILL)
+    patient = client.with_options(max_retries=20)
+    assert answers(patient, "b") == before
+    assert {model.id for model in client.models.list()} == {"penstock-demo", "a", "b"}
+    assert update(server, "unload", lora_name="b").status_code == 200
