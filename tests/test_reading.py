@@ -51,6 +51,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f"{HERMES} Done.", "Done.", [CALL]),
         ('<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
         ('<tool_call>{"arguments": {"x": 1}, "name": "n"}</tool_call>', "", [("n", '{"x": 1}')]),
+        ('<tool_call>{"name": "n", "arguments": "{}"}</tool_call>', "", [("n", "{}")]),
         ('<tool_call>{"name": "n", "arguments": {"x":1,  "y":[{}]}}</tool_call>', "", [("n", '{"x":1,  "y":[{}]}')]),
         ('<tool_call>{"name": "n", "arguments": {"x": 1}</tool_call> So.', "So.", [("n", '{"x": 1}')]),
         ('<tool_call>{"name": "n", "arguments": {"x": [1<tool_call>{"name": "now"}', "", [("n", '{"x": [1'), NOW]),
@@ -69,6 +70,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ('{"name": "n", "parameters": {"x": 1}; {"name": "now", "parameters": {}}', "", [("n", '{"x": 1}'), NOW]),
         (' {"answer": 42}', ' {"answer": 42}', []),
         (f"See {LLAMA}", f"See {LLAMA}", []),
+        (f"{LLAMA}\n{LLAMA}{{}}", "{}", [CALL, CALL]),
         (f"{LLAMA}; and so on", "; and so on", [CALL]),
     ],
     "mistral": [
@@ -124,7 +126,7 @@ def test_thoughts_are_told_apart(
 
 
 def test_calls_come_after_thoughts() -> None:
-    reading = Reading(THOUGHTS["qwen3"], Stage.BEFORE, TOOLS["hermes"])
+    reading = Reading(THOUGHTS["qwen3"], Stage.BEFORE, tools=TOOLS["hermes"])
     found = read(reading, [f"<think>\nMaybe {HERMES}?\n</think>\n\nSure. {HERMES}"])
     assert (found.reasoning_content, found.content) == (f"Maybe {HERMES}?", "Sure.")
     assert [(call.name, call.arguments) for call in found.tool_calls] == [CALL]
@@ -148,7 +150,7 @@ FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", H
 def test_any_text_in_any_pieces(tools: str, stage: Stage, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
-    reading = Reading(THOUGHTS[thought] if thought else None, stage, TOOLS[tools])
+    reading = Reading(THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools])
     hidden = data.draw(st.sampled_from([(), reading.marks]))
     assert read(reading, cut(text, data), hidden) == read(reading, [text], hidden)
     assert read(reading, list(text) or [""], hidden) == read(reading, [text], hidden)

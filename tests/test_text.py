@@ -153,6 +153,17 @@ def test_a_broken_template_names_its_line() -> None:
         ChatTemplate("{% if x %}\n{% endfor %}")
 
 
+def test_arguments_are_objects_and_text() -> None:
+    """As templates of Hermes, DeepSeek and others take them."""
+    said = {"city": "北京"}
+    call = {"type": "function", "function": {"name": "f", "arguments": said}}
+    source = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ a is mapping }} {{ a.city }} "
+    source += "{{ a | tojson }} {{ '(' + a + ')' }} {{ '' ~ a }} {{ a }}"
+    text = json.dumps(said, ensure_ascii=False)
+    found = ChatTemplate(source).render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert found == f"True 北京 {text} ({text}) {text} {text}"
+
+
 def test_generation_blocks_and_json_pass_through() -> None:
     source = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}"
     assert ChatTemplate(source).render(MESSAGES) == json.dumps(MESSAGES[0], ensure_ascii=False)

@@ -143,11 +143,10 @@ class Preparer:
             template: the one that was used; None is the model's own.
         """
         tools, thought = self.forms(template)
-        stage = Stage.AFTER
+        stage, continued = Stage.AFTER, bool(options.get("continue_final_message"))
         if thought:
-            continued = str(messages[-1]["content"]) if options.get("continue_final_message") else ""
-            stage = stage_of(thought, prompt, continued)
-        return Reading(thought, stage, tools if calls else None)
+            stage = stage_of(thought, prompt, str(messages[-1]["content"]) if continued else "")
+        return Reading(thought, stage, continued, tools if calls else None)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """A conversation as text; ``options`` are those of ``ChatTemplate.render``."""

@@ -27,6 +27,8 @@ class Reading:
     thought: ThoughtForm | None = None
     stage: Stage = Stage.AFTER
     """Where the prompt leaves the answer."""
+    continued: bool = False
+    """Whether the answer goes on with the last message's text."""
     tools: Form | None = None
 
     @property
@@ -45,7 +47,7 @@ class Reader:
 
     def __init__(self, reading: Reading, hidden: Collection[str] = ()) -> None:
         self.message = Message()
-        self._thoughts = Thoughts(reading.thought, reading.stage) if reading.thought else None
+        self._thoughts = Thoughts(reading.thought, reading.stage, reading.continued) if reading.thought else None
         self._calls = ToolCalls(reading.tools) if reading.tools else None
         if self._calls:
             self.message.tool_calls = self._calls.calls

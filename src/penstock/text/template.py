@@ -32,6 +32,19 @@ class Generation(Extension):
         return str(caller())
 
 
+class Arguments(dict[str, Any]):
+    """Of a call in a conversation: an object for templates that write it as JSON, text for those that expect text."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, after: str) -> str:
+        return f"{self}{after}"
+
+    def __radd__(self, before: str) -> str:
+        return f"{before}{self}"
+
+
 class TemplateRefusal(Exception):
     """What a template says when it calls ``raise_exception``."""
 
@@ -105,7 +118,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 self._special | variables,
-                messages=messages,
+                messages=[_with_arguments(message) for message in messages],
                 tools=tools,
                 documents=variables.get("documents"),
                 add_generation_prompt=add_generation_prompt,
@@ -115,6 +128,17 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything over what it was not made for
             raise invalid("messages", f"the chat template cannot render them: {error}") from error
         return _cut_after(text, messages[-1]) if continue_final_message else text
+
+
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls:
+        function = call.get("function")
+        if function and isinstance(function.get("arguments"), dict):
+            call["function"] = {**function, "arguments": Arguments(function["arguments"])}
+    return {**message, "tool_calls": calls}
 
 
 def _cut_after(text: str, message: Mapping[str, Any]) -> str:

@@ -75,17 +75,21 @@ class Told(NamedTuple):
 
 
 class Thoughts:
-    """Parts a text into thought and answer, without the marks and the line breaks around them."""
+    """Parts a text into thought and answer, without the marks and the line breaks around them.
 
-    def __init__(self, form: ThoughtForm, stage: Stage) -> None:
+    Args:
+        continued: whether a thought that has begun goes on in the middle.
+    """
+
+    def __init__(self, form: ThoughtForm, stage: Stage, continued: bool = False) -> None:
         self.stage = stage
         self._form = form
         self._held = ""
-        self._opening = stage is not Stage.AFTER
+        self._opening = stage is not Stage.AFTER and not continued
         """Whether the mark of a thought may come."""
         self._fresh = self._opening
         """Whether line breaks after a mark may come."""
-        self.thought = False
+        self.thought = stage is Stage.WITHIN
         """Whether there is a thought."""
 
     def add(self, text: str, last: bool = False) -> Told:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal
-from uuid import uuid4
 
 from msgspec import UNSET, UnsetType
 
@@ -224,9 +223,8 @@ class _Telling:
         """What is new of the last call that was begun, or of one that has not been."""
         if index == self.calls:
             self._arguments.append(len(call.arguments))
-            whole = _call(call)
             function = FunctionDelta(name=call.name, arguments=call.arguments)
-            return ToolCallDelta(index=index, id=whole.id, type=whole.type, function=function)
+            return ToolCallDelta(index=index, id=call.id, type="function", function=function)
         new = call.arguments[self._arguments[index] :]
         self._arguments[index] += len(new)
         return ToolCallDelta(index=index, function=FunctionDelta(arguments=new)) if new else None
@@ -234,4 +232,4 @@ class _Telling:
 
 def _call(call: ToolCall) -> ToolCallAnswer:
     function = CalledFunction(name=call.name, arguments=call.arguments)
-    return ToolCallAnswer(id=f"call_{uuid4().hex[:24]}", function=function)
+    return ToolCallAnswer(id=call.id, function=function)

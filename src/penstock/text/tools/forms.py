@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from uuid import uuid4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Form:
     tokens: tuple[str, ...]
     """Marks and all else that may be tokens of their own, and special ones."""
 
+    call_id: tuple[str, int] = ("call_", 24)
+    """What the id of a call begins with, and how many characters follow. Some templates take no others back."""
     before: str = ""
     """What is written before the first call."""
     begin: tuple[str, str]
@@ -49,6 +52,11 @@ class Form:
     def is_in(self, template: str) -> bool:
         """Whether a chat template has this form."""
         return all(sign in template for sign in self.signs) and not any(sign in template for sign in self.unlike)
+
+    def new_id(self) -> str:
+        """For a call."""
+        prefix, length = self.call_id
+        return prefix + uuid4().hex[:length]
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -92,6 +100,7 @@ MISTRAL = Form(
     closers=("]",),
     separators=(",",),
     tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    call_id=("", 9),
     before="[TOOL_CALLS] [",
     begin=('{"name": ', ', "arguments": '),
     end="}",

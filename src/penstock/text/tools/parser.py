@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.text.marks import split
 
@@ -21,6 +21,7 @@ LONGEST = 512
 class ToolCall:
     """A call, which grows while it is written."""
 
+    id: str = field(compare=False)
     name: str
     arguments: str = ""
     """A JSON object as the model wrote it."""
@@ -100,10 +101,10 @@ class ToolCalls:
         self._scanned += length
         if not ended:
             return last and self._give_back()
-        call = _call(ahead[: self._scanned])
-        if call is None:
+        found = _call(ahead[: self._scanned])
+        if found is None:
             return self._give_back()
-        self.calls.append(call)
+        self.calls.append(ToolCall(self._form.new_id(), *found))
         self._held, self._step = ahead[self._scanned :], self._after
         return True
 
@@ -136,11 +137,14 @@ class ToolCalls:
                 return True
             if not last and text.startswith(self._held):
                 return False
-        self._step = self._outside
+        if form.bare and self._held.startswith("{"):
+            self._gap, self._mark, self._step = "", "", self._lead
+        else:
+            self._step = self._outside
         return True
 
     def _begin(self, name: str, in_object: bool) -> None:
-        self.calls.append(ToolCall(name))
+        self.calls.append(ToolCall(self._form.new_id(), name))
         self._in_object, self._braces, self._step = in_object, Braces(self._form.stops), self._arguments
 
     def _give_back(self) -> bool:
@@ -158,12 +162,13 @@ def _string(written: str) -> str:
         return written
 
 
-def _call(written: str) -> ToolCall | None:
+def _call(written: str) -> tuple[str, str] | None:
+    """Name and arguments."""
     try:
         found = json.loads(written)
         name, arguments = found["name"], found.get("arguments", found.get("parameters")) or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        good = isinstance(name, str) and isinstance(json.loads(text), dict)  # text is JSON within JSON
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return (name, text) if good else None

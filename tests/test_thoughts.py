@@ -1,4 +1,4 @@
-"""Thoughts, calls and what else a chat can ask for, by OpenAI's own client, streamed and whole."""
+"""Thoughts: told apart, ended in time and before any form, by OpenAI's own client and in Python."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from asking import PLAIN, THINK, Told
+from asking import ask as ask_about
 from serving import Served
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 
 SUM = [{"role": "user", "content": "What is 12 + 34 + 56?"}]
-THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+IN_PARIS = [{"role": "user", "content": "巴黎的天气怎么样？"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
 THOUGHT, ANSWER = "12 + 34 = 46\n46 + 56 = 102", "12 + 34 + 56 = 102"
-
-PLAIN = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n{# TEACHES #}"
-)
-"""Of a model that was taught otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -38,48 +36,11 @@ def client(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
-class Told:
-    """What a client makes of an answer; of a stream, of its pieces."""
-
-    def __init__(self) -> None:
-        self.content = self.thought = self.reason = ""
-        self.calls: list[list[str]] = []
-        self.pieces = 0
-        """Of arguments."""
-        self.usage: Any = None
-
-
 def ask(client: openai.OpenAI, stream: bool, messages: Any = SUM, **fields: Any) -> Told:
-    asked = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 300} | fields
-    told = Told()
-    if not stream:
-        answer = client.chat.completions.create(**asked)
-        (choice,) = answer.choices
-        told.content, told.reason = choice.message.content or "", choice.finish_reason
-        told.thought = choice.message.to_dict().get("reasoning_content", "")
-        told.calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
-        told.usage = answer.usage
-        return told
-    chunks = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    for chunk in chunks:
-        told.usage = chunk.usage or told.usage
-        for choice in chunk.choices:
-            delta = choice.delta
-            told.content += delta.content or ""
-            told.thought += delta.to_dict().get("reasoning_content", "")
-            told.reason = choice.finish_reason or told.reason
-            for part in delta.tool_calls or ():
-                if part.id:
-                    assert part.index == len(told.calls) and part.type == "function"
-                    told.calls.append([part.function.name, ""])
-                told.calls[part.index][1] += part.function.arguments
-                told.pieces += 1
-    return told
+    return ask_about(client, stream, messages, **fields)
 
 
 both = pytest.mark.parametrize("stream", [False, True])
-
-# --- Thoughts ---------------------------------------------------------------------------------------------------------
 
 
 @both
@@ -138,7 +99,7 @@ def test_a_thought_can_be_gone_on_with() -> None:
     options = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
     (output,) = llm.chat([*SUM, begun], SamplingParams(temperature=0, max_tokens=60), **options)
     assert output.outputs[0].message
-    assert (output.outputs[0].message.reasoning_content, output.outputs[0].message.content) == (THOUGHT[13:], ANSWER)
+    assert (output.outputs[0].message.reasoning_content, output.outputs[0].message.content) == (THOUGHT[12:], ANSWER)
 
 
 def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
@@ -154,7 +115,7 @@ def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
 
 
 def test_company_changes_no_thought() -> None:
-    """Nor do probabilities, chunks, siblings or preemption."""
+    """Nor do probabilities, chunks, siblings, preemption or guesses."""
     questions = [[{"role": "user", "content": f"What is {i} + {2 * i} + 56?"}] for i in (12, 23)]
     form = GuidedDecodingParams(regex="[0-9]{1,4}")
     kinds: list[dict[str, Any]] = [
@@ -166,6 +127,8 @@ def test_company_changes_no_thought() -> None:
     params = [SamplingParams(max_tokens=80, seed=3, temperature=t, **kind) for kind in kinds for t in (0.0, 1.0)]
     cases = [(question, own) for question in questions for own in params]
     llm = LLM(num_gpu_blocks_override=400, block_size=16)
+    guess = {"method": "draft_model", "adaptive": False}
+    guessing = LLM(num_gpu_blocks_override=400, block_size=16, speculative_config=guess)
     tight = LLM(num_gpu_blocks_override=20, block_size=16, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=40)
 
     def run(llm: LLM, cases: list[Any]) -> list[Any]:
@@ -178,7 +141,9 @@ def test_company_changes_no_thought() -> None:
     siblings = run(llm, [(question, own.replace(n=3)) for question, own in cases])
     pressed = run(tight, cases * 3)[-len(cases) :]
     assert tight.engine.scheduler.preemptions > 0
-    for (_, own), one, *others in zip(cases, alone, told, siblings, pressed, strict=True):
+    guessed = run(guessing, cases)
+    assert guessing.engine.scheduler.speculation.counts.accepted_tokens > 0
+    for (_, own), one, *others in zip(cases, alone, told, siblings, pressed, guessed, strict=True):
         assert all(other.token_ids == one.token_ids and other.message == one.message for other in others)
         if own.reasoning_max_tokens is not None:
             assert one.reasoning_tokens <= own.reasoning_max_tokens + 2
@@ -186,72 +151,14 @@ def test_company_changes_no_thought() -> None:
             assert re.fullmatch("[0-9]{1,4}", one.message.content)
 
 
-# --- Calls ------------------------------------------------------------------------------------------------------------
-
-
-def tool(name: str, **properties: Any) -> Any:
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
-TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
-IN_PARIS = [{"role": "user", "content": "巴黎的天气怎么样？"}]
-
-
-def check_calls(told: Told) -> None:
-    assert told.calls
-    for name, arguments in told.calls[:-1] if told.reason == "length" else told.calls:
-        known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
-        jsonschema.validate(json.loads(arguments), known)
-
-
-def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
-    whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS[:1]) for stream in (False, True))
-    assert streamed.calls == whole.calls == [["get_weather", '{"city": "巴黎"}']]
-    assert streamed.pieces > 2
-    assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
-
-
-@both
-def test_a_call_comes_after_a_thought(client: openai.OpenAI, stream: bool) -> None:
-    fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "extra_body": THINK}
-    told = ask(client, stream, IN_PARIS, **fields)
-    check_calls(told)
-    assert told.content == "" and len(told.calls) == 1
-
-
-@both
-def test_a_call_cut_short_is_what_was_written(client: openai.OpenAI, stream: bool) -> None:
-    whole = ask(client, stream, IN_PARIS, tools=TOOLS[:1])
-    short = ask(client, stream, IN_PARIS, tools=TOOLS[:1], max_tokens=whole.usage.completion_tokens - 5)
-    ((name, arguments),) = short.calls
-    assert name == "get_weather" and whole.calls[0][1].startswith(arguments) and short.reason == "length"
-
-
-FORMS = {
-    "mistral": "[TOOL_CALLS]",
-    "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
-    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
-    "deepseek_v3": "<｜tool▁call▁begin｜>NAME ```json",
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_found_made_and_read(form: str) -> None:
-    template = PLAIN.replace("TEACHES", FORMS[form])
-    with Served("--num-gpu-blocks-override", "400", "--chat-template", template) as served:
-        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        for fields in (
-            {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
-            {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
-            {"tool_choice": "required", "parallel_tool_calls": False},
-        ):
-            whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS, **fields) for stream in (False, True))
-            check_calls(whole)
-            assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
-            assert whole.reason == "length" or not whole.content
-        plain = ask(client, False, IN_PARIS, tools=TOOLS, tool_choice="none")
-        assert not plain.calls
+def test_a_model_that_would_end_within_its_thought_goes_on_with_the_answer() -> None:
+    llm = LLM(num_gpu_blocks_override=100)
+    (end,) = llm.get_tokenizer().encode("<|im_end|>", add_special_tokens=False)
+    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={end: 100})
+    made = llm.chat(SUM, params.replace(guided_decoding=GuidedDecodingParams(regex="[ab]{2}")), use_tqdm=False, **THINK)
+    message = made[0].outputs[0].message
+    assert message and re.fullmatch("[ab]{2}", message.content)
+    assert llm.chat(SUM, params, use_tqdm=False, **THINK)[0].outputs[0].message.content == ""
 
 
 # --- Marks that are special tokens, or none ---------------------------------------------------------------------------
@@ -276,7 +183,7 @@ def test_special_marks_are_read_and_are_no_content(tmp_path: Path) -> None:
 
     def answers(llm: LLM) -> list[Any]:
         thought = llm.chat(SUM, greedy, use_tqdm=False, **THINK)[0].outputs[0]
-        called = llm.chat(IN_PARIS, greedy, use_tqdm=False, tools=TOOLS[:1])[0].outputs[0]
+        called = llm.chat(IN_PARIS, greedy, use_tqdm=False, tools=TOOLS)[0].outputs[0]
         return [thought.message, thought.reasoning_tokens, called.message]
 
     assert answers(special) == answers(plain)

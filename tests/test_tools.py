@@ -1,0 +1,111 @@
+"""Calls of tools in every form that models have, by OpenAI's own client, streamed and whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from asking import PLAIN, THINK, Told, ask
+from serving import Served
+
+
+def tool(name: str, **properties: Any) -> Any:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("roll", sides={"enum": [6, 20]})]
+IN_PARIS = [{"role": "user", "content": "巴黎的天气怎么样？"}]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with Served("--num-gpu-blocks-override", "400", "--trust-request-chat-template") as served:
+        yield openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+
+
+both = pytest.mark.parametrize("stream", [False, True])
+
+
+def check_calls(told: Told) -> None:
+    assert told.calls
+    for name, arguments in told.calls[:-1] if told.reason == "length" else told.calls:
+        known = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == name)
+        jsonschema.validate(json.loads(arguments), known)
+
+
+def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
+    whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS[:1]) for stream in (False, True))
+    assert streamed.calls == whole.calls == [["get_weather", '{"city": "巴黎"}']]
+    assert streamed.pieces > 2
+    assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
+
+
+@both
+def test_a_call_comes_after_a_thought(client: openai.OpenAI, stream: bool) -> None:
+    fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "extra_body": THINK}
+    told = ask(client, stream, IN_PARIS, **fields)
+    check_calls(told)
+    assert told.content == "" and len(told.calls) == 1
+
+
+@both
+def test_a_call_cut_short_is_what_was_written(client: openai.OpenAI, stream: bool) -> None:
+    whole = ask(client, stream, IN_PARIS, tools=TOOLS[:1])
+    short = ask(client, stream, IN_PARIS, tools=TOOLS[:1], max_tokens=whole.usage.completion_tokens - 5)
+    ((name, arguments),) = short.calls
+    assert name == "get_weather" and whole.calls[0][1].startswith(arguments) and short.reason == "length"
+
+
+FORMS = {
+    "mistral": "[TOOL_CALLS]",
+    "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
+    "deepseek_v3": "<｜tool▁call▁begin｜>NAME ```json",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_found_made_and_read(client: openai.OpenAI, form: str) -> None:
+    template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
+    for fields in (
+        {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
+        {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+    ):
+        given = {"tools": TOOLS, "extra_body": template, **fields}
+        whole, streamed = (ask(client, stream, IN_PARIS, **given) for stream in (False, True))
+        check_calls(whole)
+        assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
+        assert whole.reason == "length" or not whole.content
+    assert not ask(client, False, IN_PARIS, tools=TOOLS, tool_choice="none", extra_body=template).calls
+
+
+def test_ids_of_calls_are_those_that_templates_take_back(client: openai.OpenAI) -> None:
+    kinds = {"mistral": "[0-9a-zA-Z]{9}", "deepseek_v3": "call_[0-9a-f]{24}"}
+    for form, pattern in kinds.items():
+        template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
+        asked: dict[str, Any] = {"model": "default", "messages": IN_PARIS, "tools": TOOLS, "tool_choice": "required"}
+        answer = client.chat.completions.create(**asked, extra_body=template, parallel_tool_calls=False, max_tokens=200)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert re.fullmatch(pattern, call.id)
+
+
+def test_a_form_can_be_named() -> None:
+    arguments = ("--num-gpu-blocks-override", "400", "--tool-call-parser", "mistral", "--reasoning-parser", "none")
+    with Served(*arguments) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        check_calls(ask(client, True, IN_PARIS, tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False))
+        unread = ask(client, False, IN_PARIS, tools=TOOLS[:1], extra_body=THINK)
+        assert not unread.calls and not unread.thought and unread.content.startswith("<think>")
+
+
+def test_tools_of_an_unknown_form_are_refused(client: openai.OpenAI) -> None:
+    template = {"chat_template": PLAIN.replace("TEACHES", "<tool_call><function=NAME>")}
+    with pytest.raises(openai.BadRequestError, match="tools: this model's chat template has no form for them"):
+        ask(client, False, IN_PARIS, tools=TOOLS, extra_body=template)
