@@ -323,6 +323,7 @@ def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, de
     listed = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
     assert listed == {"penstock-demo": None, "a": "penstock-demo"}
     assert answers(client, "a") == expected(demo_adapters / "a")
+    assert server.find(r"POST /v1/completions .* adapter=a ")
     assert answers(client, "penstock-demo") == expected(None) != answers(client, "a")
     path = str(demo_adapters / "b")
     loaded = update(server, "load", lora_name="b", lora_path=path)
