@@ -203,6 +203,7 @@ def test_what_cannot_be_pooled_is_refused_by_name(qwen3: Path, tmp_path: Path) -
     (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]')
     with pytest.raises(PenstockError, match="pooling_mode_cls_token"):
         LLM(tmp_path, **OPTIONS).embed([[5]], use_tqdm=False)
+    assert LLM(tmp_path, pooling_type="mean", **OPTIONS).embed([[5]], use_tqdm=False)
 
 
 # --- Over HTTP --------------------------------------------------------------------------------------------------------

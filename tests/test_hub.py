@@ -33,6 +33,7 @@ WANTED = {
     "tokenizer.model": b"\x0a\x0b",
     "chat_template.jinja": b"{{ messages }}",
     "merges.txt": b"a b\n",
+    "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
     WEIGHTS: os.urandom(200_000),
 }
 UNWANTED = {
@@ -42,6 +43,7 @@ UNWANTED = {
     "README.md": b"# A model",
     "consolidated.safetensors": b"again",
     "original/params.json": b"{}",
+    "1bit/model.safetensors": b"again",
 }
 RUN = """
 import json, sys
@@ -239,7 +241,7 @@ def test_a_missing_path_is_one_sentence(model: str | Path) -> None:
 def test_fetches_what_a_checkpoint_needs_and_once(hub: Hub, client: Client) -> None:
     folder = client.resolve()
     assert contents(folder) == WANTED
-    assert "Fetching 7 files" in client.said
+    assert "Fetching 8 files" in client.said
     assert client.resolve(progress=False) == folder
     assert len(hub.ranges) == 1
     assert client.said == ""

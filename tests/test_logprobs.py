@@ -18,7 +18,7 @@ from penstock import demo
 PROMPT = "Once upon a time, in 巴黎, there was"
 STORY = [{"role": "user", "content": "Tell me a story."}]
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "seed": 3, "frequency_penalty": 1.0}
-CHANGED = {"extra_body": {"repetition_penalty": 1.3, "min_p": 0.01}}
+CHANGED = {"repetition_penalty": 1.3, "min_p": 0.01}
 """What is told is what the model says before any of this."""
 
 
@@ -53,7 +53,7 @@ def test_an_echo_tells_of_prompt_and_output(
     client: openai.OpenAI, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, max_tokens: int, stream: bool
 ) -> None:
     asked = {"model": "default", "prompt": PROMPT, "max_tokens": max_tokens, "echo": True, "logprobs": 3, **SAMPLED}
-    body = {**CHANGED["extra_body"], "return_token_ids": True, "ignore_eos": True}
+    body = {**CHANGED, "return_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(**asked, extra_body=body, stream=stream)  # type: ignore[call-overload]
     choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
     text = "".join(choice.text for choice in choices)
@@ -83,7 +83,7 @@ def test_a_chats_tokens_come_with_their_alternatives(
     client: openai.OpenAI, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     asked = {"model": "default", "messages": STORY, "max_tokens": 12, "logprobs": True, "top_logprobs": 20, **SAMPLED}
-    body = {**CHANGED["extra_body"], "return_token_ids": True, "prompt_logprobs": 2}
+    body = {**CHANGED, "return_token_ids": True, "prompt_logprobs": 2}
     answer = client.chat.completions.create(**asked, extra_body=body)  # type: ignore[call-overload]
     prompt, made = answer.prompt_token_ids, answer.choices[0].token_ids
     rows = table(model, prompt + made)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -21,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from serving import Served
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from penstock import LLM, LoRARequest, PenstockError, SamplingParams, demo
+from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams, demo
 from penstock.core import Code, EngineRequest
 from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
@@ -320,6 +323,7 @@ def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, de
     listed = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
     assert listed == {"penstock-demo": None, "a": "penstock-demo"}
     assert answers(client, "a") == expected(demo_adapters / "a")
+    assert server.find(r"POST /v1/completions .* adapter=a ")
     assert answers(client, "penstock-demo") == expected(None) != answers(client, "a")
     path = str(demo_adapters / "b")
     loaded = update(server, "load", lora_name="b", lora_path=path)
@@ -343,6 +347,17 @@ def test_what_cannot_be_loaded_is_refused_over_http(server: Served, demo_adapter
         assert update(closed, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("penstock-demo=/tmp", "is the model's own name"), ("a=/nowhere", "has no adapter_config.json")],
+)
+def test_a_wrong_adapter_stops_the_start_with_one_sentence(given: str, words: str) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--num-gpu-blocks-override", "40"]
+    said = subprocess.run([*command, "--lora-modules", given], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 2
+    assert words in said.stderr.splitlines()[-1]
+
+
 def test_an_engine_that_died_has_its_adapters_again(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
     assert update(server, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 200
     before = answers(client, "b")
@@ -351,3 +366,37 @@ def test_an_engine_that_died_has_its_adapters_again(server: Served, client: open
     assert answers(patient, "b") == before
     assert {model.id for model in client.models.list()} == {"penstock-demo", "a", "b"}
     assert update(server, "unload", lora_name="b").status_code == 200
+
+
+# --- While others are served ------------------------------------------------------------------------------------------
+
+
+def test_a_stream_outlives_the_unloading_of_its_adapter(small: Path) -> None:
+    """And the same name may soon be another's."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt = draw(0, 20)
+    chosen = {name: LoRARequest(name, 1, str(small / name)) for name in "ab"}
+    alone = LLM(small, enable_lora=True, **OPTIONS).generate([prompt] * 2, params, lora_request=[*chosen.values()])
+    expected = {name: output.outputs[0].token_ids for name, output in zip("ab", alone, strict=True)}
+
+    async def talk() -> None:
+        async with AsyncLLM(small, enable_lora=True, **OPTIONS) as llm:
+            count = 0
+            async for output in llm.generate(prompt, params, lora_request=chosen["a"]):
+                count += 1
+                if count == 3:
+                    await llm.unload_lora_adapter("a")
+                    with pytest.raises(PenstockError, match="not here"):
+                        await llm.unload_lora_adapter("a")
+                    await llm.load_lora_adapter("a", small / "b")
+                    *_, other = [one async for one in llm.generate(prompt, params, lora_request=LoRARequest("a"))]
+                    assert other.outputs[0].token_ids == expected["b"]
+                last = output
+            assert last.outputs[0].token_ids == expected["a"]
+            plain, own = await asyncio.gather(llm.embed(prompt), llm.embed(prompt, lora_request=LoRARequest("a")))
+            assert plain.outputs != own.outputs
+            async for output in llm.generate(prompt, params, lora_request=LoRARequest("b")):
+                assert output.outputs[0].failure is not None
+                assert output.outputs[0].failure.code is Code.NOT_FOUND
+
+    asyncio.run(talk())

@@ -10,11 +10,12 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import EngineRequest, FinishReason, PenstockError, SamplingParams, TokenDelta
+from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.options import SchedulerOptions
 from penstock.engine.blocks import BlockPool
 from penstock.engine.plan import Draw, Outcome, Plan
@@ -40,6 +41,8 @@ def next_beams(tokens: list[int], keep: int) -> tuple[tuple[int, float], ...]:
 
 def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:
     """What each sequence of a request must come to, whoever else is there."""
+    if request.pooling:
+        return [([], FinishReason.STOP)]
     results, sampling = [], request.sampling
     if sampling.use_beam_search:
         engine = scheduler(max_model_len=longest)
@@ -73,9 +76,10 @@ class Machine:
             self.device[target] = self.host[source]
         for source, target in plan.copies:
             self.device[target] = self.device[source]
-        draws = []
+        draws: list[Draw] = []
+        states: dict[int, np.ndarray] = {}
         self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
-        for sequence, start, count, samples, draft in plan.items:
+        for i, (sequence, start, count, samples, draft) in enumerate(plan.items):
             known = sequence.tokens + self.drawn.get(sequence, [])
             assert not draft or len(known) == start + count
             for position in range(start, start + count + len(draft)):
@@ -83,6 +87,9 @@ class Machine:
                 self.device[block] = (*self.device.get(block, ())[:slot], (known + draft)[position])
             read = [t for block in sequence.blocks for t in self.device.get(block, ())[:SIZE]]
             assert read[: start + count] == known[: start + count], "a slot holds another token than the sequence"
+            if sequence.pooled and (sequence.pooled.of_all or start + count == sequence.prompt_length):
+                first = start if sequence.pooled.of_all else start + count - 1
+                states[i] = np.array(known[first : start + count], np.float32)[:, None]
             for sampled in samples:
                 assert len(known) == start + count
                 self.drawn.setdefault(sampled, [])
@@ -96,7 +103,7 @@ class Machine:
                     tokens.append(next_token(known + tokens, sampled.seed, sampled.index))
                 self.drawn[sampled] += tokens
                 draws.append(Draw(tokens))
-        return Outcome(draws)
+        return Outcome(draws, states=states)
 
     def collected(self, plan: Plan, outcome: Outcome, pool: BlockPool) -> None:
         assert all(map(pool.holders, self.in_use.pop(id(plan)))), "a block was given back under a running step"
@@ -150,7 +157,7 @@ def check_limits(scheduler: Scheduler, plan: Plan) -> None:
     assert len(scheduler.running) <= options.max_num_seqs
     rows = Counter(sequence.row for sequence in scheduler.running)
     assert all(0 <= row < options.max_num_seqs and count == 1 for row, count in rows.items())
-    halfway = [item for item in plan.items if not item.samples and item.sequence.generated == 0]
+    halfway = [item for item in plan.items if item.start + item.length < item.sequence.prompt_length]
     assert options.enable_chunked_prefill or not halfway
     threshold = options.long_prefill_token_threshold
     assert not threshold or all(item.length <= threshold for item in plan.items)
@@ -160,18 +167,19 @@ LONGEST, SIZE = 48, 4
 
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
-    repeating = rng.random() < 0.5
-    search = {"temperature": 0, "use_beam_search": True, "best_of": 3} if rng.random() < 0.2 else {}
+    repeating, pooled = rng.random() < 0.5, rng.random() < 0.2
+    search = {"temperature": 0, "use_beam_search": True, "best_of": 3} if rng.random() < 0.2 and not pooled else {}
     return EngineRequest(
         request_id=str(number),
         prompt=[1 + (i if repeating else 0) % 7 for i in range(rng.randint(1, 30))],
         sampling=SamplingParams(
-            n=rng.choice((1, 1, 1, 2, 3)),
+            n=1 if pooled else rng.choice((1, 1, 1, 2, 3)),
             seed=rng.randint(0, 3),
             max_tokens=rng.choice((None, rng.randint(1, 24))),
             ignore_eos=rng.random() < 0.5,
             **search,
         ),
+        pooling=PoolingParams(pooling_type=rng.choice(("last", "mean")), normalize=False) if pooled else None,
         eos_token_ids=(EOS,),
         priority=rng.randint(0, 2),
         cache_salt=rng.choice(("", "mine")),
@@ -250,6 +258,10 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
                 assert out == tokens[: len(out)]
             else:
                 assert (out, ends) == (tokens, [finished])
+                if pooling := request.pooling:
+                    told = request.prompt if pooling.pooling_type == "mean" else request.prompt[-1:]
+                    (vector,) = [delta.embedding for delta in deltas]
+                    assert vector == np.float32([sum(told) / len(told)]).tobytes()
 
 
 def request(number: int, prompt: int | list[int], **sampling: object) -> EngineRequest:

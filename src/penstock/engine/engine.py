@@ -218,7 +218,7 @@ class Engine:
                 raise invalid("dimensions", f"must be at most the model's {config.hidden}", config.hidden)
         elif config.headless:
             words = "this checkpoint has no head to generate with; it makes embeddings only"
-            raise PenstockError(Code.UNSUPPORTED, words, "model")
+            raise PenstockError(Code.UNSUPPORTED, words)
         _check(request, config.vocabulary)
 
 

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
 """What a checkpoint is made of. Pickles and code are never fetched."""
-UNWANTED = ["*/*", "consolidated*"]
-"""The same weights again, for other programs."""
+UNWANTED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
+"""The same weights again, for other programs. In ``1_Pooling`` sentence-transformers say how they pool."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PAUSES = (0, 1, 2)
 """Seconds before each new attempt after a connection was reset."""

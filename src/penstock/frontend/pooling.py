@@ -12,6 +12,7 @@ from penstock.core.errors import invalid
 MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 KINDS = {"last": "last", "lasttoken": "last", "mean": "mean"}
 """By the newer name of the mode."""
+FIELD = "pooling_type"
 KNOWN = ("Transformer", "Pooling", "Normalize")
 
 
@@ -24,22 +25,24 @@ def read_pooling(folder: Path, pooling_type: str = "auto") -> PoolingParams:
     Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` where it asks for another pooling.
     """
     modules = _read(folder / "modules.json")
-    if not isinstance(modules, list):
+    if modules is None:
         return PoolingParams(pooling_type="mean" if pooling_type == "mean" else "last")
     try:
         kinds = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
     except (KeyError, TypeError) as error:
         raise invalid("model", f"{folder / 'modules.json'} does not list modules by type and path") from error
     if unknown := [kind for kind, _ in kinds if kind not in KNOWN]:
-        raise PenstockError(Code.UNSUPPORTED, f"{folder / 'modules.json'} has a module {unknown[0]}", "model")
-    found = next((_mode(folder / path) for kind, path in kinds if kind == "Pooling"), "last")
+        raise PenstockError(Code.UNSUPPORTED, f"{folder / 'modules.json'} has a module {unknown[0]}", FIELD)
+    if pooling_type == "auto":
+        pooling_type = next((_mode(folder / path) for kind, path in kinds if kind == "Pooling"), "last")
     normalize = any(kind == "Normalize" for kind, _ in kinds)
-    chosen = pooling_type if pooling_type != "auto" else found
-    return PoolingParams(pooling_type="mean" if chosen == "mean" else "last", normalize=normalize)
+    return PoolingParams(pooling_type="mean" if pooling_type == "mean" else "last", normalize=normalize)
 
 
 def _mode(folder: Path) -> str:
-    config = _read(folder / "config.json") or {}
+    config = _read(folder / "config.json")
+    if not isinstance(config, dict):
+        raise invalid("model", f"{folder} has no config.json that says how it pools")
     names = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     newer = config.get("pooling_mode")
     if isinstance(newer, str) and newer in KINDS:
@@ -48,7 +51,7 @@ def _mode(folder: Path) -> str:
         words = (
             f"{folder} asks for pooling by {newer or ', '.join(names) or 'nothing'}; last token and mean are supported"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
     return MODES[names[0]]
 
 

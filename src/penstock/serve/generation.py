@@ -26,6 +26,8 @@ async def generate(
 
     Raises ``PenstockError`` where the request fails, at its beginning or later.
     """
+    if adapter := options.get("adapter"):
+        record.facts["adapter"] = adapter
     stream = service.gateway.generate(
         prompt, sampling, record.request_id, timeout=service.timeout, arrived=record.begun, **options
     )
