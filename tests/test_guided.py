@@ -144,6 +144,34 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "<think>[a-z]+"},
+        {"choice": ["ok", "a <tool_call>"]},
+        {"json": {"enum": ["</think>"]}},
+        {"json": {"properties": {"<think>": {}}}},
+    ],
+)
+def test_tokens_of_their_own_are_no_text(llm: LLM, form: dict[str, Any]) -> None:
+    with pytest.raises(PenstockError, match="token of its own") as caught:
+        llm.generate("x", sampling(guided(**form)), use_tqdm=False)
+    assert caught.value.failure.code is Code.UNSUPPORTED
+
+
+def test_a_tag_may_be_a_token_of_its_own(llm: LLM) -> None:
+    """The model may write it, and then has to keep to what is tagged."""
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+    tag = {"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}
+    form = guided(structural_tag={"structures": [tag], "triggers": ["<tool_call>"]})
+    mark = llm.get_tokenizer().id_of("<tool_call>")
+    params = sampling(form, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
+    text = llm.chat(ASKED, params, use_tqdm=False)[0].outputs[0].text
+    assert text.startswith("<tool_call>")
+    for inside in re.findall("<tool_call>(.*?)</tool_call>", text):
+        assert "city" in json.loads(inside)
+
+
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: str) -> None:
     named = "not" if keyword == "lenient" else keyword

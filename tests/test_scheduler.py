@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.options import SchedulerOptions
 from penstock.engine.blocks import BlockPool
-from penstock.engine.plan import Draw, Outcome, Plan
+from penstock.engine.plan import Candidates, Draw, Outcome, Plan
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculation import Speculation
@@ -33,10 +33,10 @@ def next_token(tokens: list[int], seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
-def next_beams(tokens: list[int], keep: int) -> tuple[tuple[int, float], ...]:
+def next_beams(tokens: list[int], keep: int) -> Candidates:
     """Tokens that a beam may go on with, with their log probabilities: a function of all before."""
     found = {next_token(tokens, -1, i): -(i + next_token(tokens, -2, i) / VOCABULARY) for i in range(keep)}
-    return tuple(sorted(found.items(), key=lambda pair: -pair[1]))
+    return Candidates(np.array(list(found)), np.array(list(found.values()), np.float32))
 
 
 def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:

@@ -103,6 +103,17 @@ def test_a_form_is_searched_within(llm: LLM) -> None:
     ]
 
 
+def test_a_search_that_runs_out_of_tokens_ends(llm: LLM) -> None:
+    """With what it has found, as often as it takes; with an error where that is nothing."""
+    few: dict[str, Any] = {"n": 3, "max_tokens": 4, "allowed_token_ids": (500, 501), **BEAMS}
+    some = SamplingParams(bad_word_ids=((500, 500), (500, 501)), **few)
+    none = SamplingParams(bad_word_ids=((500,), (501,)), **few)
+    found, nothing = llm.generate([[5, 6, 7]] * 2, [some, none], use_tqdm=False)
+    assert [made.finish_reason for made in found.outputs] == ["length"] * 3
+    assert found.outputs[1].token_ids == found.outputs[2].token_ids
+    assert [made.finish_reason for made in nothing.outputs] == ["error"] * 3
+
+
 def test_the_best_of_several_samples(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, logprobs=0)
     every = llm.chat(ASKED, params.replace(n=6), use_tqdm=False)[0].outputs
@@ -127,6 +138,7 @@ def test_the_best_of_several_samples(llm: LLM) -> None:
         ({**BEAMS, "n": 2, "logprobs": 1}, "logprobs"),
         ({**BEAMS, "n": 2, "stop": ["x"]}, "stop"),
         ({**BEAMS, "n": 2, "early_stopping": "soon"}, "early_stopping"),
+        ({**BEAMS, "n": 100, "stop_token_ids": tuple(range(20))}, "stop_token_ids"),
         ({"length_penalty": 2}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
     ],

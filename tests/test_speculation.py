@@ -26,6 +26,7 @@ QUESTIONS = [
     "Repeat the list: apple pear plum apple pear plum kiwi",
     "Tell me about Anna, who lives in Paris.",
     "Count from 1 to 20.",
+    "Tell me a story.",
 ]
 LIST = GuidedDecodingParams(json={"type": "array", "items": {"enum": ["abc", "def", 12]}, "minItems": 6, "maxItems": 8})
 PARAMS = [
@@ -36,6 +37,8 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=60, guided_decoding=LIST),
     SamplingParams(temperature=1, seed=5, max_tokens=60, guided_decoding=LIST, logprobs=1),
     SamplingParams(temperature=0, max_tokens=60, stop=["the", "3"], prompt_logprobs=1),
+    SamplingParams(temperature=0, max_tokens=60, stop=[" once", " is", "ing"], min_tokens=3, logprobs=1),
+    SamplingParams(temperature=0.9, seed=9, max_tokens=40, stop=["a"], n=2, best_of=4),
     SamplingParams(temperature=0, max_tokens=30, use_beam_search=True, n=2, best_of=3),
 ]
 

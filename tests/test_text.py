@@ -130,6 +130,13 @@ def test_a_message_can_be_continued(ours: Tokenizer, tokenizer: PreTrainedTokeni
     messages = [*MESSAGES, {"role": "assistant", "content": "You are"}]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     assert ours.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
+    for begun in ("<", "end", "|", "n"):  # which are in the mark at the end of a turn, too
+        continued = ours.render(
+            [*messages[:-1], {"role": "assistant", "content": begun}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+        assert continued.endswith(f"\n{begun}")
 
 
 @pytest.mark.parametrize(

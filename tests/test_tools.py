@@ -39,6 +39,20 @@ def check_calls(told: Told) -> None:
         jsonschema.validate(json.loads(arguments), known)
 
 
+@pytest.mark.parametrize("name", ["my tool", "a[b", "", "x" * 129])
+def test_names_that_no_form_can_tell_are_refused(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="matching regex") as caught:
+        ask(client, False, IN_PARIS, tools=[tool(name)])
+    assert caught.value.param == "tools[0].function.name"
+
+
+def test_a_template_that_reads_no_tools_gets_none(client: openai.OpenAI) -> None:
+    """Which is said, and not passed over."""
+    template = "{% for m in messages %}{{ m.content }}<tool_call>{% endfor %}"
+    with pytest.raises(openai.BadRequestError, match="no form for them"):
+        ask(client, False, IN_PARIS, tools=TOOLS, extra_body={"chat_template": template})
+
+
 def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
     whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS[:1]) for stream in (False, True))
     assert streamed.calls == whole.calls == [["get_weather", '{"city": "巴黎"}']]

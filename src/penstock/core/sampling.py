@@ -30,6 +30,8 @@ NOT_TOGETHER = {
 allows, or go on where a form has ended; and what a search for the likeliest sequences does without."""
 NOTHING: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None,)}
 """Values that ask for nothing."""
+MOST_CONTINUATIONS = 1024
+"""Beams by stop tokens: so many continuations a search may have to look at beyond those it goes on with."""
 MOST_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
 """Of all entries together."""
 
@@ -162,6 +164,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return
         if self.width < 2:
             raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)
+        most = MOST_CONTINUATIONS // self.width
+        if len(self.stop_token_ids) > most:
+            raise invalid("stop_token_ids", f"must hold at most {most} entries with {self.width} beams", most)
 
     def _asks(self, field: str) -> bool:
         """Whether the value of a field asks for anything."""

@@ -127,8 +127,6 @@ class Adapters:
             if not reading.done():
                 continue
             error = reading.exception()
-            if not error and not self._free:
-                continue  # its place is still that of one which requests go on with
             del self._reading[name]
             if error:
                 if not isinstance(error, PenstockError):
@@ -165,8 +163,10 @@ class Adapters:
             if known == path:
                 return False
             raise invalid("lora_name", f"{name!r} is loaded from another folder; unload it first")
-        if len(self._loaded) + len(self._reading) >= self._most:
-            words = f"{self._most} adapters are loaded (max_loras); unload one first"
+        self.settle()
+        if len(self._loaded) + len(self._reading) + len(self._leaving) >= self._most:
+            going = f", {len(self._leaving)} of them until the requests that use them end" if self._leaving else ""
+            words = f"{self._most} adapters are loaded (max_loras){going}; unload one first"
             raise invalid("lora_name", words, self._most)
         return True
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import FinishReason, TokenDelta
+from penstock.core import Code, Failure, FinishReason, TokenDelta
 
 from .guided import Guide
+from .plan import Candidates
 from .sequence import Sequence
 
 NEVER = np.float32(-1e9)
@@ -59,12 +60,12 @@ class Beams:
         self._logprobs = [np.float32(0), *[NEVER] * (self._width - 1)]  # before they part all are the same
         self.guide: Guide | None = None
         """What the search has begun with, since it has."""
-        self._told: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._told: dict[int, Candidates] = {}
         self.found: list[Found] = []
         """The best that have come to their end, as many as there are beams at most."""
 
-    def tell(self, beam: int, candidates: tuple[tuple[int, float], ...]) -> None:
-        """What a beam may go on with: tokens and their log probabilities."""
+    def tell(self, beam: int, candidates: Candidates) -> None:
+        """What a beam may go on with."""
         self._told[beam] = candidates
 
     @property
@@ -76,16 +77,13 @@ class Beams:
         first = beams[0]
         length = first.generated + 1
         full = len(first.tokens) + 1 >= first.longest
-        candidates = [
-            (self._logprobs[parent] + np.float32(logprob), parent, token)
-            for parent, told in self._told.items()
-            for token, logprob in told
-        ]
-        candidates.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
+        candidates = self._best()
         self._told.clear()
         going: list[tuple[np.float32, Branch]] = []
         ended: list[Found] = []
-        for rank, (logprob, parent, token) in enumerate(candidates[: self.keep]):
+        for rank, (logprob, parent, token) in enumerate(candidates):
+            if rank >= self._width and len(going) >= self._width:
+                break
             guide, complete = beams[parent].guide, False
             if guide and token in first.request.eos_token_ids:
                 token = guide.for_end(token)
@@ -112,17 +110,34 @@ class Beams:
             for at, branch in enumerate(branches)
         ]
 
+    def _best(self) -> list[tuple[np.float32, int, int]]:
+        """The best continuations of all beams: log probability, beam and token of each; of equals the first ones."""
+        logprobs = np.concatenate([self._logprobs[beam] + told.logprobs for beam, told in self._told.items()])
+        parents = np.repeat(list(self._told), [len(told.token_ids) for told in self._told.values()])
+        tokens = np.concatenate([told.token_ids for told in self._told.values()])
+        best = np.lexsort((tokens, parents, -logprobs))[: self.keep]
+        return list(zip(logprobs[best], parents[best].tolist(), tokens[best].tolist(), strict=True))
+
     def deltas(self, first: Sequence) -> list[TokenDelta]:
-        """What the search has found, each sequence in one piece.
+        """What the search has found, each sequence in one piece. Where there are fewer than were asked for, the last
+        one comes again; where there is none, nothing could come next.
 
         Args:
             first: its first beam, which knows what is to be told of the prompt.
         """
+        wanted, request_id = first.request.sampling.told, first.request.request_id
+        if not self.found:
+            failure = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
+            return [
+                TokenDelta(request_id=request_id, sequence=index, finished=FinishReason.ERROR, failure=failure)
+                for index in range(wanted)
+            ]
+        every = (self.found + [self.found[-1]] * wanted)[:wanted]
         return [
             TokenDelta(
-                request_id=first.request.request_id,
+                request_id=request_id,
                 sequence=index,
-                token_ids=found.token_ids,
+                token_ids=list(found.token_ids),
                 cumulative_logprob=found.logprob,
                 prompt_logprobs=first.prompt_logprobs if index == 0 else None,
                 finished=FinishReason.STOP if found.stopped else FinishReason.LENGTH,
@@ -130,7 +145,7 @@ class Beams:
                 cached_tokens=first.cached or 0,
                 queued=first.queued,
             )
-            for index, found in enumerate(self.found[: first.request.sampling.told])
+            for index, found in enumerate(every)
         ]
 
     def _over(self, best: np.float32, length: int, longest: int) -> bool:

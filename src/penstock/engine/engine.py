@@ -208,7 +208,10 @@ class Engine:
             self.speculation.learn(plan, outcome, time.perf_counter() - begun)
         deltas += self.scheduler.update(plan, outcome)
         if self.speculation:
-            self.speculation.follow(plan, outcome)
+            try:
+                self.speculation.follow(plan, outcome)
+            except Exception:
+                logger.exception("guesses after a step of %d tokens failed", plan.tokens)
         return deltas
 
     def _check(self, request: EngineRequest) -> None:

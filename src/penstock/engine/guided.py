@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -133,6 +133,8 @@ class Guides:
         self._size = size
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
+        self._own: list[str] = []
+        """Texts that are tokens of their own, which no other tokens write."""
         self._thread = ThreadPoolExecutor(1, "compile")
         before = threading.stack_size(STACK)  # references can be chained as deep as a form is long
         try:
@@ -173,8 +175,12 @@ class Guides:
             except ValueError as error:
                 words = f"{params.field}: not with this model's tokenizer: {_first_line(str(error))}"
                 raise PenstockError(Code.UNSUPPORTED, words, params.field) from error
+            self._own = [token["content"] for token in json.loads(known.tokenizer).get("added_tokens") or ()]
+        if own := next((token for token in self._own if token in _literal(params)), None):
+            words = f"{params.field}: cannot be kept to: {own!r} is a token of its own, and no text, for this model"
+            raise PenstockError(Code.UNSUPPORTED, words, params.field)
         try:
-            matcher = LLMatcher(self._tokenizer, _grammar(params), log_level=0)
+            matcher = LLMatcher(self._tokenizer, _grammar(params, self._own), log_level=0)
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
             raise invalid(params.field, f"is wrong: {_first_line(str(error))}") from error
         if not matcher.is_error():
@@ -219,8 +225,31 @@ class Masks:
         return rows
 
 
-def _grammar(params: GuidedDecodingParams) -> str:
-    """In llguidance's own form. Raises ``ValueError`` where it is none."""
+def _literal(params: GuidedDecodingParams) -> str:
+    """Text that a form asks for, or may ask for."""
+    return "\n".join([params.regex or "", *(params.choice or ()), *_constants(params.json and json.loads(params.json))])
+
+
+def _constants(part: Any, key: str = "") -> Iterator[str]:
+    """Texts of a schema that may have to be written."""
+    if isinstance(part, str) and key in ("const", "enum", "pattern"):
+        yield part
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _constants(inner, key)
+    elif isinstance(part, dict):
+        for name, inner in part.items():
+            if key == "properties":
+                yield name
+            yield from _constants(inner, key if key in ("const", "enum") else name)
+
+
+def _grammar(params: GuidedDecodingParams, own: Sequence[str]) -> str:
+    """In llguidance's own form. Raises ``ValueError`` where it is none.
+
+    Args:
+        own: texts that are tokens of their own.
+    """
     from llguidance import LLMatcher, StructTag, grammar_from
 
     if params.json is not None or params.json_object:
@@ -232,7 +261,14 @@ def _grammar(params: GuidedDecodingParams) -> str:
         return str(grammar_from("choice", json.dumps(params.choice)))
     if params.grammar is not None:
         return str(grammar_from("grammar", params.grammar))
-    return str(StructTag.to_grammar(_tags(params), assume_special=False))
+    tags = _tags(params)
+    special = [tag.trigger in own for tag in tags]
+    if any(special) and not all(special):
+        raise ValueError("triggers must all be tokens of their own, or none of them")
+    written = str(StructTag.to_grammar(tags, assume_special=any(special)))
+    for end in {tag.end for tag in tags if tag.end in own}:
+        written = written.replace(f" {json.dumps(end)}\n", f" {end}\n")
+    return written
 
 
 def _with_options(schema: dict[str, Any], params: GuidedDecodingParams) -> dict[str, Any]:

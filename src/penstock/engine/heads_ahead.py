@@ -71,9 +71,10 @@ class HeadsAhead:
             begin, end = end, end + item.length + len(item.draft)
             for sequence in item.samples or (item.sequence,):
                 count = sequence.computed - item.start
+                first = 0 if sequence is item.sequence else count - 1  # which siblings share but for the last one
                 if sequence.blocks and count > 0 and not sequence.beams:
-                    items.append(_following(sequence, item.start, count))
-                    rows += range(begin, begin + count)
+                    items.append(_following(sequence, item.start + first, count - first))
+                    rows += range(begin + first, begin + count)
         if not items:
             return
         last, draws = self._runner.ahead(0, items, outcome.hidden[rows])

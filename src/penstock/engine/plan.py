@@ -45,14 +45,23 @@ class Plan:
         return bool(self.items or self.swap_out)
 
 
+class Candidates(NamedTuple):
+    """What a beam may go on with: the likeliest tokens, in any order."""
+
+    token_ids: np.ndarray
+    """``[candidates]`` int64."""
+    logprobs: np.ndarray
+    """``[candidates]`` float32."""
+
+
 class Draw(NamedTuple):
     """What one sequence drew in a step."""
 
     token_ids: list[int]
     """One, after those of its draft that it would have drawn itself."""
     logprobs: list[list[Logprob]] | None = None
-    candidates: tuple[tuple[int, float], ...] = ()
-    """Of a beam, which draws none itself: the likeliest tokens, each with its log probability."""
+    candidates: Candidates | None = None
+    """Of a beam, which draws none itself."""
 
 
 class Outcome(NamedTuple):

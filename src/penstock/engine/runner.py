@@ -123,7 +123,10 @@ class Runner:
             for sequence in item.samples:
                 guessed = len(item.draft)
                 last_rows += range(row - 1 - guessed, row)
-                sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
+                if guessed and wants_likeliest(sequence):  # whose next token depends on no others
+                    sequences += [sequence] * (guessed + 1)
+                else:
+                    sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
         draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
         drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
         return Outcome(drawn, prompts, hidden if self._whole else None, states)

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.core import Logprob, SamplingParams
 
 from .philox import uniform
-from .plan import Draw
+from .plan import Candidates, Draw
 from .sequence import Sequence
 
 NEVER = float("-inf")
@@ -52,7 +52,7 @@ def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
 
 def candidates(
     scores: Tensor, rows: Rows[int], sequences: Rows[Sequence], allowed: Tensor | None
-) -> Iterator[tuple[tuple[int, float], ...]]:
+) -> Iterator[Candidates]:
     """What beams may go on with: of each row so many of the likeliest tokens as its search looks at, with their log
     probabilities, which are adjusted as such (and not the scores before, which is how transformers does it)."""
     for row in rows:
@@ -61,7 +61,8 @@ def candidates(
         own = None if allowed is None else allowed[row : row + 1]
         table = adjust(scores[row : row + 1].log_softmax(-1), [sequences[row]], own)[0]
         values, ids = table.topk(min(beams.keep, len(table)))
-        yield tuple((t, v) for t, v in zip(ids.tolist(), values.tolist(), strict=True) if v > NEVER)
+        sound = values > NEVER
+        yield Candidates(ids[sound].numpy(force=True), values[sound].numpy(force=True))
 
 
 # --- Adjusting --------------------------------------------------------------------------------------------------------

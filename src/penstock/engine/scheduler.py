@@ -230,8 +230,7 @@ class Scheduler:
                     assert self.host is not None
                     self.host.release(sequence.host_blocks)
                     sequence.host_blocks = []
-                    sequence.computed = sequence.planned = 0
-                    sequence.state = State.WAITING
+                    sequence.forget_computed()
 
     @property
     def unfinished(self) -> int:
@@ -259,12 +258,13 @@ class Scheduler:
             if sequence.state is not State.RUNNING:
                 continue  # preempted by one before it
             count = min(self._wanted(sequence), budget)
-            draft = self._guess(sequence, budget - count) if self.speculation else []
-            if count and self._make_room(sequence, count + len(draft), plan):
-                self._put(sequence, count, plan, draft)
-                budget -= count + len(draft)
+            if count and self._make_room(sequence, count, plan):
+                self._put(sequence, count, plan)
+                budget -= count
         if self.waiting and self.preemptions == preempted:
             self._admit(plan, budget)
+        if self.speculation:
+            self._guess(plan)
         return plan
 
     def update(self, plan: Plan, outcome: Outcome) -> list[TokenDelta]:
@@ -277,7 +277,7 @@ class Scheduler:
             if first.guessing and drawn:  # rightly, but for what was drawn last
                 end += len(drawn[0].token_ids) - 1
                 first.planned, first.guessing = end, 0
-                self._computed(first, item.start, end, drawn[0].token_ids)
+                self._computed(first, item.start, end, drawn[0].token_ids[:-1])
             else:
                 self._computed(first, item.start, end)
             if first.prompt_logprobs is not None:
@@ -302,15 +302,26 @@ class Scheduler:
         threshold = self.options.long_prefill_token_threshold
         return min(total - sequence.planned, threshold or total)
 
-    def _guess(self, sequence: Sequence, budget: int) -> list[int]:
-        """Tokens to compute along with the newest one of a sequence, in case they are its next; no others make room
-        for them."""
+    def _guess(self, plan: Plan) -> None:
+        """Have tokens computed along with the newest ones, in case they are the next: as many as the step has room for
+        once all others have theirs, in blocks that nobody has to give up for them."""
         assert self.speculation
-        newest = sequence.planned == len(sequence.tokens) - 1 and not sequence.pending
-        if not newest or not sequence.generated or sequence.beams:
-            return []
-        draft = self.speculation.guess(sequence, min(budget, sequence.longest - len(sequence.tokens) - 1))
-        return draft if self._missing(sequence, 1 + len(draft)) <= self.device.free else []
+        budget = self.options.max_num_batched_tokens - plan.tokens
+        for item in plan.items:
+            sequence = item.sequence
+            if item.samples != (sequence,) or sequence.pending > 1 or not sequence.generated or sequence.beams:
+                continue
+            most = min(budget, sequence.longest - len(sequence.tokens) - 1)
+            draft = self.speculation.guess(sequence, most) if most > 0 else []
+            missing = self._missing(sequence, len(draft))
+            if not draft or missing > self.device.free:
+                continue
+            if missing:
+                self._grow(sequence, missing, plan)
+            item.draft.extend(draft)
+            sequence.guessing = len(draft)
+            sequence.planned += len(draft)
+            budget -= len(draft)
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
@@ -348,8 +359,8 @@ class Scheduler:
             sequence.blocks[written] = blocks.pop(0)
         sequence.blocks += blocks
 
-    def _put(self, sequence: Sequence, count: int, plan: Plan, draft: list[int]) -> None:
-        """Plan ``count`` tokens of a sequence, and what is guessed to follow; it has blocks for them."""
+    def _put(self, sequence: Sequence, count: int, plan: Plan) -> None:
+        """Plan ``count`` tokens of a sequence that has blocks for them."""
         start = sequence.planned
         sequence.planned += count
         sequence.steps_under_way += 1
@@ -358,9 +369,7 @@ class Scheduler:
             samples = (sequence, *self._fork(sequence))
             for drawing in samples:
                 drawing.pending += 1
-        sequence.guessing = len(draft)
-        sequence.planned += len(draft)
-        plan.items.append(Item(sequence, start, count, samples, draft))
+        plan.items.append(Item(sequence, start, count, samples, []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
         """The other sequences of a request whose prompt is computed now for the first time."""
@@ -421,6 +430,8 @@ class Scheduler:
         for i, token in enumerate(token_ids, 1):
             if guide and token in sequence.request.eos_token_ids:
                 token = token_ids[i - 1] = guide.for_end(token)
+                if draw.logprobs:  # which stay those of what was drawn
+                    draw.logprobs[i - 1][0] = msgspec.structs.replace(draw.logprobs[i - 1][0], token_id=token)
             sequence.tokens.append(token)
             if guide and (failure := guide.failure):
                 finished = FinishReason.ERROR
@@ -461,7 +472,7 @@ class Scheduler:
         """Take in what one beam may go on with; once all have told, the best go on, over the blocks of those they come
         from, or the search is over."""
         beams, family = sequence.beams, self._families[sequence.request.request_id]
-        assert beams is not None
+        assert beams is not None and draw.candidates is not None
         beams.tell(sequence.index, draw.candidates)
         if not beams.all_told:
             return []
@@ -532,12 +543,7 @@ class Scheduler:
             plan.swap_out += zip(victim.blocks, victim.host_blocks, strict=True)
             victim.state = State.SWAPPED
         else:
-            victim.computed = victim.planned = 0
-            victim.state = State.WAITING
-            if victim.prompt_logprobs is not None:
-                victim.prompt_logprobs = []
-            if victim.pooled:
-                victim.pooled.reset()
+            victim.forget_computed()
         self._give_back(victim)
         self.waiting.push(victim)
 
@@ -603,7 +609,7 @@ class Scheduler:
                 long += self.waiting.is_long(sequence)
             if not self._start(sequence, place, count, plan):
                 return
-            self._put(sequence, count, plan, [])
+            self._put(sequence, count, plan)
             budget -= count
 
     def _place_for(self, sequence: Sequence) -> Place:

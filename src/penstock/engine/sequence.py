@@ -57,6 +57,7 @@ class Sequence:
         "row",
         "seed",
         "seen",
+        "seen_in_prompt",
         "state",
         "steps_under_way",
         "stops",
@@ -86,8 +87,10 @@ class Sequence:
         self.reach: int | None = None
         """How many tokens are guessed ahead; None before the first time."""
         self.seen: dict[tuple[int, ...], int] = {}
-        self.read = 0
-        """What followed runs of its tokens, of so many of them (``speculation.Lookup``)."""
+        self.read = self.prompt_length
+        """What followed runs of its tokens beyond the prompt, of so many of them (``speculation.Lookup``)."""
+        self.seen_in_prompt: dict[tuple[int, ...], int] = {}
+        """The same of the prompt, for all siblings."""
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.reserved = 0
@@ -119,6 +122,15 @@ class Sequence:
         """Whether some of its known tokens are computed or planned, and more than the newest one are not."""
         return 0 < self.planned < len(self.tokens) - 1
 
+    def forget_computed(self) -> None:
+        """It waits to be computed again, from its beginning."""
+        self.state = State.WAITING
+        self.computed = self.planned = 0
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+        if self.pooled:
+            self.pooled.reset()
+
     def ahead(self, tokens: list[int]) -> Sequence:
         """What it would be with more tokens, for what is drawn after them."""
         if not tokens:
@@ -145,4 +157,5 @@ class Sequence:
         twin.blocks = blocks
         twin.prompt_logprobs = None
         twin.guide = self.guide.copy() if self.guide else None
+        twin.seen_in_prompt = self.seen_in_prompt
         return twin

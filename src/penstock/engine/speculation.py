@@ -16,6 +16,8 @@ UNKNOWN = -1
 """Stands for a token that is guessed only when its turn comes."""
 TRIAL, HOLD = 16, 512
 """Steps with and without guesses that are compared, and steps until they are compared again."""
+FARTHEST = 32_768
+"""Last tokens of a prompt that are looked through: reading them takes 0.2 s, in which nothing else goes on."""
 
 
 class Drafter(Protocol):
@@ -45,10 +47,14 @@ class Lookup:
         self._lengths = range(longest, shortest - 1, -1)
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
-        tokens = sequence.tokens
-        seen = sequence.seen = self._read(sequence)
+        tokens, prompt = sequence.tokens, sequence.prompt_length
+        if not sequence.seen_in_prompt:
+            self._read(tokens, max(prompt - FARTHEST, 0) + 1, prompt, sequence.seen_in_prompt)
+        self._read(tokens, sequence.read, len(tokens), sequence.seen)
+        sequence.read = len(tokens)
         for length in self._lengths:
-            if (at := seen.get(tuple(tokens[-length:]))) is not None:
+            run = tuple(tokens[-length:])
+            if (at := sequence.seen.get(run, sequence.seen_in_prompt.get(run))) is not None:
                 guessed: list[int] = []
                 for source in range(at, at + most):  # what goes on beyond the end goes on with what is guessed
                     guessed.append(tokens[source] if source < len(tokens) else guessed[source - len(tokens)])
@@ -61,15 +67,12 @@ class Lookup:
     def follow(self, plan: Plan, outcome: Outcome) -> None:
         """Tokens are read when they are looked through."""
 
-    def _read(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """Where what came after each run of tokens begins, but for the last run, after which nothing came yet."""
-        seen, tokens = sequence.seen, sequence.tokens
-        for end in range(sequence.read + 1, len(tokens)):
+    def _read(self, tokens: list[int], begin: int, end: int, seen: dict[tuple[int, ...], int]) -> None:
+        """Note where what came after each run of tokens begins, from ``begin`` to before ``end``."""
+        for at in range(begin, end):
             for length in self._lengths:
-                if length <= end:
-                    seen[tuple(tokens[end - length : end])] = end
-        sequence.read = len(tokens) - 1
-        return seen
+                if length <= at:
+                    seen[tuple(tokens[at - length : at])] = at
 
 
 @dataclass

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import msgspec
 
 from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core import Logprob as EngineLogprob
@@ -48,6 +50,11 @@ class Assembler:
 
     def add(self, delta: TokenDelta) -> str | None:
         """Take in a delta. Returns the stop string that ended the sequence here, for the engine to end it, too."""
+        if self.request.sampling.stop and len(delta.token_ids) > 1:  # of which some may come after a stop string
+            return next((stop for part in _one_by_one(delta) if (stop := self._add(part)) is not None), None)
+        return self._add(delta)
+
+    def _add(self, delta: TokenDelta) -> str | None:
         output, text = self._made[delta.sequence], self._texts[delta.sequence]
         if output.finished:
             return None  # the engine was a step ahead of a stop string
@@ -83,10 +90,12 @@ class Assembler:
 
     def _choose(self) -> None:
         """The likeliest of all that were made, the best first. One that failed stands for all."""
+        self.output.untold_tokens = sum(len(made.token_ids) for made in self._made)
         ranked = sorted(self._made, key=lambda made: (made.failure is None, -(made.cumulative_logprob or 0.0)))
         for index, made in enumerate(ranked[: len(self.output.outputs)]):
             told = made.logprobs if self._with_logprobs else None
             self.output.outputs[index] = replace(made, index=index, logprobs=told)
+            self.output.untold_tokens -= len(made.token_ids)
 
     def fail(self, failure: Failure) -> None:
         """End every sequence that has not ended."""
@@ -108,6 +117,17 @@ class Assembler:
         for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in found):
             position.setdefault(token_id, Logprob(logprob, rank, spelled(token_id)))
         return position
+
+
+def _one_by_one(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """A delta for each of its tokens."""
+    last = len(delta.token_ids) - 1
+    for i, token in enumerate(delta.token_ids):
+        told = None if delta.logprobs is None else delta.logprobs[i : i + 1]
+        part = msgspec.structs.replace(delta, token_ids=[token], logprobs=told)
+        if i < last:
+            part = msgspec.structs.replace(part, finished=None, failure=None, stop_token=None)
+        yield part if i == 0 else msgspec.structs.replace(part, prompt_logprobs=None)
 
 
 class _Text:

@@ -74,6 +74,8 @@ class RequestOutput:
     embedding: bytes | None = None
     """The prompt's vector, float32, where that was asked for."""
     num_cached_tokens: int = 0
+    untold_tokens: int = 0
+    """Of sequences that were made and not chosen (``best_of``)."""
     times: Times = field(default_factory=Times)
 
     @property

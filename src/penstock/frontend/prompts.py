@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -37,7 +38,9 @@ class Forms(NamedTuple):
 
 @lru_cache(16)
 def _forms(tool_call_parser: str, reasoning_parser: str, template: str) -> Forms:
-    return Forms(tool_form(tool_call_parser, template), thought_form(reasoning_parser, template))
+    reads_tools = re.search(r"\btools\b", template) is not None  # else they would be ignored without a word
+    tools = tool_form(tool_call_parser, template) if reads_tools else None
+    return Forms(tools, thought_form(reasoning_parser, template))
 
 
 class Preparer:

@@ -39,7 +39,7 @@ async def generate(
                     raise PenstockError.of(made.failure or CANCELLED)
             if output.embedding:
                 metrics.began(output)
-            tokens = sum([len(made.token_ids) for made in output.outputs])
+            tokens = sum([len(made.token_ids) for made in output.outputs]) + output.untold_tokens
             if tokens > told:
                 if not told:
                     metrics.began(output)

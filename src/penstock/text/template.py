@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import jinja2
 from jinja2 import meta
@@ -115,6 +116,10 @@ class ChatTemplate:
             raise invalid("continue_final_message", "needs a last message with text")
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
+        end = uuid4().hex if continue_final_message else ""
+        if continue_final_message:
+            *before, final = messages
+            messages = [*before, {**final, "content": final["content"].strip() + end}]
         try:
             text = self._template.render(
                 self._special | variables,
@@ -127,7 +132,12 @@ class ChatTemplate:
             raise PenstockError(Code.INVALID, str(refusal), "messages") from refusal
         except Exception as error:  # a template can raise anything over what it was not made for
             raise invalid("messages", f"the chat template cannot render them: {error}") from error
-        return _cut_after(text, messages[-1]) if continue_final_message else text
+        if not continue_final_message:
+            return text
+        kept, found, _ = text.rpartition(end)
+        if not found:
+            raise invalid("continue_final_message", "the chat template does not keep the last message's text")
+        return kept
 
 
 def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,11 +149,3 @@ def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
         if function and isinstance(function.get("arguments"), dict):
             call["function"] = {**function, "arguments": Arguments(function["arguments"])}
     return {**message, "tool_calls": calls}
-
-
-def _cut_after(text: str, message: Mapping[str, Any]) -> str:
-    """``text`` up to the end of the last message's content, without the turn's end."""
-    content = str(message["content"]).strip()
-    if not content or (at := text.rfind(content)) < 0:
-        raise invalid("continue_final_message", "the chat template does not keep the last message's text")
-    return text[: at + len(content)]

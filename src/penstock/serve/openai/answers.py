@@ -266,6 +266,7 @@ def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
     """Tokens of a request's prompts and all their sequences, but for ``untold`` a sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(max(len(m.token_ids) - untold, 0) for output in outputs for m in output.outputs)
+    made += sum(output.untold_tokens for output in outputs)  # which OpenAI counts, too
     cached = sum(output.num_cached_tokens for output in outputs)
     thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -82,6 +83,9 @@ class EmbeddingAnswering(_Answering):
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         outputs = await self._vectors([("input", prompt) for prompt in self._prompts])
+        yield await asyncio.to_thread(self._answer, outputs)  # which takes as long as there are many numbers
+
+    def _answer(self, outputs: list[RequestOutput]) -> bytes:
         answer = Embeddings(
             id=self.id,
             created=self._created,
@@ -89,7 +93,7 @@ class EmbeddingAnswering(_Answering):
             data=[Embedding(index=i, embedding=self._told(output)) for i, output in enumerate(outputs)],
             usage=_usage(outputs),
         )
-        yield encode(answer)
+        return encode(answer)
 
     def _told(self, output: RequestOutput) -> list[float] | str:
         if self._request.encoding_format == "base64":
@@ -112,6 +116,9 @@ class ScoreAnswering(_Answering):
     async def whole(self) -> AsyncGenerator[bytes, None]:
         texts = {"text_1": self._first, "text_2": self._second}
         outputs = await self._vectors([(field, text) for field, some in texts.items() for text in some])
+        yield await asyncio.to_thread(self._answer, outputs)
+
+    def _answer(self, outputs: list[RequestOutput]) -> bytes:
         vectors = [floats_of(output) for output in outputs]
         before, after = vectors[: len(self._first)], vectors[len(self._first) :]
         if len(before) == 1:
@@ -124,7 +131,7 @@ class ScoreAnswering(_Answering):
             data=[PairScore(index=i, score=cosine(a, b)) for i, (a, b) in pairs],
             usage=_usage(outputs),
         )
-        yield encode(answer)
+        return encode(answer)
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> EmbeddingUsage:

@@ -41,6 +41,10 @@ def parse(body: bytes, schema: type[T]) -> T:
     known = schema.__struct_fields__
     for name in [name for name in found if name not in known]:
         value = found.pop(name)
+        if name in ChatRequest.__struct_fields__:
+            if value is not None:
+                raise invalid(name, "goes with chats only")
+            continue
         if name not in NOT_YET:
             raise invalid(name[:100], f"no such field{nearest(name[:100], (*known, *NOT_YET))}")
         if value is not None and value not in NOT_YET[name]:
@@ -65,7 +69,7 @@ def sampling_of(request: Request, defaults: SamplingParams, **own: Any) -> Sampl
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "goes with stream only")
     if request.use_beam_search:  # whose makers had sampling in mind
-        defaults = defaults.replace(top_k=0, top_p=1.0, min_p=0.0)
+        defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **own)
 
 

@@ -223,7 +223,8 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, kw_only=True):
-    name: str
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    """Letters, digits and a few marks, as models' forms of calls have no room for others."""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -100,7 +100,10 @@ class ToolCalls:
         length, ended = self._braces.scan(ahead[self._scanned :], last)
         self._scanned += length
         if not ended:
-            return last and self._give_back()
+            if last:  # what is open to the end has no calls in it, as looking for them there again and again takes long
+                self._said += self._gap + self._mark + self._held
+                self._held, self._step = "", self._outside
+            return False
         found = _call(ahead[: self._scanned])
         if found is None:
             return self._give_back()
@@ -157,9 +160,15 @@ class ToolCalls:
 def _string(written: str) -> str:
     """A name as JSON writes it, or as it stands where that is wrong."""
     try:
-        return str(json.loads(f'"{written}"', strict=False))
+        name = str(json.loads(f'"{written}"', strict=False))
+        return name if _is_text(name) else written
     except ValueError:
         return written
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be sent: half a surrogate pair, which JSON can write, cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _call(written: str) -> tuple[str, str] | None:
@@ -168,7 +177,10 @@ def _call(written: str) -> tuple[str, str] | None:
         found = json.loads(written)
         name, arguments = found["name"], found.get("arguments", found.get("parameters")) or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str) and not _is_text(text):
+            text = json.dumps(arguments)
         good = isinstance(name, str) and isinstance(json.loads(text), dict)  # text is JSON within JSON
+        good = good and _is_text(name + text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (name, text) if good else None
