@@ -440,7 +440,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "messages[0].content[0]",
     ),
     "a typo": ("/v1/chat/completions", {"messages": STORY, "max_token": 1}, 400, "max_token"),
-    "not yet": ("/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of"),
+    "not yet": ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     "alone": ("/v1/chat/completions", {"messages": STORY, "top_logprobs": 1}, 400, "top_logprobs"),
     "the template's": (
         "/v1/chat/completions",
@@ -481,12 +481,12 @@ def test_unknown_fields_are_named_with_the_nearest(plain: httpx.Client) -> None:
 
 def test_what_is_not_there_yet_is_refused_by_name(plain: httpx.Client) -> None:
     """But for values that ask for nothing."""
-    refused = {"best_of": 2, "suffix": "x", "use_beam_search": True, "logits_processors": []}
+    refused = {"suffix": "x", "logits_processors": []}
     refused |= {"prompt_embeds": "x"}
     for field, value in refused.items():
         error = error_of(plain.post("/v1/completions", json={"prompt": "x", field: value}), 400)
         assert error["message"] == f"{field}: not supported yet"
-    nothing = {"best_of": 1, "suffix": "", "use_beam_search": False}
+    nothing = {"suffix": "", "prompt_embeds": None}
     nothing |= dict.fromkeys(refused.keys() - nothing.keys())
     assert plain.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **nothing}).status_code == 200
     for field, value in {"tool_choice": "required", "store": True, "audio": {}}.items():
