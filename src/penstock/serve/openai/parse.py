@@ -41,7 +41,7 @@ def parse(body: bytes, schema: type[T]) -> T:
     known = schema.__struct_fields__
     for name in [name for name in found if name not in known]:
         value = found.pop(name)
-        if name in ChatRequest.__struct_fields__:
+        if schema is CompletionRequest and name in ChatRequest.__struct_fields__:
             if value is not None:
                 raise invalid(name, "goes with chats only")
             continue
