@@ -122,19 +122,10 @@ class Engine:
         self._runner = runner(self.model, spec, host_blocks)
         self.speculation: Speculation | None = None
         if speculative:
-            drafter: Drafter = Lookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-            if drafting and own:
-                drafter = DraftModel(
-                    runner(drafting, own, 0),
-                    blocks=blocks,
-                    block_size=options.block_size,
-                    rows=options.max_num_seqs,
-                    tokens=options.max_num_batched_tokens,
-                )
-            elif self.model.heads_ahead:
-                drafter = HeadsAhead(self._runner, len(self.model.heads_ahead), options.max_num_seqs)
-            most = speculative.num_speculative_tokens
-            self.speculation = self.scheduler.speculation = Speculation(drafter, most, speculative.adaptive)
+            guessing = runner(drafting, own, 0) if drafting and own else None
+            drafter = self._drafter(speculative, options, guessing, blocks)
+            self.speculation = Speculation(drafter, speculative.num_speculative_tokens, speculative.adaptive)
+            self.scheduler.speculation = self.speculation
         logger.info(
             "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
             self.model.config.architecture,
@@ -143,6 +134,18 @@ class Engine:
             self.fingerprint,
             "" if self.batch_invariant else "not ",
         )
+
+    def _drafter(
+        self, speculative: SpeculativeConfig, options: EngineOptions, draft: Runner | None, blocks: int
+    ) -> Drafter:
+        """Who guesses; ``draft`` runs the draft model, where there is one."""
+        rows = options.max_num_seqs
+        if draft:
+            size, tokens = options.block_size, options.max_num_batched_tokens
+            return DraftModel(draft, blocks=blocks, block_size=size, rows=rows, tokens=tokens)
+        if self.model.heads_ahead:
+            return HeadsAhead(self._runner, len(self.model.heads_ahead), rows)
+        return Lookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
 
     def check(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
