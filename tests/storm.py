@@ -425,6 +425,7 @@ async def never_reading(served: Served) -> Heard:
     with made:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
         made.sendall(head.encode() + content)
+        await asyncio.to_thread(made.recv, 1, socket.MSG_PEEK)  # until then the request may not be counted as open
 
         async def dropped() -> None:
             assert (await page(served))["penstock:num_requests_open"] == 0

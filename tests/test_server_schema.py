@@ -279,4 +279,4 @@ def test_a_large_request_holds_nobody_up(roomy: Served, name: str) -> None:
         finally:
             ended.set()
         probing.result()
-    assert max(waits) < 1.0
+    assert max(waits) < 3.0  # 0.4 at most on two idle cores; a busy machine has stood still for a second
