@@ -76,6 +76,8 @@ def judge(llm: LLM, schema: Any, documents: int, max_tokens: int) -> tuple[str, 
         try:
             if not validator.is_valid(json.loads(text)):
                 return "broken", text
+        except json.JSONDecodeError:
+            return "broken", text
         except re.error as error:  # not of Python's patterns
             return "unjudged", str(error)
     return ("kept to", "") if ended else ("unfinished", output.outputs[0].text)

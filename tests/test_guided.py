@@ -192,6 +192,7 @@ REFUSED_BY_XGRAMMAR: dict[str, dict[str, Any]] = {
     },
     r"\$ref to '#/properties/a'": {"json": {"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}}},
     "more than 64 bits": {"json": {"const": 2**64}},
+    "leave nothing": {"json": {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.0000001}},
     "whitespace_pattern": {"json": {}, "whitespace_pattern": " "},
     "Lark": {"grammar": 'start: "a"'},
     r"\^ within": {"regex": "a^b"},

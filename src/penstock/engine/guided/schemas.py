@@ -28,6 +28,8 @@ OF_TYPE: dict[str, tuple[str, ...]] = {
 TYPED = {keyword for keywords in OF_TYPE.values() for keyword in keywords}
 LARGEST = 2**63 - 1
 """Integers are no larger in xgrammar."""
+CLOSEST = 1e-4
+"""Between the bounds of numbers: xgrammar writes six decimals, and where none lie between it takes nothing for one."""
 ANY = {"$ref": "#/$defs/any"}
 ANYTHING = {
     "anyOf": [
@@ -121,11 +123,7 @@ class _Rewriting:
             if name.startswith(("min", "max")) and name not in BOUNDS:
                 _whole(name, asked[name], 0)
         if kind in ("integer", "number"):
-            for name, bound in asked.items():
-                if kind == "integer" and isinstance(bound, float):
-                    raise NotKeptError(f"{name} of integers that is none itself")
-                if not isinstance(bound, float):
-                    _whole(name, bound, -LARGEST)
+            _check_bounds(kind, asked)
         elif kind == "array":
             asked = asked | {"items": self._items(asked.get("items", True))}
             if "prefixItems" in asked:
@@ -173,6 +171,19 @@ def _constants(asked: dict[str, Any]) -> dict[str, Any]:
     return {"enum": values}
 
 
+def _check_bounds(kind: str, asked: dict[str, Any]) -> None:
+    for name, bound in asked.items():
+        if kind == "integer" and isinstance(bound, float):
+            raise NotKeptError(f"{name} of integers that is none itself")
+        if not isinstance(bound, float):
+            _whole(name, bound, None)
+    low = [asked[name] for name in ("minimum", "exclusiveMinimum") if name in asked]
+    high = [asked[name] for name in ("maximum", "exclusiveMaximum") if name in asked]
+    least = CLOSEST if kind == "number" else ("exclusiveMinimum" in asked) + ("exclusiveMaximum" in asked)
+    if low and high and min(high) - max(low) < least:
+        raise NotKeptError(f"{' and '.join(asked)} that leave nothing between them, or too little")
+
+
 def _kinds(value: Any) -> set[str]:
     if isinstance(value, bool):
         return {"boolean"}
@@ -189,8 +200,9 @@ def _check_constant(name: str, value: Any) -> None:
         _check_constant(name, inner)
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, is {value!r:.50}")
-    if value > LARGEST:
+def _whole(name: str, value: Any, least: int | None) -> None:
+    if type(value) is not int or (least is not None and value < least):
+        words = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be a number{words}, is {value!r:.50}")
+    if abs(value) > LARGEST:
         raise NotKeptError(f"{name} of more than 64 bits")
