@@ -114,7 +114,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         option("What keys and values are kept in: auto as they are computed, int8 rounded, which takes half the room."),
     ] = "auto"
     guided_decoding_backend: Annotated[
-        Literal["auto", "llguidance", "off"],
+        Literal["auto", "llguidance", "xgrammar", "off"],
         option("What keeps outputs to schemas, patterns and grammars; off refuses requests for it."),
     ] = "auto"
     speculative_config: Annotated[

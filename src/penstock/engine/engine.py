@@ -24,7 +24,7 @@ from penstock.ops import KVSpec
 from .adapters import Adapters
 from .blocks import BlockPool
 from .draft_model import DraftModel
-from .guided import Guides
+from .guided import Guides, check_backend
 from .heads_ahead import HeadsAhead
 from .memory import count_blocks, count_host_blocks
 from .runner import Runner
@@ -53,6 +53,7 @@ class Engine:
         lora_modules = named(options.lora_modules)
         max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
+        check_backend(options.guided_decoding_backend)
 
         def load(checkpoint: Path, longest: int | None, max_loras: int = 0) -> Decoder:
             return load_model(

@@ -7,7 +7,7 @@ from .stops import StopStrings
 from .template import ChatTemplate
 from .thoughts import Stage, ThoughtForm, stage_of, thought_form
 from .tokenizer import Tokenizer
-from .tools import Form, ToolCall, ToolCalls, grammar_of, tool_form
+from .tools import Form, ToolCall, ToolCalls, forced_calls, tool_form
 
 __all__ = [
     "ChatTemplate",
@@ -22,7 +22,7 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "ToolCalls",
-    "grammar_of",
+    "forced_calls",
     "stage_of",
     "thought_form",
     "tool_form",

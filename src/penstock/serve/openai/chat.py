@@ -58,7 +58,7 @@ class Answering:
         self._adapter = service.adapter_of(request.model)
         self._sampling = chat_sampling(request, preparer.default_sampling())
         self._prompt = ChatPrompt(service, request, size)
-        if (calls := calls_of(request, self._prompt.tools, preparer.tokenizer)) is not None:
+        if (calls := calls_of(request, self._prompt.tools)) is not None:
             if self._sampling.guided_decoding:
                 raise invalid("tool_choice", "does not go with another form of the answer")
             self._sampling = self._sampling.replace(guided_decoding=calls)

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
 from penstock.core.guided import check_schema
-from penstock.text import Form, Tokenizer, grammar_of
+from penstock.text import Form, forced_calls
 
 from .schema import ChatRequest, NamedTool, Request, ResponseFormat
 
@@ -38,7 +38,7 @@ def form_of(request: Request) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(**wanted, asked_as=asked_as)
 
 
-def calls_of(request: ChatRequest, form: Form | None, tokenizer: Tokenizer) -> GuidedDecodingParams | None:
+def calls_of(request: ChatRequest, form: Form | None) -> GuidedDecodingParams | None:
     """The form of an answer that must call a tool, in the model's own form of calls.
 
     Raises ``PenstockError`` (``invalid``) where there is no such tool.
@@ -63,7 +63,7 @@ def calls_of(request: ChatRequest, form: Form | None, tokenizer: Tokenizer) -> G
     several = not one and request.parallel_tool_calls is not False
     wanted = {one: known[one]} if one else known
     assert form, "or tools would have been refused"
-    return GuidedDecodingParams(grammar=grammar_of(form, wanted, tokenizer.id_of, several), asked_as="tools")
+    return GuidedDecodingParams(structural_tag=forced_calls(form, wanted, several), asked_as="tools")
 
 
 def _structured(request: Request) -> dict[str, Any]:
@@ -80,7 +80,8 @@ def _format(request: Request) -> dict[str, Any]:
     if form.type == "json_object":
         return {"json_object": True}
     if form.type == "structural_tag":
-        return {"structural_tag": {"structures": form.structures or [], "triggers": form.triggers or []}}
+        old = {"structures": form.structures or [], "triggers": form.triggers or []}
+        return {"structural_tag": old if form.format is None else {"format": form.format}}
     if form.json_schema is None:
         raise invalid("response_format.json_schema", "is missing")
     if form.json_schema.schema is None:

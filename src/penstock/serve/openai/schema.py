@@ -37,6 +37,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,179 @@
+"""Forms kept to by llguidance, which refuses by name what it does not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, grammar_from
+
+from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.guided import STRICT
+
+from .guide import WHITESPACE, Backend, Grammar, Guide, NotKeptError, first_line
+from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
+from .tokens import split_text
+
+
+class LLGuide(Guide):
+    """The way through a compiled form."""
+
+    free = False
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> LLGuide:
+        return LLGuide(self._matcher.deep_copy())
+
+    def for_end(self, end: int) -> int:
+        return end  # which comes only where the form allows it
+
+    def take(self, token: int) -> bool:
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def failure(self) -> Failure | None:
+        if not self._matcher.is_error():
+            return None
+        return Failure(Code.UNSUPPORTED, f"the form cannot be followed: {first_line(self._matcher.get_error())}")
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allows(self, tokens: list[int]) -> int:
+        return int(self._matcher.validate_tokens(tokens))
+
+    def fill(self, row: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def forced(self) -> list[int]:
+        return list(self._matcher.compute_ff_tokens())
+
+
+class LLGrammar(Grammar):
+    """A compiled form."""
+
+    size = 0
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def begin(self) -> Guide:
+        return LLGuide(self._matcher.deep_copy())
+
+
+class LLGuidance(Backend):
+    """Compiles what a form needs at once, and the rest as sequences come to it."""
+
+    _tokens: Any
+
+    _own: Mapping[str, int]
+
+    def learn(self, tokens: Any, own: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._own = own
+
+    def compile(self, params: GuidedDecodingParams) -> Grammar:
+        try:
+            matcher = LLMatcher(self._tokens, _grammar(params, self._own), log_level=0)
+        except NotKeptError as error:
+            raise PenstockError(
+                Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {error}", params.field
+            ) from error
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise invalid(params.field, f"is wrong: {first_line(str(error))}") from error
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what it takes is taken here, where nobody waits, and shows whether it works
+        if matcher.is_error():
+            words = first_line(matcher.get_error()).replace("NoExtensionBias", "nothing is of this form")
+            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {words}", params.field)
+        return LLGrammar(matcher)
+
+
+def _grammar(params: GuidedDecodingParams, own: Mapping[str, int]) -> str:
+    """In llguidance's own form. Raises ``ValueError`` where it is none.
+
+    Args:
+        own: texts that are tokens of their own.
+    """
+    if params.json is not None or params.json_object:
+        schema = json.loads(params.json) if params.json is not None else {"type": "object"}
+        return str(LLMatcher.grammar_from_json_schema(_with_options(schema, params)))
+    if params.regex is not None:
+        return str(grammar_from("regex", params.regex))
+    if params.choice is not None:
+        return str(grammar_from("choice", json.dumps(params.choice)))
+    if params.grammar is not None:
+        return str(grammar_from("grammar", params.grammar))
+    return _Lark(params, own).write(read_structure(params))
+
+
+def _with_options(
+    schema: dict[str, Any], params: GuidedDecodingParams, separators: tuple[str, str] | None = None
+) -> dict[str, Any]:
+    """A schema with our options in place of its own. One that asks to be taken loosely is not."""
+    options: dict[str, Any] = dict(STRICT)
+    if separators:
+        options |= {"whitespace_flexible": False, "item_separator": separators[0], "key_separator": separators[1]}
+    elif params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = params.whitespace_pattern or rf"[ \n\r\t]{{1,{WHITESPACE}}}"
+    return schema | {"x-guidance": options}
+
+
+class _Lark:
+    """Writes a structure in Lark's notation."""
+
+    def __init__(self, params: GuidedDecodingParams, own: Mapping[str, int]) -> None:
+        self._params = params
+        self._own = own
+        self._rules: list[str] = []
+
+    def write(self, structure: Part | Tagged) -> str:
+        start = self._tagged(structure) if isinstance(structure, Tagged) else self._part(structure)
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _rule(self, text: str, mark: str = "") -> str:
+        """The name of a rule with this text."""
+        name = f"part_{len(self._rules)}"
+        self._rules.append(f"{name}{mark}: {text}")
+        return name
+
+    def _part(self, part: Part) -> str:
+        match part:
+            case Text(text):
+                return self._text(text)
+            case Json(schema, separators):  # in a rule of its own: its references point into itself
+                return self._rule(f"%json {json.dumps(_with_options(schema, self._params, separators))}")
+            case Pattern(pattern):
+                quoted = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
+                return self._rule(quoted.removeprefix("start: "))
+            case Chain(parts):
+                return " ".join(map(self._part, parts))
+            case Either(parts):
+                return self._rule(" | ".join(map(self._part, parts)))
+            case Repeated(inner, sign):
+                return f"({self._part(inner)}){sign}"
+
+    def _text(self, text: str) -> str:
+        found = split_text(text, self._own)
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in found)
+
+    def _tagged(self, structure: Tagged) -> str:
+        of_tokens = {tag.trigger in self._own for tag in structure.tags}
+        if len(of_tokens) > 1:
+            raise ValueError("triggers must all be tokens of their own, or none of them")
+        tags = []
+        for tag in structure.tags:
+            trigger = f"ANY {self._text(tag.trigger)}"
+            if tag.trigger not in self._own:
+                trigger = self._rule(trigger, "[lazy]")  # ends where it is written for the first time
+            tags.append(self._rule(f"{trigger} {self._part(tag.part)} {self._text(tag.end)}"))
+        self._rules.append("ANY: /(?s:.*)/")
+        return f"({' | '.join(tags)})* {self._rule('ANY')}"

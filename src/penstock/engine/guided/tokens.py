@@ -1,0 +1,64 @@
+"""What the model's tokens spell, read once and the same for either backend."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
+
+from .guide import first_line
+
+
+def read_tokens(known: Vocabulary, size: int, field: str) -> Any:
+    """llguidance's ``LLTokenizer``, which knows each token's bytes, and which tokens are marks that no text spells.
+
+    Args:
+        size: of the model's vocabulary.
+        field: of the request that is told where the tokenizer cannot be read.
+
+    Raises ``PenstockError`` (``unsupported``) where it cannot.
+    """
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(known.tokenizer, n_vocab=size, eos_token=known.eos)
+    except ValueError as error:
+        words = f"{field}: not with this model's tokenizer: {first_line(str(error))}"
+        raise PenstockError(Code.UNSUPPORTED, words, field) from error
+
+
+def own_tokens(known: Vocabulary) -> dict[str, int]:
+    """Tokens of their own (``<think>``), by their texts, which no other tokens are to write."""
+    return {token["content"]: token["id"] for token in json.loads(known.tokenizer).get("added_tokens") or ()}
+
+
+def split_text(text: str, own: Mapping[str, int]) -> list[str | int]:
+    """Parts of a text, of which none is empty, and between them tokens of their own."""
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(own, key=len, reverse=True)))})", text) if own else [text]
+    return [own.get(part, part) for part in parts if part]
+
+
+def check_text(params: GuidedDecodingParams, own: Iterable[str]) -> None:
+    """Raises ``PenstockError`` (``unsupported``) for a form that asks for one of these texts, or may ask for it."""
+    shape = params.json or params.structural_tag
+    text = "\n".join([params.regex or "", *(params.choice or ()), *_constants(shape and json.loads(shape))])
+    if token := next((token for token in own if token in text), None):
+        words = f"{params.field}: cannot be kept to: {token!r} is a token of its own, and no text, for this model"
+        raise PenstockError(Code.UNSUPPORTED, words, params.field)
+
+
+def _constants(part: Any, key: str = "") -> Iterator[str]:
+    """Texts of schemas and patterns that may have to be written."""
+    if isinstance(part, str) and key in ("const", "enum", "pattern"):
+        yield part
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _constants(inner, key)
+    elif isinstance(part, dict):
+        for name, inner in part.items():
+            if key == "properties":
+                yield name
+            yield from _constants(inner, key if key in ("const", "enum") else name)
