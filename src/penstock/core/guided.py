@@ -37,8 +37,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     grammar: str | None = None
     """Context free, in Lark's or GBNF's notation."""
     structural_tag: Any = None
-    """Free text with tagged parts that keep to schemas, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``, or
-    parts that are put together, ``{"format": {"type", …}}``, as xgrammar knows them; as text or as an object."""
+    """Free text with tagged parts that keep to schemas, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``,
+    or parts put together, ``{"format": {"type", …}}``, as vLLM and xgrammar know them; as text or as an object."""
     disable_any_whitespace: bool = False
     """JSON without any space or line break between its parts."""
     whitespace_pattern: str | None = None
