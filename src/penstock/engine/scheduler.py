@@ -15,20 +15,19 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 from penstock.core.options import SchedulerOptions
 
-from . import prefix
-from .beams import Beams, Branch
+from .beams import Beams
 from .blocks import BlockPool
 from .guided import Grammar
 from .plan import Draw, Item, Outcome, Plan
+from .progress import append, pool
+from .room import Place, Room
 from .sequence import Sequence, State
 from .speculation import Speculation
 from .thinking import guide_of
@@ -49,30 +48,21 @@ class Scheduler:
     def __init__(
         self, options: SchedulerOptions, device: BlockPool, host: BlockPool | None = None, weights: str = ""
     ) -> None:
-        if device.blocks_for(options.max_model_len) > device.total:
-            raise invalid(
-                "max_model_len",
-                f"{options.max_model_len} tokens do not fit into {device.total} KV blocks of {device.block_size}. "
-                "Give the cache more memory, or lower max_model_len.",
-                device.total * device.block_size,
-            )
         self.options = options
         self.device = device
         self.host = host
-        self.weights = weights
         self.waiting = Waiting(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
         self.running: list[Sequence] = []
-        """In the order of ``Waiting.place``; the last one is preempted first."""
+        """In the order of ``Waiting.turn``; the last one is preempted first."""
         self.preemptions = 0
         self.speculation: Speculation | None = None
         """Who guesses tokens ahead."""
-        self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
+        self._room = Room(options, device, host, weights)
         self._families: dict[str, list[Sequence]] = {}
         self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
         self._deadlines: list[tuple[float, int, str]] = []
         self._rows = list(range(options.max_num_seqs - 1, -1, -1))
         self._rows_due = 0
-        self._reserved = 0
         self._arrivals = 0
 
     # --- Requests come and go ---------------------------------------------------------------------------------------
@@ -104,8 +94,8 @@ class Scheduler:
             raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
-        together = self._never_evicting or sampling.use_beam_search
-        if together and self._blocks_to_the_end(request) > self.device.total:
+        together = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
+        if together and self._room.to_the_end(request) > self.device.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
         return request
 
@@ -227,9 +217,7 @@ class Scheduler:
         for family in self._families.values():
             for sequence in family:
                 if not host_blocks.isdisjoint(sequence.host_blocks):
-                    assert self.host is not None
-                    self.host.release(sequence.host_blocks)
-                    sequence.host_blocks = []
+                    self._room.release_host(sequence)
                     sequence.forget_computed()
 
     @property
@@ -283,13 +271,16 @@ class Scheduler:
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
             if first.pooled and first.state is not State.FINISHED and i in outcome.states:
-                deltas += self._pool(first, outcome.states[i])
+                deltas += self._told(first, pool(first, outcome.states[i]))
             for sequence, draw in zip(item.samples, drawn, strict=True):
                 if sequence is not first:
                     self._computed(sequence, end, end)
                 sequence.pending -= 1
-                if sequence.state is not State.FINISHED:
-                    deltas += self._search(sequence, draw) if sequence.beams else [self._append(sequence, draw)]
+                if sequence.state is State.FINISHED:
+                    continue
+                deltas += (
+                    self._search(sequence, draw) if sequence.beams else self._told(sequence, append(sequence, draw))
+                )
         return deltas
 
     # --- Sequences that run -----------------------------------------------------------------------------------------
@@ -313,11 +304,11 @@ class Scheduler:
                 continue
             most = min(budget, sequence.longest - len(sequence.tokens) - 1)
             draft = self.speculation.guess(sequence, most) if most > 0 else []
-            missing = self._missing(sequence, len(draft))
+            missing = self._room.missing(sequence, len(draft))
             if not draft or missing > self.device.free:
                 continue
             if missing:
-                self._grow(sequence, missing, plan)
+                plan.copies += self._room.grow(sequence, missing)
             item.draft.extend(draft)
             sequence.guessing = len(draft)
             sequence.planned += len(draft)
@@ -325,7 +316,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
-        while (missing := self._missing(sequence, count)) > self.device.free:
+        while (missing := self._room.missing(sequence, count)) > self.device.free:
             victim = self.running[-1]
             if any(one.steps_under_way for one in self._together(victim)):
                 return False
@@ -333,31 +324,8 @@ class Scheduler:
             if sequence.state is not State.RUNNING:
                 return False
         if missing:
-            self._grow(sequence, missing, plan)
+            plan.copies += self._room.grow(sequence, missing)
         return True
-
-    def _missing(self, sequence: Sequence, count: int) -> int:
-        """Blocks to allocate before ``count`` more tokens can be computed."""
-        missing = self.device.blocks_for(sequence.planned + count) - len(sequence.blocks)
-        return max(missing, 0) + self._writes_shared(sequence)
-
-    def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether the next token goes into a block that others hold, too."""
-        block, filled = divmod(sequence.planned, self.device.block_size)
-        return bool(filled) and self.device.holders(sequence.blocks[block]) > 1
-
-    def _grow(self, sequence: Sequence, missing: int, plan: Plan) -> None:
-        """Allocate the blocks that are missing; a shared one that is written next is replaced by a copy."""
-        if sequence.reserved:
-            self._reserve(sequence, sequence.reserved - min(missing, sequence.reserved))
-        shared = self._writes_shared(sequence)
-        blocks = self.device.allocate(missing)
-        if shared:
-            written = sequence.planned // self.device.block_size
-            plan.copies.append((sequence.blocks[written], blocks[0]))
-            self.device.release([sequence.blocks[written]])
-            sequence.blocks[written] = blocks.pop(0)
-        sequence.blocks += blocks
 
     def _put(self, sequence: Sequence, count: int, plan: Plan) -> None:
         """Plan ``count`` tokens of a sequence that has blocks for them."""
@@ -376,17 +344,11 @@ class Scheduler:
         n = first.request.sampling.width
         if n == 1 or len(family := self._families[first.request.request_id]) == n:
             return []
-        shared = first.blocks[: self.device.blocks_for(first.planned)]
         if first.beams and first.guide:
             first.beams.guide = first.guide.copy()
         for index in range(1, n):
-            twin = first.fork(index, shared.copy())
-            self.device.hold(shared)
+            twin = self._room.fork(first, index)
             twin.beams = first.beams
-            if self._never_evicting:
-                own = self.device.blocks_for(first.longest) - first.planned // self.device.block_size
-                self._reserve(first, first.reserved - own)
-                self._reserve(twin, own)
             twin.steps_under_way = 1
             self._run(twin)
             family.append(twin)
@@ -396,7 +358,7 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         sequence.row = self._rows.pop()
-        bisect.insort(self.running, sequence, key=self.waiting.place)
+        bisect.insort(self.running, sequence, key=self.waiting.turn)
 
     def _unborn(self, sequence: Sequence) -> int:
         """Sequences of its request that are still to be forked from it."""
@@ -407,66 +369,20 @@ class Scheduler:
     # --- Sequences that stop running --------------------------------------------------------------------------------
 
     def _computed(self, sequence: Sequence, start: int, end: int, drawn: list[int] | None = None) -> None:
-        """Tokens ``start`` to ``end`` are computed: full blocks can be found by others.
-
-        Args:
-            drawn: tokens that it is about to get, which may be among them.
-        """
+        """Tokens ``start`` to ``end`` are computed, of which the last ones may be ``drawn`` just now."""
         sequence.steps_under_way -= 1
         if sequence.state is State.FINISHED:
             self._give_back(sequence)
             return
         sequence.computed = end
-        size = self.device.block_size
-        if self.options.enable_prefix_caching and start // size < end // size:
-            self._name_blocks(sequence, drawn)
-            for full in range(start // size, end // size):
-                self.device.cache(sequence.blocks[full], sequence.chain[full])
+        self._room.keep(sequence, start, end, drawn or [])
 
-    def _append(self, sequence: Sequence, draw: Draw) -> TokenDelta:
-        """Append what was drawn and end the sequence where it is time."""
-        finished, stop_token, failure = None, None, None
-        guide, token_ids = sequence.guide, draw.token_ids
-        for i, token in enumerate(token_ids, 1):
-            if guide and token in sequence.request.eos_token_ids:
-                token = token_ids[i - 1] = guide.for_end(token)
-                if draw.logprobs:  # which stay those of what was drawn
-                    draw.logprobs[i - 1][0] = msgspec.structs.replace(draw.logprobs[i - 1][0], token_id=token)
-            sequence.tokens.append(token)
-            if guide and (failure := guide.failure):
-                finished = FinishReason.ERROR
-            elif token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
-                finished, stop_token = FinishReason.STOP, token
-            elif guide and not guide.take(token):
-                finished, failure = FinishReason.ERROR, guide.failure
-            elif guide and guide.complete:
-                finished = FinishReason.STOP
-            elif len(sequence.tokens) >= sequence.longest:
-                finished = FinishReason.LENGTH
-            elif guide and i == len(token_ids) and self._may_jump(sequence):
-                token_ids += guide.forced()
-            if finished:
-                del token_ids[i:]
-        if draw.logprobs:
-            del draw.logprobs[len(token_ids) :]
-        delta = TokenDelta(
-            request_id=sequence.request.request_id,
-            sequence=sequence.index,
-            token_ids=token_ids,
-            logprobs=draw.logprobs,
-            prompt_logprobs=sequence.prompt_logprobs,
-            finished=finished,
-            failure=failure,
-            stop_token=stop_token,
-            cached_tokens=sequence.cached or 0,
-            queued=sequence.queued,
-        )
-        sequence.prompt_logprobs = None
-        sequence.queued = 0.0
-        if finished:
+    def _told(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
+        """What a step brought a sequence, which ends with it where the delta says so."""
+        if delta and delta.finished:
             self._end(sequence)
             self._forget_if_ended(sequence.request.request_id)
-        return delta
+        return [delta] if delta else []
 
     def _search(self, sequence: Sequence, draw: Draw) -> list[TokenDelta]:
         """Take in what one beam may go on with; once all have told, the best go on, over the blocks of those they come
@@ -481,46 +397,8 @@ class Scheduler:
                 self._end(one)
             del self._families[sequence.request.request_id]
             return beams.deltas(family[0])
-        self._branch(family, chosen)
+        self._room.branch(family, chosen)
         return []
-
-    def _branch(self, family: list[Sequence], chosen: list[Branch]) -> None:
-        """Let beams go on from others' tokens, over the same blocks."""
-        old = [(one.tokens, one.blocks, one.chain) for one in family]
-        for one, branch in zip(family, chosen, strict=True):
-            tokens, blocks, chain = old[branch.parent]
-            shared = blocks[: self.device.blocks_for(one.planned)]
-            self.device.hold(shared)
-            one.tokens, one.blocks, one.chain = [*tokens, branch.token], shared, chain.copy()
-            one.guide = branch.guide
-        for one, (_, blocks, _) in zip(family, old, strict=True):
-            self.device.release(blocks)
-            if self._never_evicting:
-                self._reserve(one, self.device.blocks_for(one.longest) - one.planned // self.device.block_size)
-
-    def _pool(self, sequence: Sequence, states: np.ndarray) -> list[TokenDelta]:
-        """Take in hidden states that a vector is made of; when they are all there, it is the sequence's end."""
-        assert sequence.pooled is not None
-        sequence.pooled.add(states)
-        if sequence.computed < sequence.prompt_length:
-            return []
-        request_id = sequence.request.request_id
-        self._end(sequence)
-        self._forget_if_ended(request_id)
-        return [
-            TokenDelta(
-                request_id=request_id,
-                embedding=sequence.pooled.vector(),
-                finished=FinishReason.STOP,
-                cached_tokens=sequence.cached or 0,
-                queued=sequence.queued,
-            )
-        ]
-
-    def _may_jump(self, sequence: Sequence) -> bool:
-        """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
-        sampling = sequence.request.sampling
-        return not sequence.pending and sampling.logprobs is None and not sampling.stop
 
     def _forget_if_ended(self, request_id: str) -> None:
         if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):
@@ -538,9 +416,8 @@ class Scheduler:
         self._rows_due -= self._unborn(victim)
         self._leave_running(victim)
         swaps = self.options.preemption_mode == "swap" and not victim.beams
-        if swaps and self.host and len(victim.blocks) <= self.host.free:
-            victim.host_blocks = self.host.allocate(len(victim.blocks))
-            plan.swap_out += zip(victim.blocks, victim.host_blocks, strict=True)
+        if swaps and (moved := self._room.swap_out(victim)):
+            plan.swap_out += moved
             victim.state = State.SWAPPED
         else:
             victim.forget_computed()
@@ -570,23 +447,20 @@ class Scheduler:
             self._leave_running(sequence)
         else:
             self.waiting.leave()
-            if self.host:
-                self.host.release(sequence.host_blocks)
-        sequence.host_blocks = []
+            self._room.release_host(sequence)
         sequence.state = State.FINISHED
         self._give_back(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
-        del self.running[bisect.bisect_left(self.running, self.waiting.place(sequence), key=self.waiting.place)]
-        self._reserve(sequence, 0)
+        del self.running[bisect.bisect_left(self.running, self.waiting.turn(sequence), key=self.waiting.turn)]
+        self._room.unreserve(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         """Return row and blocks, unless a step under way uses them."""
         if sequence.steps_under_way == 0 and sequence.row >= 0:
             self._rows.append(sequence.row)
             sequence.row = -1
-            self.device.release(sequence.blocks)
-            sequence.blocks = []
+            self._room.release(sequence)
 
     # --- Sequences that wait ----------------------------------------------------------------------------------------
 
@@ -599,7 +473,7 @@ class Scheduler:
             sequence = self.waiting.first(with_long=long < options.max_long_partial_prefills)
             if sequence is None or len(self._rows) - self._rows_due < 1 + self._unborn(sequence):
                 return
-            place = self._place_for(sequence)
+            place = self._room.place_for(sequence)
             remaining = len(sequence.tokens) - place.start
             count = min(remaining, budget, options.long_prefill_token_threshold or budget)
             if count < remaining:
@@ -612,75 +486,17 @@ class Scheduler:
             self._put(sequence, count, plan)
             budget -= count
 
-    def _place_for(self, sequence: Sequence) -> Place:
-        """Where a waiting sequence can go on."""
-        if sequence.state is State.SWAPPED:
-            return Place(sequence.computed, [])
-        if not self.options.enable_prefix_caching or sequence.wants_all:
-            return Place(0, [])
-        self._name_blocks(sequence)
-        size = self.device.block_size
-        hits = self.device.cached(sequence.chain[: (len(sequence.tokens) - 1) // size])  # one token is left to compute
-        return Place(len(hits) * size, hits)
-
     def _start(self, sequence: Sequence, place: Place, count: int, plan: Plan) -> bool:
         """Run a waiting sequence with ``count`` tokens from ``place`` on. False: its blocks are not there."""
-        device, options = self.device, self.options
-        needed = max(device.blocks_for(place.start + count), len(sequence.host_blocks))
-        if not sequence.generated:
-            needed = max(needed, min(needed + options.static_decode_blocks, device.blocks_for(sequence.longest)))
-        taken = needed - len(place.hits) + device.free_among(place.hits)
-        later = max(self._blocks_to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
-        if taken + later > device.free - self._reserved:
+        if not self._room.take(sequence, place, count, alone=not self.running):
             return False
-        if self.running and device.used + taken > options.kv_cache_ratio * device.total:
-            return False
-        device.hold(place.hits)
-        sequence.blocks = place.hits + device.allocate(needed - len(place.hits))
         if sequence.state is State.SWAPPED:
-            assert self.host is not None
-            plan.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=False)
-            self.host.release(sequence.host_blocks)
-            sequence.host_blocks = []
+            plan.swap_in += self._room.swap_in(sequence)
         if sequence.cached is None:
             sequence.cached = place.start
             sequence.queued = time.monotonic() - sequence.arrived
         sequence.computed = sequence.planned = place.start
-        self._reserve(sequence, later)
         self.waiting.leave()
         self._rows_due += self._unborn(sequence)
         self._run(sequence)
         return True
-
-    # --- Blocks -----------------------------------------------------------------------------------------------------
-
-    def _name_blocks(self, sequence: Sequence, drawn: list[int] | None = None) -> None:
-        """Name the full blocks of its tokens for the prefix cache, and of those that it is about to get."""
-        request = sequence.request
-        start = b"" if sequence.chain else prefix.root(self.weights, request.adapter, request.cache_salt)
-        prefix.extend(sequence.chain, start, sequence.tokens + (drawn or []), self.device.block_size)
-
-    def _reserve(self, sequence: Sequence, blocks: int) -> None:
-        """Set aside so many blocks for a sequence, in place of what was."""
-        self._reserved += blocks - sequence.reserved
-        sequence.reserved = blocks
-
-    def _blocks_to_the_end(self, request: EngineRequest) -> int:
-        """Blocks that all sequences of a request hold at their longest; what is full of the prompt is shared.
-
-        One more where there are several, since the first to write into the shared rest copies it; beams part and copy
-        again and again.
-        """
-        sampling, max_tokens = request.sampling, 0 if request.pooling else request.sampling.max_tokens
-        assert max_tokens is not None
-        full = len(request.prompt) // self.device.block_size
-        own = self.device.blocks_for(len(request.prompt) + max_tokens) - full
-        copies = sampling.width if sampling.use_beam_search else sampling.width > 1
-        return full + sampling.width * own + copies
-
-
-class Place(NamedTuple):
-    """Where a waiting sequence goes on: after ``start`` tokens, of which ``hits`` are cached blocks."""
-
-    start: int
-    hits: list[int]

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 from .sequence import Sequence, State
 
-Place = tuple[int, int, int]
+Turn = tuple[int, int, int]
 
 
 class Waiting:
@@ -19,14 +19,14 @@ class Waiting:
     def __init__(self, by_priority: bool, long_threshold: int = 0) -> None:
         self._by_priority = by_priority
         self._long_threshold = long_threshold
-        self._short: list[tuple[Place, Sequence]] = []
-        self._long: list[tuple[Place, Sequence]] = []
+        self._short: list[tuple[Turn, Sequence]] = []
+        self._long: list[tuple[Turn, Sequence]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def place(self, sequence: Sequence) -> Place:
+    def turn(self, sequence: Sequence) -> Turn:
         """What sequences are ordered by; no two are equal."""
         priority = sequence.request.priority if self._by_priority else 0
         return priority, sequence.order, sequence.index
@@ -35,7 +35,7 @@ class Waiting:
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.computed
 
     def push(self, sequence: Sequence, expected: bool = False) -> None:
-        heappush(self._long if self.is_long(sequence) else self._short, (self.place(sequence), sequence))
+        heappush(self._long if self.is_long(sequence) else self._short, (self.turn(sequence), sequence))
         self._count += not expected
 
     def expect(self) -> None:

@@ -1,0 +1,75 @@
+"""What a step brings one sequence: tokens are appended, and it ends where it is time."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from penstock.core import FinishReason, TokenDelta
+
+from .plan import Draw
+from .sequence import Sequence
+
+
+def append(sequence: Sequence, draw: Draw) -> TokenDelta:
+    """Append what was drawn, and what alone can come after it. The delta says whether the sequence has ended."""
+    finished, stop_token, failure = None, None, None
+    guide, token_ids = sequence.guide, draw.token_ids
+    for i, token in enumerate(token_ids, 1):
+        if guide and token in sequence.request.eos_token_ids:
+            token = token_ids[i - 1] = guide.for_end(token)
+            if draw.logprobs:  # which stay those of what was drawn
+                draw.logprobs[i - 1][0] = msgspec.structs.replace(draw.logprobs[i - 1][0], token_id=token)
+        sequence.tokens.append(token)
+        if guide and (failure := guide.failure):
+            finished = FinishReason.ERROR
+        elif token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
+            finished, stop_token = FinishReason.STOP, token
+        elif guide and not guide.take(token):
+            finished, failure = FinishReason.ERROR, guide.failure
+        elif guide and guide.complete:
+            finished = FinishReason.STOP
+        elif len(sequence.tokens) >= sequence.longest:
+            finished = FinishReason.LENGTH
+        elif guide and i == len(token_ids) and _may_jump(sequence):
+            token_ids += guide.forced()
+        if finished:
+            del token_ids[i:]
+    if draw.logprobs:
+        del draw.logprobs[len(token_ids) :]
+    delta = TokenDelta(
+        request_id=sequence.request.request_id,
+        sequence=sequence.index,
+        token_ids=token_ids,
+        logprobs=draw.logprobs,
+        prompt_logprobs=sequence.prompt_logprobs,
+        finished=finished,
+        failure=failure,
+        stop_token=stop_token,
+        cached_tokens=sequence.cached or 0,
+        queued=sequence.queued,
+    )
+    sequence.prompt_logprobs = None
+    sequence.queued = 0.0
+    return delta
+
+
+def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
+    """Take in hidden states that a vector is made of; the last delta, with the vector, once they are all there."""
+    assert sequence.pooled is not None
+    sequence.pooled.add(states)
+    if sequence.computed < sequence.prompt_length:
+        return None
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        embedding=sequence.pooled.vector(),
+        finished=FinishReason.STOP,
+        cached_tokens=sequence.cached or 0,
+        queued=sequence.queued,
+    )
+
+
+def _may_jump(sequence: Sequence) -> bool:
+    """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
+    sampling = sequence.request.sampling
+    return not sequence.pending and sampling.logprobs is None and not sampling.stop

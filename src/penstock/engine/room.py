@@ -1,0 +1,203 @@
+"""Room for sequences: the KV blocks that each holds, needs, shares, is promised and gives back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.core import EngineRequest
+from penstock.core.errors import invalid
+from penstock.core.options import SchedulerOptions
+
+from . import prefix
+from .beams import Branch
+from .blocks import BlockPool
+from .sequence import Sequence, State
+
+
+class Place(NamedTuple):
+    """Where a waiting sequence goes on: after ``start`` tokens, of which ``hits`` are cached blocks."""
+
+    start: int
+    hits: list[int]
+
+
+class Room:
+    """Blocks of sequences, on the device and in the host tier.
+
+    Args:
+        host: where swapped sequences wait; None where there is no such tier.
+        weights: names the weights in the prefix cache.
+
+    Raises ``PenstockError`` (``invalid``) where the device cannot hold a single sequence of ``max_model_len``.
+    """
+
+    def __init__(self, options: SchedulerOptions, device: BlockPool, host: BlockPool | None, weights: str) -> None:
+        if device.blocks_for(options.max_model_len) > device.total:
+            raise invalid(
+                "max_model_len",
+                f"{options.max_model_len} tokens do not fit into {device.total} KV blocks of {device.block_size}. "
+                "Give the cache more memory, or lower max_model_len.",
+                device.total * device.block_size,
+            )
+        self._options = options
+        self._device = device
+        self._host = host
+        self._weights = weights
+        self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
+        self._reserved = 0
+
+    def to_the_end(self, request: EngineRequest) -> int:
+        """Blocks that all sequences of a request hold at their longest; what is full of the prompt is shared.
+
+        One more where there are several, since the first to write into the shared rest copies it; beams part and copy
+        again and again.
+        """
+        sampling, max_tokens = request.sampling, 0 if request.pooling else request.sampling.max_tokens
+        assert max_tokens is not None
+        full = len(request.prompt) // self._device.block_size
+        own = self._device.blocks_for(len(request.prompt) + max_tokens) - full
+        copies = sampling.width if sampling.use_beam_search else sampling.width > 1
+        return full + sampling.width * own + copies
+
+    # --- A sequence begins, or goes on --------------------------------------------------------------------------------
+
+    def place_for(self, sequence: Sequence) -> Place:
+        """Where a waiting sequence can go on."""
+        if sequence.state is State.SWAPPED:
+            return Place(sequence.computed, [])
+        if not self._options.enable_prefix_caching or sequence.wants_all:
+            return Place(0, [])
+        self._name(sequence)
+        size = self._device.block_size
+        hits = self._device.cached(sequence.chain[: (len(sequence.tokens) - 1) // size])  # one token is left to compute
+        return Place(len(hits) * size, hits)
+
+    def take(self, sequence: Sequence, place: Place, count: int, alone: bool) -> bool:
+        """Give a waiting sequence blocks for ``count`` tokens from ``place`` on. False: they are not there.
+
+        Args:
+            alone: whether no other sequence runs.
+        """
+        device, options = self._device, self._options
+        needed = max(device.blocks_for(place.start + count), len(sequence.host_blocks))
+        if not sequence.generated:
+            needed = max(needed, min(needed + options.static_decode_blocks, device.blocks_for(sequence.longest)))
+        taken = needed - len(place.hits) + device.free_among(place.hits)
+        later = max(self.to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
+        if taken + later > device.free - self._reserved:
+            return False
+        if not alone and device.used + taken > options.kv_cache_ratio * device.total:
+            return False
+        device.hold(place.hits)
+        sequence.blocks = place.hits + device.allocate(needed - len(place.hits))
+        self._reserve(sequence, later)
+        return True
+
+    def missing(self, sequence: Sequence, count: int) -> int:
+        """Blocks to allocate before ``count`` more tokens can be computed."""
+        missing = self._device.blocks_for(sequence.planned + count) - len(sequence.blocks)
+        return max(missing, 0) + self._writes_shared(sequence)
+
+    def grow(self, sequence: Sequence, missing: int) -> list[tuple[int, int]]:
+        """Allocate the blocks that are missing; a shared one that is written next is replaced by a copy.
+
+        Returns blocks to copy: from, to.
+        """
+        if sequence.reserved:
+            self._reserve(sequence, sequence.reserved - min(missing, sequence.reserved))
+        shared = self._writes_shared(sequence)
+        blocks = self._device.allocate(missing)
+        copies = []
+        if shared:
+            written = sequence.planned // self._device.block_size
+            copies.append((sequence.blocks[written], blocks[0]))
+            self._device.release([sequence.blocks[written]])
+            sequence.blocks[written] = blocks.pop(0)
+        sequence.blocks += blocks
+        return copies
+
+    def keep(self, sequence: Sequence, start: int, end: int, drawn: list[int]) -> None:
+        """Let the blocks that became full with tokens ``start`` to ``end`` be found by others.
+
+        Args:
+            drawn: tokens that it is about to get, which may be among them.
+        """
+        size = self._device.block_size
+        if self._options.enable_prefix_caching and start // size < end // size:
+            self._name(sequence, drawn)
+            for full in range(start // size, end // size):
+                self._device.cache(sequence.blocks[full], sequence.chain[full])
+
+    # --- Several go on from one ---------------------------------------------------------------------------------------
+
+    def fork(self, first: Sequence, index: int) -> Sequence:
+        """A sibling that goes on from here, over the same blocks."""
+        shared = first.blocks[: self._device.blocks_for(first.planned)]
+        twin = first.fork(index, shared)
+        self._device.hold(shared)
+        if self._never_evicting:
+            own = self._device.blocks_for(first.longest) - first.planned // self._device.block_size
+            self._reserve(first, first.reserved - own)
+            self._reserve(twin, own)
+        return twin
+
+    def branch(self, family: list[Sequence], chosen: list[Branch]) -> None:
+        """Let beams go on from others' tokens, over the same blocks."""
+        old = [(one.tokens, one.blocks, one.chain) for one in family]
+        for one, branch in zip(family, chosen, strict=True):
+            tokens, blocks, chain = old[branch.parent]
+            shared = blocks[: self._device.blocks_for(one.planned)]
+            self._device.hold(shared)
+            one.tokens, one.blocks, one.chain = [*tokens, branch.token], shared, chain.copy()
+            one.guide = branch.guide
+        for one, (_, blocks, _) in zip(family, old, strict=True):
+            self._device.release(blocks)
+            if self._never_evicting:
+                self._reserve(one, self._device.blocks_for(one.longest) - one.planned // self._device.block_size)
+
+    # --- A sequence gives back ----------------------------------------------------------------------------------------
+
+    def unreserve(self, sequence: Sequence) -> None:
+        """Nothing is set aside for it any more."""
+        self._reserve(sequence, 0)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back its blocks on the device."""
+        self._device.release(sequence.blocks)
+        sequence.blocks = []
+
+    def release_host(self, sequence: Sequence) -> None:
+        """Give back its blocks in the host tier."""
+        if self._host:
+            self._host.release(sequence.host_blocks)
+        sequence.host_blocks = []
+
+    def swap_out(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Take blocks in the host tier for all of its own. Returns which to copy: device, host; none where there is no
+        such tier, or no room in it."""
+        if not self._host or len(sequence.blocks) > self._host.free:
+            return []
+        sequence.host_blocks = self._host.allocate(len(sequence.blocks))
+        return list(zip(sequence.blocks, sequence.host_blocks, strict=True))
+
+    def swap_in(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Give back its blocks in the host tier. Returns which to copy before: host, device."""
+        moved = list(zip(sequence.host_blocks, sequence.blocks, strict=False))
+        self.release_host(sequence)
+        return moved
+
+    def _name(self, sequence: Sequence, drawn: list[int] | None = None) -> None:
+        """Name the full blocks of its tokens for the prefix cache, and of those that it is about to get."""
+        request = sequence.request
+        start = b"" if sequence.chain else prefix.root(self._weights, request.adapter, request.cache_salt)
+        prefix.extend(sequence.chain, start, sequence.tokens + (drawn or []), self._device.block_size)
+
+    def _writes_shared(self, sequence: Sequence) -> bool:
+        """Whether the next token goes into a block that others hold, too."""
+        block, filled = divmod(sequence.planned, self._device.block_size)
+        return bool(filled) and self._device.holders(sequence.blocks[block]) > 1
+
+    def _reserve(self, sequence: Sequence, blocks: int) -> None:
+        """Set aside so many blocks for a sequence, in place of what was."""
+        self._reserved += blocks - sequence.reserved
+        sequence.reserved = blocks
