@@ -16,8 +16,6 @@ from tqdm import tqdm
 
 from penstock import LLM, GuidedDecodingParams, SamplingParams
 
-WORDS = {"type": "array", "items": {"type": "string"}, "minItems": 500}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,11 +24,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: 32)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of each (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-length", type=int, help="characters of a word (default: as many as there come)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     llm = LLM(args.checkpoint, quantization=args.quantization, max_model_len=1024, kv_cache_memory_bytes=2**31)
     free = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
-    form = GuidedDecodingParams(json=WORDS)
+    word = {"type": "string"} | ({"maxLength": args.max_length} if args.max_length else {})
+    form = GuidedDecodingParams(json={"type": "array", "items": word, "minItems": 500})
     guided = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, guided_decoding=form)
     prompts = [[100 + i, *range(200, 215)] for i in range(args.batch)]
 

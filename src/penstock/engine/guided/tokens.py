@@ -11,6 +11,15 @@ from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
 
 from .guide import first_line
 
+SLICES = [
+    r"[ \n\r\t]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""Kinds of tokens that are allowed or not together where masks are found: those that strings of JSON hold, up to a
+length. With the two lengths that llguidance has by itself, masks of strings whose length is bounded take 1.4 times as
+long."""
+
 
 def read_tokens(known: Vocabulary, size: int, field: str) -> Any:
     """llguidance's ``LLTokenizer``, which knows each token's bytes, and which tokens are marks that no text spells.
@@ -24,7 +33,7 @@ def read_tokens(known: Vocabulary, size: int, field: str) -> Any:
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(known.tokenizer, n_vocab=size, eos_token=known.eos)
+        return LLTokenizer(known.tokenizer, n_vocab=size, eos_token=known.eos, slices=SLICES)
     except ValueError as error:
         words = f"{field}: not with this model's tokenizer: {first_line(str(error))}"
         raise PenstockError(Code.UNSUPPORTED, words, field) from error
