@@ -47,6 +47,10 @@ def _print_table(configured: Configured) -> None:
             section = setting.section
             print(f"\n{TITLES[section]}" if section != "model" else TITLES[section])
         print(f"  {setting.name:<28} {value:<{width}}  {configured.sources[setting.name]}")
+    if configured.ignored:
+        print("\nignored")
+        for name, why in configured.ignored.items():
+            print(f"  {name:<28} {why}")
 
 
 def _as_json(configured: Configured) -> dict[str, Any]:

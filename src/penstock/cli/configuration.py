@@ -1,4 +1,4 @@
-"""Where options come from, in rising precedence: defaults, a YAML file, the environment, the command line."""
+"""Where options come from, in rising precedence: defaults, a profile, a YAML file, the environment, flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration
+from penstock.core.profiles import Alias, Profile
 from penstock.core.settings import Setting, nearest, settings
 
 logger = logging.getLogger(__name__)
@@ -30,21 +31,42 @@ class Configured:
 
     configuration: Configuration
     sources: Mapping[str, str]
-    """By name: ``default``, the file, the environment's name or the flag."""
+    """By name: ``default``, the profile, the file, the environment's name or the flag."""
+    ignored: Mapping[str, str]
+    """What was given and has no meaning here, by flag or environment's name, with the reason."""
 
 
-def read(flags: Mapping[str, Any], file: str | Path | None, environment: Mapping[str, str] = os.environ) -> Configured:
+def read(
+    flags: Mapping[str, Any],
+    file: str | Path | None,
+    environment: Mapping[str, str] = os.environ,
+    profile: Profile | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Configured:
     """Put a configuration together.
 
     Args:
         flags: values given on the command line, by name.
+        aliases: of the profile's flags, those given on the command line, as they were typed.
         file: of YAML: options by name, with ``_`` or ``-``, at the top or under their section's name.
         environment: ``PENSTOCK_`` and the name in capitals; several values with commas between them.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
     known = settings()
-    given: list[tuple[str, Any, str]] = [*_of_file(file), *_of(environment)]
+    ignored: dict[str, str] = {}
+    given: list[tuple[str, Any, str]] = []
+    if profile:
+        given += [(name, value, f"the profile {profile.name}") for name, value in profile.defaults.items()]
+    given += _of_file(file)
+    if profile:
+        variables = {name: environment[name] for name in profile.variables if environment.get(name)}
+        profile.check(variables | {_flag(name): text for name, text in (aliases or {}).items()})
+        given += _meant(profile.variables, variables, str, ignored)
+        given += _of(environment)
+        given += _meant(profile.flags, aliases or {}, _flag, ignored)
+    else:
+        given += _of(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
@@ -55,7 +77,28 @@ def read(flags: Mapping[str, Any], file: str | Path | None, environment: Mapping
     for name, value in values.items():
         parts[known[name].section][name] = value
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
-    return Configured(Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS}), sources)
+    found = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
+    return Configured(found, sources, ignored)
+
+
+def _meant(
+    table: Mapping[str, Alias], given: Mapping[str, str], source: Callable[[str], str], ignored: dict[str, str]
+) -> Given:
+    """The settings that another system's names mean; what means nothing here is noted."""
+    for name, text in given.items():
+        if table[name].why:
+            ignored[source(name)] = table[name].why
+            continue
+        try:
+            found = table[name].settings(text)
+        except ValueError as error:
+            raise invalid(source(name), f"{text!r} is wrong: {error}") from error
+        for setting, value in found.items():
+            yield setting, value, source(name)
+
+
+def _flag(name: str) -> str:
+    return f"--{name}"
 
 
 def _checked(setting: Setting, value: Any, source: str) -> Any:

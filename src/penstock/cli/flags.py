@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from penstock.core.profiles import Alias, Profile, load
 from penstock.core.settings import Setting, settings
 
 from .configuration import Configured, read
@@ -18,10 +22,16 @@ TITLES = {
     "log": "log options",
 }
 FOR_AN_ENGINE = ("model", "engine")
+THEIRS = "theirs:"
+"""Before the names of a profile's flags, which may be ours."""
+
+logger = logging.getLogger(__name__)
 
 
 def add_options(
-    parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR_AN_ENGINE, names: tuple[str, ...] = ()
+    parser: argparse.ArgumentParser,
+    sections: tuple[str, ...] = FOR_AN_ENGINE,
+    names: tuple[str, ...] = (),
 ) -> None:
     """Give the parser ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``.
 
@@ -33,7 +43,7 @@ def add_options(
         "--config", metavar="FILE", help="YAML file of options, which the environment and flags override"
     )
     taken = [setting for setting in settings().values() if setting.section in sections or setting.name in names]
-    parser.set_defaults(options=[setting.name for setting in taken])
+    parser.set_defaults(options=[setting.name for setting in taken], profile=None)
     for section, title in TITLES.items():
         own = [setting for setting in taken if setting.section == section]
         if own:
@@ -47,13 +57,52 @@ def configure(args: argparse.Namespace) -> Configured:
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
-    return read({name: getattr(args, name) for name in args.options if hasattr(args, name)}, args.config)
+    profile: Profile | None = args.profile
+    flags = {name: getattr(args, name) for name in args.options if hasattr(args, name)}
+    theirs = {name: THEIRS + name for name in profile.flags} if profile else {}
+    aliases = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
+    found = read(flags, args.config, profile=profile, aliases=aliases)
+    for name, why in found.ignored.items():
+        logger.warning("%s has no meaning here and is ignored: %s", name, why)
+    return found
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """What ``LLM`` and ``AsyncLLM`` take, ``model`` included."""
     found = configure(args).configuration
     return msgspec.structs.asdict(found.model) | msgspec.structs.asdict(found.engine)
+
+
+def add_profile(
+    parser: argparse.ArgumentParser, arguments: list[str], environment: Mapping[str, str] = os.environ
+) -> None:
+    """Give the parser of a command with ``--compat`` the flags of the profile that is asked for, in place of ours where
+    they have the same name.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown one.
+    """
+    if "compat" not in (parser.get_default("options") or ()):
+        return
+    looking = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
+    known, _ = looking.parse_known_args(arguments)
+    if profile := load(known.compat):
+        parser.set_defaults(profile=profile)
+        group = parser.add_argument_group(f"options of {profile.title}")
+        for name, alias in profile.flags.items():
+            _add_alias(group, name, alias)
+
+
+def _add_alias(group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
+    dashed = name.replace("_", "-")
+    names = [f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
+    means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
+    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": THEIRS + name, "help": f"{means}."}
+    if alias.switch:
+        given |= {"action": "store_const", "const": "true"}
+    else:
+        given["metavar"] = name.rpartition("_")[2].upper()
+    group.add_argument(*names, **given)
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:

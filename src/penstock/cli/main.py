@@ -11,6 +11,8 @@ from penstock import __version__
 from penstock.core import PenstockError
 from penstock.core.settings import nearest
 
+from .flags import add_profile
+
 COMMANDS = {
     "serve": "answer over HTTP, with OpenAI's API",
     "chat": "talk to a model in the terminal",
@@ -31,10 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     parsers = {}
     for name, about in COMMANDS.items():
         words = f"{about[0].upper()}{about[1:]}."
-        parsers[name] = commands.add_parser(name, help=about, description=words, allow_abbrev=False)
+        parsers[name] = commands.add_parser(
+            name, help=about, description=words, allow_abbrev=False, conflict_handler="resolve"
+        )
     try:
         if arguments and arguments[0] in parsers:
             _module(arguments[0]).add_arguments(parsers[arguments[0]])
+            add_profile(parsers[arguments[0]], arguments)
         return _run(parser, parsers, arguments)
     except PenstockError as error:
         print(f"penstock {arguments[0]}: {error}", file=sys.stderr)

@@ -175,8 +175,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Who may ask, where, and how much at a time."""
 
+    compat: Annotated[
+        str, option("System whose names of settings, values by default and ports are taken, too: bladellm.")
+    ] = ""
     host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, option("TCP port; 0 takes any that is free.", ge=0, le=65535)] = 8000
+    health_port: Annotated[
+        int, option("TCP port that answers health checks only; -1 is none, 0 any that is free.", ge=-1, le=65535)
+    ] = -1
+    metrics_port: Annotated[
+        int, option("TCP port that answers for metrics only; -1 is none, 0 any that is free.", ge=-1, le=65535)
+    ] = -1
     served_model_name: Annotated[
         tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
     ] = ()

@@ -56,9 +56,11 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)
     service = Service(gateway, options, start.names, Metrics(start.names[0]))
+    listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
+    state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
     server = Server(
         uvicorn.Config(
-            build(service),
+            build(service, state_ports),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",
@@ -94,6 +96,6 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     telling = asyncio.create_task(tell())
     gc.freeze()  # what is there now stays, and need not be looked through again and again
     gc.enable()
-    await server.serve(sockets=[socket.socket(fileno=descriptor) for descriptor in start.sockets])
+    await server.serve(sockets=listeners)
     telling.cancel()
     await gateway.close()

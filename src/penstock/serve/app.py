@@ -16,25 +16,46 @@ from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
 from . import openai
-from .door import Keys, Log
-from .openai.routes import SHAPE, components
+from .door import Keys, Log, OnlyState
+from .openai.routes import components
 from .record import record_of
 from .reply import INTERNAL, refuse
 from .service import Service
+from .shape import Shapes
+from .shared import add_shared_routes
 
+NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY")
 
 
-def build(service: Service) -> ASGIApp:
-    """The application that serves it all."""
+def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
+    """The application that serves it all.
+
+    Args:
+        state_ports: on which nothing is told but how the server is doing.
+    """
     app = FastAPI(
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
+    spoken = [openai.OpenAI(service)]
+    shapes = Shapes(spoken[-1].shape, {})
+    add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
     _add_state(app, service)
-    app.add_exception_handler(PenstockError, _failed)
-    app.add_exception_handler(HTTPException, _failed)
-    app.add_exception_handler(Exception, _failed)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return _Refused(*_told(request, error), shapes)
+
+    async def no_key(scope: Scope, send: Send) -> None:
+        record_of(scope).failure = NO_KEY
+        await refuse(send, NO_KEY, shapes.of(scope).error)
+
+    async def not_here(scope: Scope, send: Send) -> None:
+        record_of(scope).failure = NOT_HERE
+        await refuse(send, NOT_HERE, shapes.of(scope).error)
+
+    for kind in (PenstockError, HTTPException, Exception):
+        app.add_exception_handler(kind, failed)
     describe = app.openapi
 
     def described() -> dict[str, Any]:
@@ -45,13 +66,15 @@ def build(service: Service) -> ASGIApp:
     app.openapi = described  # type: ignore[method-assign]
     front: ASGIApp = app
     if service.options.api_key:
-        front = Keys(front, service.options.api_key, _no_key)
+        front = Keys(front, service.options.api_key, no_key)
     if service.options.allowed_origins:
         origins = list(service.options.allowed_origins)
         front = CORSMiddleware(
             front, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
         )
-    return Log(front, service.metrics, SHAPE.error)
+    if state_ports:
+        front = OnlyState(front, state_ports, not_here)
+    return Log(front, service.metrics, shapes)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -82,27 +105,24 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 class _Refused(Response):
-    def __init__(self, failure: Failure, status: int | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, failure: Failure, status: int | None, headers: Mapping[str, str] | None, shapes: Shapes) -> None:
         super().__init__()
         self._failure = failure
         self._status = status
         self._more = headers or {}
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).failure = self._failure
-        await refuse(send, self._failure, SHAPE.error, self._status, self._more)
+        await refuse(send, self._failure, self._shapes.of(scope).error, self._status, self._more)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+def _told(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:
+    """What a client is told of an error: with which status, where it is not the failure's own, and which headers."""
     if isinstance(error, PenstockError):
-        return _Refused(error.failure)
+        return error.failure, None, None
     if not isinstance(error, HTTPException):
-        return _Refused(INTERNAL)
+        return INTERNAL, None, None
     words = f"{request.method} {request.url.path}: {error.detail}"
     code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
-    return _Refused(Failure(code, words), error.status_code, error.headers)
-
-
-async def _no_key(scope: Scope, send: Send) -> None:
-    record_of(scope).failure = NO_KEY
-    await refuse(send, NO_KEY, SHAPE.error)
+    return Failure(code, words), error.status_code, error.headers

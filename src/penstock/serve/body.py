@@ -1,12 +1,15 @@
-"""Reading a request's body, no more of it and no longer than allowed."""
+"""Reading a request's body: no more of it and no longer than allowed."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 
 async def read_body(request: Request, most: int, patience: float) -> bytes:
@@ -34,6 +37,20 @@ async def read_body(request: Request, most: int, patience: float) -> bytes:
         raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", patience) from error
     except ClientDisconnect as error:
         raise PenstockError(Code.CANCELLED, "the client has gone in the middle of its request") from error
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """A request's JSON, whatever type its client said it has.
+
+    Raises ``PenstockError`` (``invalid``) where it is none.
+    """
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid("body", f"is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid("body", "is not a JSON object")
+    return found
 
 
 def _too_large(most: int) -> PenstockError:

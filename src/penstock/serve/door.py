@@ -6,23 +6,23 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.core import Failure
-
 from .metrics import Metrics
 from .record import Record
 from .reply import INTERNAL, refuse
+from .shape import Shapes
 
 logger = logging.getLogger("penstock.requests")
 
 OPEN_TO_ALL = frozenset(("/health", "/ready", "/live", "/version", "/metrics"))
 """Needs no key, and leaves no line in the log unless it fails."""
+Refuse = Callable[[Scope, Send], Awaitable[None]]
 GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -32,10 +32,10 @@ class Log:
     An exception that nobody foresaw becomes a 500 and a traceback in the log.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, shape: Callable[[Failure], bytes]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, shapes: Shapes) -> None:
         self._app = app
         self._metrics = metrics
-        self._shape = shape
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +59,7 @@ class Log:
             logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
             record.failure = INTERNAL
             if not status:
-                await refuse(passed, INTERNAL, self._shape)
+                await refuse(passed, INTERNAL, self._shapes.of(scope).error)
         finally:
             self._tell(scope, record, status, time.monotonic() - begun)
 
@@ -77,10 +77,25 @@ class Log:
         logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"facts": facts})
 
 
+class OnlyState:
+    """Lets nothing through on some ports but questions for how the server is doing."""
+
+    def __init__(self, app: ASGIApp, ports: frozenset[int], refuse: Refuse) -> None:
+        self._app = app
+        self._ports = ports
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["server"][1] in self._ports and scope["path"] not in OPEN_TO_ALL:
+            await self._refuse(scope, send)
+        else:
+            await self._app(scope, receive, send)
+
+
 class Keys:
     """Lets in who has one of the keys, as ``Authorization: Bearer KEY`` or ``Authorization: KEY``."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Callable[[Scope, Send], object]) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._refuse = refuse
@@ -89,7 +104,7 @@ class Keys:
         if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._fits(scope):
             await self._app(scope, receive, send)
         else:
-            await self._refuse(scope, send)  # type: ignore[misc]
+            await self._refuse(scope, send)
 
     def _fits(self, scope: Scope) -> bool:
         given = Headers(scope=scope).get("authorization", "").strip()

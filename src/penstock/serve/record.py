@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from .shape import Shape
 
 
 @dataclass(slots=True)
@@ -21,6 +24,8 @@ class Record:
     """Counts of tokens; times in seconds."""
     failure: Failure | None = None
     """What its client was told, or would have been."""
+    shape: Shape | None = None
+    """Of the dialect that it speaks, once that is known."""
 
     def note(self, output: RequestOutput) -> None:
         """One of its prompts has been answered: counts add up, of times the longest counts."""

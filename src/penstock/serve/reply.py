@@ -14,24 +14,13 @@ from penstock.core import Code, Failure, PenstockError
 
 from .record import record_of
 from .service import Service
+from .shape import Shape
 from .status import STATUS, headers
 
 logger = logging.getLogger(__name__)
 
 GONE = Failure(Code.CANCELLED, "the client has gone")
 INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
-
-
-class Shape:
-    """How a dialect says things."""
-
-    def error(self, failure: Failure) -> bytes:
-        """The body of a response that failed."""
-        raise NotImplementedError
-
-    def late_error(self, failure: Failure) -> bytes:
-        """The end of a stream that failed."""
-        raise NotImplementedError
 
 
 class Reply(Response):

@@ -21,4 +21,4 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """The engine's address."""
     sockets: tuple[int, ...]
-    """File descriptors to accept connections on."""
+    """File descriptors to accept connections on: the first for everything, others for how the server is doing."""

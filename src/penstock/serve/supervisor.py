@@ -65,12 +65,12 @@ class Supervisor:
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
-        with metrics_folder(), listening(options) as listener:
+        with metrics_folder(), listening(options) as listeners:
             told: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
-                asyncio.create_task(self._keep(i, listener)) for i in range(options.api_server_count)
+                asyncio.create_task(self._keep(i, listeners)) for i in range(options.api_server_count)
             ]
-            tasks += [told, asyncio.create_task(self._run_engine(listener))]
+            tasks += [told, asyncio.create_task(self._run_engine(listeners))]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -80,8 +80,9 @@ class Supervisor:
                 return 2 if any(worker.returncode == WRONG for worker in self._workers.values()) else 1
             finally:
                 self._stop.set()
-                turn_away(listener)
-                listener.close()
+                for listener in listeners:
+                    turn_away(listener)
+                    listener.close()
                 patience = self._configuration.engine.drain_timeout + TO_END
                 await asyncio.gather(*(end(worker, patience) for worker in self._workers.values()))
                 await self._engine.close()
@@ -100,20 +101,22 @@ class Supervisor:
             logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
             self._stop.set()
 
-    async def _run_engine(self, listener: socket.socket) -> None:
+    async def _run_engine(self, listeners: list[socket.socket]) -> None:
         """Returns when the engine dies too often."""
         ready = await self._engine.start()
         await asyncio.gather(*(met.wait() for met in self._met.values()))
         facts = {"seconds": time.monotonic() - self._begun, "kv_blocks": ready.blocks, "kernels": ready.fingerprint}
-        url = url_of(self._configuration.server, listener)
-        logger.info("ready: %s at %s", ", ".join(self._names), url, extra={"facts": facts})
+        url, *others = [url_of(self._configuration.server, listener) for listener in listeners]
+        logger.info("ready: %s at %s/v1", ", ".join(self._names), url, extra={"facts": facts})
+        for other in others:
+            logger.info("health and metrics at %s", other)
         await self._engine.watch()
 
-    async def _keep(self, number: int, listener: socket.socket) -> None:
+    async def _keep(self, number: int, listeners: list[socket.socket]) -> None:
         """Run an API process, and another when it dies; returns when they die too often."""
         deaths = Deaths()
         while True:
-            worker = self._workers[number] = await self._launch(number, listener)
+            worker = self._workers[number] = await self._launch(number, listeners)
             assert worker.stdout is not None
             if await worker.stdout.readline():
                 self._met[number].set()
@@ -128,14 +131,14 @@ class Supervisor:
                 logger.error("API processes have died too often and are not started again")
                 return
 
-    async def _launch(self, number: int, listener: socket.socket) -> Process:
+    async def _launch(self, number: int, listeners: list[socket.socket]) -> Process:
         start = WorkerStart(
             parent=os.getpid(),
             number=number,
             configuration=self._configuration,
             names=self._names,
             engine=self._engine.address,
-            sockets=(listener.fileno(),),
+            sockets=tuple(listener.fileno() for listener in listeners),
         )
         command = [sys.executable, "-m", "penstock.serve.worker"]
         worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
@@ -146,21 +149,28 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def listening(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket that accepts connections, so that none is refused while API processes start, or start again.
+def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
+    """Sockets that accept connections, so that none is refused while API processes start, or start again: the first for
+    everything, others for how the server is doing.
 
-    Raises ``PenstockError`` (``invalid``) where the address cannot be had.
+    Raises ``PenstockError`` (``invalid``) where an address cannot be had.
     """
+    ports = {"port": options.port, "health_port": options.health_port, "metrics_port": options.metrics_port}
+    if options.health_port == options.metrics_port > 0:
+        del ports["metrics_port"]  # one listener tells both
+    with contextlib.ExitStack() as stack:
+        wanted = [(name, port) for name, port in ports.items() if port >= 0]
+        yield [stack.enter_context(_listen(options.host, port, name)) for name, port in wanted]
+
+
+def _listen(host: str, port: int, name: str) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=BACKLOG)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         words = error.strerror or str(error)
-        raise invalid(
-            "port", f"cannot listen on {options.host}:{options.port}: {words.lower()}; try another --port"
-        ) from error
-    with listener:
-        yield listener
+        flag = f"--{name.replace('_', '-')}"
+        raise invalid(name, f"cannot listen on {host}:{port}: {words.lower()}; try another {flag}") from error
 
 
 def turn_away(listener: socket.socket) -> None:
@@ -198,11 +208,11 @@ def check_certificate(options: ServerOptions) -> None:
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:
-    """What a client on this machine gives as ``base_url``."""
+    """Where a client on this machine finds it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(options.host, options.host)
     if ":" in host:
         host = f"[{host}]"
-    return f"{'https' if options.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}/v1"
+    return f"{'https' if options.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
 
 
 def raise_file_limit() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from penstock.core import Code, PenstockError
+from penstock.serve.body import read_object
 from penstock.serve.record import Record
 from penstock.serve.reply import INTERNAL
 from penstock.serve.service import Service
@@ -84,15 +85,15 @@ def _answering(
     service: Service, record: Record, url: str, body: bytes
 ) -> chat.Answering | completions.Answering | embeddings.EmbeddingAnswering:
     if url == CHAT:
-        asked = parse(body, ChatRequest)
+        asked = parse(read_object(body), ChatRequest)
         _refuse_stream(asked)
         return chat.Answering(service, record, asked, len(body))
     if url == COMPLETIONS:
-        wanted = parse(body, CompletionRequest)
+        wanted = parse(read_object(body), CompletionRequest)
         _refuse_stream(wanted)
         return completions.Answering(service, record, wanted)
     if url == EMBEDDINGS:
-        return embeddings.EmbeddingAnswering(service, record, parse(body, EmbeddingRequest))
+        return embeddings.EmbeddingAnswering(service, record, parse(read_object(body), EmbeddingRequest))
     known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
     raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")
 

@@ -26,18 +26,12 @@ SAME = (
 """Fields that sampling parameters have under the same name."""
 
 
-def parse(body: bytes, schema: type[T]) -> T:
-    """Read a request, whatever type its client said it has.
+def parse(found: dict[str, Any], schema: type[T]) -> T:
+    """A request from its JSON, of which nothing else is left.
 
     Raises ``PenstockError``: ``unsupported`` for fields that are not there yet, ``invalid`` for unknown ones, with the
-    nearest known name, and for what is no JSON or of a wrong type.
+    nearest known name, and for values of a wrong type.
     """
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("body", f"is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise invalid("body", "is not a JSON object")
     known = schema.__struct_fields__
     for name in [name for name in found if name not in known]:
         value = found.pop(name)

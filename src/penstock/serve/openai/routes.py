@@ -10,10 +10,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.core import Failure
 from penstock.core.errors import invalid
-from penstock.serve.body import read_body
+from penstock.serve.body import read_body, read_object
 from penstock.serve.record import record_of
-from penstock.serve.reply import Reply, Shape
+from penstock.serve.reply import Reply
 from penstock.serve.service import DEFAULT_NAME, Service
+from penstock.serve.shape import Shape
+from penstock.serve.shared import Dialect
 
 from . import chat, completions, embeddings
 from .answers import (
@@ -76,24 +78,36 @@ class Json(Response):
         super().__init__(encode(answer), media_type="application/json")
 
 
+class OpenAI(Dialect):
+    """What is spoken where nothing says otherwise."""
+
+    shape = SHAPE
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
+        return True
+
+    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        wanted = parse(found, CompletionRequest)
+        answering = completions.Answering(self._service, record_of(request.scope), wanted)
+        streamed = bool(wanted.stream)
+        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        wanted = parse(found, ChatRequest)
+        answering = chat.Answering(self._service, record_of(request.scope), wanted, size)
+        streamed = bool(wanted.stream)
+        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Everything OpenAI's clients call; what they send is described in the app's OpenAPI document."""
+    """Everything else OpenAI's clients call; what they send is described in the app's OpenAPI document."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
         body = await read_body(request, service.max_body_size, service.options.client_timeout)
-        return parse(body, schema), len(body)
-
-    async def create_completion(request: Request) -> Response:
-        wanted, _ = await read(request, CompletionRequest)
-        answering = completions.Answering(service, record_of(request.scope), wanted)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
-
-    async def create_chat(request: Request) -> Response:
-        wanted, size = await read(request, ChatRequest)
-        answering = chat.Answering(service, record_of(request.scope), wanted, size)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return parse(read_object(body), schema), len(body)
 
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)
@@ -155,8 +169,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return Json(Detokenized(prompt=service.gateway.preparer.tokenizer.decode(wanted.tokens, False)))
 
     for path, endpoint, schema, answer in (
-        ("/v1/completions", create_completion, CompletionRequest, Completion),
-        ("/v1/chat/completions", create_chat, ChatRequest, Chat),
         ("/v1/embeddings", create_embedding, EmbeddingRequest, Embeddings),
         ("/score", create_score, ScoreRequest, Scores),
         ("/v1/score", create_score, ScoreRequest, Scores),
@@ -178,6 +190,14 @@ def add_routes(app: FastAPI, service: Service) -> None:
     app.add_api_route(
         "/v1/models/{name:path}", retrieve_model, openapi_extra=_described(Model), response_class=Response
     )
+
+
+def shared_paths() -> dict[str, dict[str, Any]]:
+    """What the OpenAPI document says of the paths that other dialects share."""
+    return {
+        "/v1/completions": _described(Completion, CompletionRequest),
+        "/v1/chat/completions": _described(Chat, ChatRequest),
+    }
 
 
 def components() -> dict[str, Any]:

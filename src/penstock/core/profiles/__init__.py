@@ -1,0 +1,68 @@
+"""Profiles: what another system's names of settings mean here, and the values it has where none are given.
+
+A profile is a table, a module of its own for each system, and is chosen with ``--compat`` or by the command that the
+system's users type. Values are text to it, as they are typed; which are right is told by the setting they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from penstock.core.errors import invalid
+from penstock.core.settings import nearest
+
+NAMES = ("bladellm",)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """What one name means."""
+
+    to: str = ""
+    """The setting here; nothing where ``read`` tells several, or there is none."""
+    read: Callable[[str], Any] = str
+    """Its value here, or a mapping of settings to values. Raises ``ValueError`` where it is wrong."""
+    why: str = ""
+    """Why it has no meaning here: it is taken, ignored, and said so in the log."""
+    switch: bool = False
+    """Whether its flag stands without a value."""
+
+    def settings(self, text: str) -> Mapping[str, Any]:
+        """The settings that a value stands for. Raises ``ValueError`` where it is wrong."""
+        found = self.read(text)
+        return found if isinstance(found, Mapping) else {self.to: found}
+
+
+def ignored(why: str, switch: bool = False) -> Alias:
+    """A name that has no meaning here."""
+    return Alias(why=why, switch=switch)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The names of one system."""
+
+    name: str
+    title: str
+    """What people call the system."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of settings here, where nothing is given."""
+    flags: Mapping[str, Alias] = field(default_factory=dict)
+    """By the name without dashes in front, with ``_`` within."""
+    variables: Mapping[str, Alias] = field(default_factory=dict)
+    """By the name in the environment."""
+    check: Callable[[Mapping[str, str]], None] = lambda given: None
+    """Looks at all that was given, by name, together. Raises ``PenstockError`` (``invalid``) for what contradicts."""
+
+
+def load(name: str) -> Profile | None:
+    """The profile of a system, none for none. Raises ``PenstockError`` (``invalid``) for an unknown one."""
+    if not name:
+        return None
+    if name not in NAMES:
+        raise invalid("compat", f"{name!r} is none of {', '.join(NAMES)}{nearest(name, NAMES)}")
+    found: Profile = import_module(f"{__name__}.{name.replace('-', '_')}").PROFILE
+    return found

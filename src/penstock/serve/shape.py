@@ -1,0 +1,42 @@
+"""How a dialect says things. Which one is spoken is known once a request is read, and before that by its path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.types import Scope
+
+from penstock.core import Failure
+
+from .record import record_of
+
+
+class Shape:
+    """How a dialect says that something failed."""
+
+    def error(self, failure: Failure) -> bytes:
+        """The body of a response that failed."""
+        raise NotImplementedError
+
+    def late_error(self, failure: Failure) -> bytes:
+        """The end of a stream that failed."""
+        raise NotImplementedError
+
+
+class Shapes:
+    """Those of all dialects.
+
+    Args:
+        usual: where nothing else is known.
+        by_path: for paths that begin like this, which one dialect has to itself.
+    """
+
+    def __init__(self, usual: Shape, by_path: Mapping[str, Shape]) -> None:
+        self._usual = usual
+        self._by_path = by_path
+
+    def of(self, scope: Scope) -> Shape:
+        """What a request is to be told in."""
+        if spoken := record_of(scope).shape:
+            return spoken
+        return next((shape for path, shape in self._by_path.items() if scope["path"].startswith(path)), self._usual)
