@@ -11,9 +11,10 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
-from penstock.serve.generation import Progress, generate
+from penstock.serve.generation import generate
 from penstock.serve.record import Record
 from penstock.serve.service import Service
+from penstock.serve.telling import CallPart, News, Telling
 from penstock.text import Message, ToolCall
 
 from .answers import (
@@ -91,14 +92,14 @@ class Answering:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
         with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
-        telling: dict[int, _Telling] = {}
+        telling: dict[int, Telling] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 begins = not telling
                 for made in output.outputs:
                     chunks = []
                     if made.index not in telling:
-                        telling[made.index] = _Telling()
+                        telling[made.index] = Telling()
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
@@ -114,26 +115,25 @@ class Answering:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
 
-    def _new(self, made: CompletionOutput, telling: _Telling) -> list[ChunkChoice]:
+    def _new(self, made: CompletionOutput, telling: Telling) -> list[ChunkChoice]:
         """What a step brought to a sequence, in a chunk or none."""
         piece = telling.progress.advance(made)
         if piece is None:
             return []
-        delta = telling.delta(self._message(made))
-        said = delta != ChatDelta()
-        chunk = ChunkChoice(index=made.index, delta=delta)
+        news = telling.news(self.message(made))
+        chunk = ChunkChoice(index=made.index, delta=_delta(news))
         if self._sampling.logprobs is not None:
             chunk.logprobs = self._logprobs(piece.positions)
         if self._request.return_token_ids:
             chunk.token_ids = piece.token_ids
         if made.finished:
             chunk.finish_reason, chunk.stop_reason = self._reason(made, telling.calls > 0), made.stop_reason
-        elif not said and chunk.logprobs is None and not self._request.return_token_ids:
+        elif not news and chunk.logprobs is None and not self._request.return_token_ids:
             return []
         return [chunk]
 
     def _choice(self, made: CompletionOutput) -> ChatChoice:
-        read = self._message(made)
+        read = self.message(made)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
         message = ChatMessage(content=None if only_else else read.content)
         if read.reasoning_content:
@@ -152,7 +152,7 @@ class Answering:
             choice.token_ids = made.token_ids
         return choice
 
-    def _message(self, made: CompletionOutput) -> Message:
+    def message(self, made: CompletionOutput) -> Message:
         """What is to be told: without ``parallel_tool_calls`` the first call alone."""
         read, request = made.message, self._request
         assert read is not None
@@ -192,42 +192,22 @@ class Answering:
         return list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
 
 
-class _Telling:
-    """How much of a sequence that is streamed has been told."""
+def _delta(news: News) -> ChatDelta:
+    delta = ChatDelta()
+    if news.thought:
+        delta.reasoning_content = news.thought
+    if news.content:
+        delta.content = news.content
+    if news.calls:
+        delta.tool_calls = [_part(part) for part in news.calls]
+    return delta
 
-    def __init__(self) -> None:
-        self.progress = Progress()
-        self._content = self._thought = 0
-        self._arguments: list[int] = []
-        """Of each call that was begun."""
 
-    @property
-    def calls(self) -> int:
-        return len(self._arguments)
-
-    def delta(self, message: Message) -> ChatDelta:
-        """What is new of a message."""
-        delta = ChatDelta()
-        if thought := message.reasoning_content[self._thought :]:
-            delta.reasoning_content = thought
-            self._thought += len(thought)
-        if content := message.content[self._content :]:
-            delta.content = content
-            self._content += len(content)
-        begun = max(self.calls - 1, 0)
-        if new := [part for i, call in enumerate(message.tool_calls[begun:], begun) if (part := self._part(i, call))]:
-            delta.tool_calls = new
-        return delta
-
-    def _part(self, index: int, call: ToolCall) -> ToolCallDelta | None:
-        """What is new of the last call that was begun, or of one that has not been."""
-        if index == self.calls:
-            self._arguments.append(len(call.arguments))
-            function = FunctionDelta(name=call.name, arguments=call.arguments)
-            return ToolCallDelta(index=index, id=call.id, type="function", function=function)
-        new = call.arguments[self._arguments[index] :]
-        self._arguments[index] += len(new)
-        return ToolCallDelta(index=index, function=FunctionDelta(arguments=new)) if new else None
+def _part(part: CallPart) -> ToolCallDelta:
+    if not part.id:
+        return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
+    function = FunctionDelta(name=part.name, arguments=part.arguments)
+    return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
 
 
 def _call(call: ToolCall) -> ToolCallAnswer:
