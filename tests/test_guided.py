@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import re
@@ -126,6 +127,7 @@ TAGS = {
         put_together("tag", begin="<", content=AB, end=">"),
     ]
 }
+WORD, X = put_together("regex", pattern="[xy]{1,9}"), put_together("const_string", value="x")
 TAG = "(<n>(1|20)</n>|<[ab]/>)"
 STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {
     "sequence": (put_together("sequence", elements=[put_together("const_string", value='"x" '), NUMBER]), '"x" (1|20)'),
@@ -137,6 +139,12 @@ STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {
     "tags": (put_together("tags_with_separator", separator="; ", at_least_one=True, **TAGS), TAG + f"(; {TAG})*"),
     "one tag": (put_together("tags_with_separator", separator="", stop_after_first=True, **TAGS), f"({TAG})?"),
     "separators": (put_together("json_schema", json_schema=LIST, separators=[";", ":"]), r"\[[12];[12]\]"),
+    "marks as separators": (
+        put_together("json_schema", json_schema=LIST, separators=['|."', "[a]"]),
+        r'\[[12]\|\."[12]\]',
+    ),
+    "greedy": (put_together("sequence", elements=[WORD, X]), "[xy]{1,9}x"),
+    "greedy within": (put_together("tag", begin="<n>", content=WORD, end="yx"), "<n>[xy]{1,9}yx"),
     "any text": (put_together("triggered_tags", triggers=["<"], **TAGS), f"([^<]|{TAG})*"),
 }
 
@@ -153,6 +161,9 @@ def test_parts_are_put_together(llm: LLM, name: str) -> None:
     assert any(made.finish_reason == "stop" for made in outputs)
 
 
+OWN = [put_together("tag", begin="<tool_call>", content=NUMBER, end="</tool_call>")]
+
+
 @pytest.mark.parametrize(
     ("shape", "named"),
     [
@@ -163,6 +174,13 @@ def test_parts_are_put_together(llm: LLM, name: str) -> None:
         (put_together("json_schema", json_schema={"uniqueItems": True}), "uniqueItems"),
         (put_together("json_schema", json_schema={"const": "<think>"}), "token of its own"),
         (put_together("json_schema", json_schema=False), "not|nothing"),
+        (put_together("const_string", value="ab<|im_end|>cd"), "<|im_end|>.*ends every output"),
+        (put_together("triggered_tags", triggers=["<"], tags=OWN), "part of a token of '<tool_call>'"),
+        (put_together("triggered_tags", triggers=["<tool", "<"], tags=OWN), "several triggers"),
+        (
+            functools.reduce(lambda part, _: put_together("star", content=part), range(600), AB),
+            "formats within each other",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -170,6 +188,15 @@ def test_parts_that_are_not_known_are_refused_by_name(llm: LLM, shape: dict[str,
     with pytest.raises(PenstockError, match=f"structural_tag.*({named})") as caught:
         llm.generate("x", sampling(guided(structural_tag={"format": shape})), use_tqdm=False)
     assert caught.value.failure.code is Code.UNSUPPORTED
+
+
+@pytest.mark.parametrize("bounds", [{}, {"minLength": 1, "maxLength": 3}])
+def test_strings_hold_no_raw_control_characters(llm: LLM, bounds: dict[str, int]) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "string"} | bounds}, "required": ["n"]}
+    tabs = {token: 50.0 for token in llm.get_tokenizer().encode("\t")}
+    made = llm.chat(ASKED, sampling(guided(json=schema), max_tokens=40, logit_bias=tabs))[0].outputs[0]
+    assert '"\t' not in made.text.replace(" ", "")
+    assert made.finish_reason == "length" or json.loads(made.text)
 
 
 class City(pydantic.BaseModel, extra="forbid"):
@@ -363,6 +390,10 @@ def test_a_backend_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         {"structural_tag": {"format": {"type": "tag", "begin": 5, "content": AB, "end": ""}}},
         {"structural_tag": {"format": {"type": "star"}}},
         {"structural_tag": {"format": {"type": "regex", "pattern": "(a"}}},
+        {"structural_tag": {"format": AB, "structures": []}},
+        {"structural_tag": {"format": AB, "type": "nonsense"}},
+        {"structural_tag": {"format": {"type": "triggered_tags", "triggers": "<n>", **TAGS}}},
+        {"structural_tag": {"format": {"type": "tags_with_separator", "separator": "", "at_least_one": "no", **TAGS}}},
         {"json": {}, "regex": "a"},
         {},
         {"regex": "a" * 300_000},

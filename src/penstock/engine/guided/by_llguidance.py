@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,10 @@ from penstock.core.guided import STRICT
 
 from .guide import WHITESPACE, Backend, Grammar, Guide, NotKeptError, first_line
 from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
-from .tokens import split_text
+from .tokens import Own
+
+EMPTY = '""'
+"""The empty text in Lark's notation."""
 
 
 class LLGuide(Guide):
@@ -72,9 +75,9 @@ class LLGuidance(Backend):
 
     _tokens: Any
 
-    _own: Mapping[str, int]
+    _own: Own
 
-    def learn(self, tokens: Any, own: Mapping[str, int]) -> None:
+    def learn(self, tokens: Any, own: Own) -> None:
         self._tokens = tokens
         self._own = own
 
@@ -95,11 +98,11 @@ class LLGuidance(Backend):
         return LLGrammar(matcher)
 
 
-def _grammar(params: GuidedDecodingParams, own: Mapping[str, int]) -> str:
+def _grammar(params: GuidedDecodingParams, own: Own) -> str:
     """In llguidance's own form. Raises ``ValueError`` where it is none.
 
     Args:
-        own: texts that are tokens of their own.
+        own: tokens of their own.
     """
     if params.json is not None or params.json_object:
         schema = json.loads(params.json) if params.json is not None else {"type": "object"}
@@ -119,7 +122,8 @@ def _with_options(
     """A schema with our options in place of its own. One that asks to be taken loosely is not."""
     options: dict[str, Any] = dict(STRICT)
     if separators:
-        options |= {"whitespace_flexible": False, "item_separator": separators[0], "key_separator": separators[1]}
+        item, key = map(re.escape, separators)  # which are patterns there
+        options |= {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     elif params.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
@@ -128,9 +132,13 @@ def _with_options(
 
 
 class _Lark:
-    """Writes a structure in Lark's notation."""
+    """Writes a structure in Lark's notation.
 
-    def __init__(self, params: GuidedDecodingParams, own: Mapping[str, int]) -> None:
+    Texts and patterns beside each other become one terminal: several would each take as much as they can, and leave
+    nothing for the next one.
+    """
+
+    def __init__(self, params: GuidedDecodingParams, own: Own) -> None:
         self._params = params
         self._own = own
         self._rules: list[str] = []
@@ -139,41 +147,76 @@ class _Lark:
         start = self._tagged(structure) if isinstance(structure, Tagged) else self._part(structure)
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
-    def _rule(self, text: str, mark: str = "") -> str:
-        """The name of a rule with this text."""
-        name = f"part_{len(self._rules)}"
+    def _rule(self, text: str, mark: str = "", name: str = "part") -> str:
+        """The name of a rule with this text, or of a terminal where it is in capitals."""
+        name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{mark}: {text}")
         return name
 
     def _part(self, part: Part) -> str:
+        if (terminal := self._terminal(part)) is not None:
+            return self._rule(terminal, name="TEXT") if terminal else ""
         match part:
             case Text(text):
-                return self._text(text)
+                found = self._own.split(text)
+                return " ".join(f"<[{inner}]>" if isinstance(inner, int) else json.dumps(inner) for inner in found)
             case Json(schema, separators):  # in a rule of its own: its references point into itself
                 return self._rule(f"%json {json.dumps(_with_options(schema, self._params, separators))}")
-            case Pattern(pattern):
-                quoted = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
-                return self._rule(quoted.removeprefix("start: "))
-            case Chain(parts):
-                return " ".join(map(self._part, parts))
+            case Chain():
+                return self._chain(_flat(part))
             case Either(parts):
-                return self._rule(" | ".join(map(self._part, parts)))
+                return self._rule(" | ".join(self._part(inner) or EMPTY for inner in parts))
             case Repeated(inner, sign):
                 return f"({self._part(inner)}){sign}"
+        raise AssertionError("a pattern is a terminal")
 
-    def _text(self, text: str) -> str:
-        found = split_text(text, self._own)
-        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in found)
+    def _chain(self, parts: list[Part]) -> str:
+        written: list[str] = []
+        run: list[str] = []
+        for part in parts:
+            terminal = self._terminal(part)
+            if terminal is None:
+                written += [self._rule(" ".join(run), name="TEXT")] * bool(run)
+                written.append(self._part(part))
+                run = []
+            elif terminal:
+                run.append(terminal)
+        written += [self._rule(" ".join(run), name="TEXT")] * bool(run)
+        return " ".join(written)
+
+    def _terminal(self, part: Part) -> str | None:
+        """What is of texts and patterns alone; None for what is not, nothing for the empty text."""
+        match part:
+            case Text(text):
+                found = self._own.split(text)
+                return None if any(isinstance(inner, int) for inner in found) else json.dumps(text) if text else ""
+            case Pattern(pattern):
+                quoted: str = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
+                return quoted.removeprefix("start: ")
+            case Json():
+                return None
+            case Chain(parts):
+                inner = [self._terminal(one) for one in parts]
+                return None if None in inner else " ".join(one for one in inner if one)
+            case Either(parts):
+                inner = [self._terminal(one) for one in parts]
+                return None if None in inner else f"({' | '.join(one or EMPTY for one in inner)})"
+            case Repeated(repeated, sign):
+                one = self._terminal(repeated)
+                return f"({one}){sign}" if one else one
 
     def _tagged(self, structure: Tagged) -> str:
-        of_tokens = {tag.trigger in self._own for tag in structure.tags}
-        if len(of_tokens) > 1:
-            raise ValueError("triggers must all be tokens of their own, or none of them")
+        of_tokens = self._own.check(structure.tags)
         tags = []
         for tag in structure.tags:
-            trigger = f"ANY {self._text(tag.trigger)}"
-            if tag.trigger not in self._own:
+            trigger = f"ANY {self._part(Text(tag.trigger))}"
+            if not of_tokens:
                 trigger = self._rule(trigger, "[lazy]")  # ends where it is written for the first time
-            tags.append(self._rule(f"{trigger} {self._part(tag.part)} {self._text(tag.end)}"))
+            tags.append(self._rule(f"{trigger} {self._part(Chain((tag.rest, Text(tag.end))))}"))
         self._rules.append("ANY: /(?s:.*)/")
         return f"({' | '.join(tags)})* {self._rule('ANY')}"
+
+
+def _flat(part: Part) -> list[Part]:
+    """Parts one after the other, of which none is a chain."""
+    return [inner for one in part.parts for inner in _flat(one)] if isinstance(part, Chain) else [part]

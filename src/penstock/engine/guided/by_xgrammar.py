@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
@@ -22,7 +22,7 @@ from .guide import Backend, Grammar, Guide, NotKeptError
 from .patterns import grammar_of_pattern, grammar_of_texts
 from .schemas import rewritten
 from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
-from .tokens import split_text
+from .tokens import Own
 
 SECONDS = 0.25
 """Of computing, for a token. What takes so long at one token takes longer at the next, and others wait for it."""
@@ -77,12 +77,15 @@ class XGuide(Guide):
 
     def allows(self, tokens: list[int]) -> int:
         taken, begun = 0, time.thread_time()
-        while taken < len(tokens) and self._matcher.accept_token(tokens[taken]):
+        while taken < len(tokens) and not self._forbids(tokens[taken]) and self._matcher.accept_token(tokens[taken]):
             taken += 1
         if taken:
             self._matcher.rollback(taken)
         self._watch(begun)
         return taken
+
+    def _forbids(self, token: int) -> bool:
+        return bool(self._never[token // 32] >> (token % 32) & 1)
 
     def fill(self, row: np.ndarray) -> None:
         row[:] = self._next()
@@ -122,7 +125,7 @@ class XGrammarForm(Grammar):
 class XGrammar(Backend):
     """Compiles all of a form before its first token, in a process of its own (``compiling.py``)."""
 
-    _own: Mapping[str, int]
+    _own: Own
     _tokens: Tokens
     _info: Any
     _ends: np.ndarray
@@ -134,22 +137,22 @@ class XGrammar(Backend):
     def __init__(self) -> None:
         self._compiler = _Compiler()
 
-    def learn(self, tokens: Any, own: Mapping[str, int]) -> None:
+    def learn(self, tokens: Any, own: Own) -> None:
         self._own = own
         size = tokens.vocab_size
         spelled = [b"" if tokens.is_special_token(i) else tokens.decode_bytes([i]) for i in range(size)]
-        for token in own.values():  # nothing else spells this, and what spells nothing is never taken
+        for token in own.tokens.values():  # nothing else spells this, and what spells nothing is never taken
             spelled[token] = b"\xff" + spelled[token]
         self._tokens = Tokens(spelled, tokens.eos_tokens)
         self._info = self._tokens.info()
         self._ends = _bits(tokens.eos_tokens, size)
         self._beyond = _bits(range(size, -(-size // 32) * 32), size)
-        self._others = _bits([token for token in own.values() if token not in tokens.eos_tokens], size)
+        self._others = _bits(set(own.tokens.values()) - own.ends, size)
 
     def compile(self, params: GuidedDecodingParams) -> Grammar:
         field = params.field
         try:
-            form = _form(params, self._own, self._tokens.stops)
+            form = _form(params, self._own)
             reply = self._compiler.ask(self._tokens, form)
         except NotKeptError as error:
             raise PenstockError(Code.UNSUPPORTED, f"{field}: cannot be kept to by xgrammar: {error}", field) from error
@@ -219,7 +222,7 @@ def _end(process: Popen[bytes]) -> None:
             pipe.close()
 
 
-def _form(params: GuidedDecodingParams, own: Mapping[str, int], ends: Sequence[int]) -> Form:
+def _form(params: GuidedDecodingParams, own: Own) -> Form:
     """Raises ``NotKeptError`` with the name of what cannot be kept to, ``ValueError`` where the form is none."""
     if params.whitespace_pattern is not None:
         raise NotKeptError("whitespace_pattern")
@@ -236,7 +239,7 @@ def _form(params: GuidedDecodingParams, own: Mapping[str, int], ends: Sequence[i
             raise NotKeptError("Lark's notation; GBNF's is")
         return Form(grammar=params.grammar)
     structure = read_structure(params)
-    shape = _tagged(structure, own, ends) if isinstance(structure, Tagged) else _shape(structure, own)
+    shape = _tagged(structure, own) if isinstance(structure, Tagged) else _shape(structure, own)
     return Form(shape=shape, compact=compact)
 
 
@@ -246,7 +249,7 @@ def _text(schema: dict[str, Any]) -> str:
     return text
 
 
-def _shape(part: Part, own: Mapping[str, int]) -> dict[str, Any]:
+def _shape(part: Part, own: Own) -> dict[str, Any]:
     """A part in xgrammar's words, but for schemas, which the process that compiles puts in."""
     match part:
         case Text(text):
@@ -263,10 +266,10 @@ def _shape(part: Part, own: Mapping[str, int]) -> dict[str, Any]:
             return {"type": {"?": "optional", "*": "star", "+": "plus"}[sign], "content": _shape(inner, own)}
 
 
-def _written(text: str, own: Mapping[str, int]) -> list[dict[str, Any]]:
+def _written(text: str, own: Own) -> list[dict[str, Any]]:
     return [
         {"type": "token", "token": part} if isinstance(part, int) else {"type": "const_string", "value": part}
-        for part in split_text(text, own)
+        for part in own.split(text)
     ]
 
 
@@ -274,10 +277,8 @@ def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
 
 
-def _tagged(structure: Tagged, own: Mapping[str, int], ends: Sequence[int]) -> dict[str, Any]:
-    of_tokens = {tag.trigger in own for tag in structure.tags}
-    if len(of_tokens) > 1:
-        raise ValueError("triggers must all be tokens of their own, or none of them")
+def _tagged(structure: Tagged, own: Own) -> dict[str, Any]:
+    of_tokens = own.check(structure.tags)
     triggers = list(dict.fromkeys(tag.trigger for tag in structure.tags))
     tags = []
     for tag in structure.tags:
@@ -285,18 +286,18 @@ def _tagged(structure: Tagged, own: Mapping[str, int], ends: Sequence[int]) -> d
         tags.append(
             {
                 "type": "tag",
-                "begin": {"type": "token", "token": own[tag.trigger]} if of_tokens == {True} else tag.trigger,
-                "content": _sequence([_shape(tag.part, own), *before]),
+                "begin": {"type": "token", "token": own.tokens[tag.trigger]} if of_tokens else tag.trigger,
+                "content": _sequence([_shape(tag.rest, own), *before]),
                 "end": end if "token" in end else end["value"],
             }
         )
-    if of_tokens == {False}:
+    if not of_tokens:
         if _has_token(tags):
             raise NotKeptError("tokens of their own in tags that begin with none")
         return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
-    others = sorted(set(own.values()) - {own[trigger] for trigger in triggers} - set(ends))
-    found = {"type": "token_triggered_tags", "trigger_tokens": [own[trigger] for trigger in triggers], "tags": tags}
-    return found | {"exclude_tokens": others}
+    begun = [own.tokens[trigger] for trigger in triggers]
+    others = sorted(set(own.tokens.values()) - set(begun) - own.ends)
+    return {"type": "token_triggered_tags", "trigger_tokens": begun, "tags": tags, "exclude_tokens": others}
 
 
 def _has_token(shape: Any) -> bool:

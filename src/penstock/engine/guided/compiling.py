@@ -7,6 +7,7 @@ which an alarm ends; what was loaded is there for the next one.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -21,12 +22,16 @@ import xgrammar
 from .guide import WHITESPACE, first_line
 
 SECONDS = 10.0
-"""For one form."""
+"""Of computing, for one form."""
+PATIENCE = 60.0
+"""Seconds in which it gets those."""
 MEMORY = 4 * 2**30
 """Bytes of data."""
 MOST_COMPILED = 2**26
 """Bytes of a reply."""
 TOO_MUCH = f"compiling it takes more than {SECONDS:g} seconds, or too much memory"
+LOOSE, STRICT = r"::= (([^\"\\\r\n]))", r"::= (([^\0-\x1f\"\\]))"
+"""A character of strings whose length is bounded, which xgrammar takes some control characters for; and what it is."""
 PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """Where in xgrammar's own sources an error was found."""
 
@@ -68,15 +73,17 @@ class Reply(msgspec.Struct):
 
 def _compile(compiler: Any, form: Form) -> Any:
     if form.schema:
-        return compiler.compile_json_schema(form.schema, strict_mode=True, **_spaces(form.compact))
+        return compiler.compile_grammar(_json(form.schema, _spaces(form.compact)))
     if form.grammar:
         return compiler.compile_grammar(form.grammar)
     return compiler.compile_structural_tag({"type": "structural_tag", "format": _filled(form.shape, form.compact)})
 
 
 def _spaces(compact: bool, separators: tuple[str, str] | None = None) -> dict[str, Any]:
-    if compact or separators:
-        return {"any_whitespace": False, "separators": separators or (",", ":")}
+    if separators:  # which are pasted between quotes, and read as JSON's texts are
+        return {"any_whitespace": False, "separators": tuple(json.dumps(text)[1:-1] for text in separators)}
+    if compact:
+        return {"any_whitespace": False, "separators": (",", ":")}
     return {"any_whitespace": True, "max_whitespace_cnt": WHITESPACE}
 
 
@@ -88,9 +95,18 @@ def _filled(shape: Any, compact: bool) -> Any:
         return shape
     if shape.get("type") != "json_schema":
         return {name: _filled(part, compact) for name, part in shape.items()}
-    spaces = _spaces(compact, shape["separators"])
-    grammar = xgrammar.Grammar.from_json_schema(shape["json_schema"], strict_mode=True, **spaces)
-    return {"type": "grammar", "grammar": str(grammar)}
+    return {"type": "grammar", "grammar": _json(shape["json_schema"], _spaces(compact, shape["separators"]))}
+
+
+def _json(schema: str, spaces: dict[str, Any]) -> str:
+    """The grammar of a schema."""
+    written = str(xgrammar.Grammar.from_json_schema(schema, strict_mode=True, **spaces))
+    if '"minLength"' not in schema and '"maxLength"' not in schema:
+        return written
+    mended = written.replace(LOOSE, STRICT)
+    if mended == written:
+        raise ValueError("strings of bounded length are written otherwise than this version of xgrammar is known to")
+    return mended
 
 
 def _reply(compiler: Any, form: Form, size: int) -> Reply:
@@ -128,8 +144,10 @@ def main() -> None:
         failed = 1
         try:
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
             reply = _reply(compiler, decode(line), len(tokens.spelled))
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
             _write(reply)
             failed = 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from penstock.core import Failure, GuidedDecodingParams
+
+if TYPE_CHECKING:
+    from .tokens import Own
 
 WHITESPACE = 32
 """Characters between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing
@@ -74,12 +76,12 @@ class Grammar(Protocol):
 class Backend(Protocol):
     """Compiles forms for the tokens of one model."""
 
-    def learn(self, tokens: Any, own: Mapping[str, int]) -> None:
+    def learn(self, tokens: Any, own: Own) -> None:
         """Called once, before any form comes.
 
         Args:
             tokens: llguidance's ``LLTokenizer`` (``read_tokens``).
-            own: tokens of their own, by their texts (``own_tokens``).
+            own: tokens of their own.
         """
         ...
 

@@ -13,7 +13,7 @@ from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
 from penstock.core.errors import invalid
 
 from .guide import Backend, Grammar
-from .tokens import check_text, own_tokens, read_tokens
+from .tokens import Own, check_text, own_tokens, read_tokens
 
 BACKENDS = {
     "auto": (".by_llguidance", "LLGuidance"),
@@ -47,7 +47,7 @@ class Guides:
         self._off = backend == "off"
         self._size = size
         self._vocabulary: Vocabulary | None = None
-        self._own: dict[str, int] | None = None
+        self._own: Own | None = None
         """Texts that are tokens of their own; None until the backend knows the tokens."""
         self._thread = ThreadPoolExecutor(1, "compile")
         before = threading.stack_size(STACK)  # references can be chained as deep as a form is long
@@ -72,7 +72,7 @@ class Guides:
             raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
         if self._vocabulary is None:
             raise PenstockError(Code.UNAVAILABLE, "the engine does not know what its tokens spell")
-        if (found := self._compiled.get(params)) is None or found.cancelled():
+        if (found := self._compiled.get(params)) is None or found.cancelled() or _broken(found):
             self._make_room()
             found = self._compiled[params] = self._thread.submit(self._compile, params)
         self._compiled.move_to_end(params)
@@ -90,13 +90,22 @@ class Guides:
             own = own_tokens(self._vocabulary)
             backend.learn(read_tokens(self._vocabulary, self._size, params.field), own)
             self._own = own
-        check_text(params, self._own)
-        return backend.compile(params)
+        try:
+            check_text(params, self._own.tokens)
+            return backend.compile(params)
+        except RecursionError as error:
+            raise invalid(params.field, "is nested too deeply") from error
 
 
 def _load(module: str, name: str) -> Backend:
     backend: Backend = getattr(importlib.import_module(module, __package__), name)()
     return backend
+
+
+def _broken(form: Future[Grammar]) -> bool:
+    """Whether it is not the form's fault that there is none."""
+    error = form.exception() if form.done() else None
+    return error is not None and (not isinstance(error, PenstockError) or error.failure.code is Code.INTERNAL)
 
 
 def _size(form: Future[Grammar]) -> int:

@@ -88,7 +88,7 @@ class _Pattern:
         if self._depth == 0:
             self._skip("^")  # where the output begins
         while self._next() not in ("", "|", ")"):
-            if self._depth == 0 and re.match(r"\$(\||$)", self._text[self._at : self._at + 2]):
+            if self._depth == 0 and re.match(r"\$(\||\Z)", self._text[self._at : self._at + 2]):
                 self._at += 1  # where it ends
                 break
             parts.append(self._counted(self._one()))

@@ -126,6 +126,8 @@ class _Rewriting:
             _check_bounds(kind, asked)
         elif kind == "array":
             asked = asked | {"items": self._items(asked.get("items", True))}
+            if len(asked.get("prefixItems", ())) > asked.get("maxItems", LARGEST):
+                raise NotKeptError("fewer items than prefixItems describes")
             if "prefixItems" in asked:
                 asked["prefixItems"] = [self._part(item) for item in asked["prefixItems"]]
         elif kind == "object":

@@ -15,6 +15,9 @@ from penstock.core import GuidedDecodingParams
 
 from .guide import NotKeptError
 
+DEEPEST = 32
+"""Formats within each other."""
+
 
 @dataclass(frozen=True)
 class Text:
@@ -62,9 +65,15 @@ class Repeated:
 class Tag:
     trigger: str
     """Where it is written, the tag has begun."""
-    part: Part
-    """What follows the trigger, up to the tag's end."""
+    begin: str
+    """All that it begins with, the trigger first."""
+    content: Part
     end: str
+
+    @property
+    def rest(self) -> Part:
+        """What follows the trigger, up to the tag's end."""
+        return Chain((Text(self.begin[len(self.trigger) :]), self.content))
 
 
 @dataclass(frozen=True)
@@ -83,22 +92,27 @@ def read_structure(params: GuidedDecodingParams) -> Part | Tagged:
     Raises ``ValueError`` where it is none, ``NotKeptError`` where it asks for what is not known here.
     """
     found = json.loads(params.structural_tag)
+    if found.get("type", "structural_tag") != "structural_tag":
+        raise ValueError(f"type must be structural_tag, is {found['type']!r:.50}")
     if "format" not in found:
+        _known(found, "structures", "triggers")
         return _structures(found)
+    _known(found, "format")
     if not isinstance(shape := found["format"], dict):
         raise ValueError(f"format must be an object, is {shape!r:.50}")
+    if _depth(shape) > DEEPEST:
+        raise NotKeptError(f"more than {DEEPEST} formats within each other")
     return _triggered(shape) if shape.get("type") == "triggered_tags" else _part(shape)
 
 
 def _structures(found: dict[str, Any]) -> Tagged:
     tags = []
-    for structure in found.get("structures") or ():
+    for structure in _several(found, "structures"):
+        _known(structure, "begin", "schema", "end")
         begin, schema, end = structure.get("begin"), structure.get("schema", {}), structure.get("end", "")
         if not isinstance(schema, dict):
             raise ValueError(f"schema must be an object, is {schema!r}")
         tags.append(_tag(found.get("triggers"), begin, Json(schema), end))
-    if not tags:
-        raise ValueError("structures must name at least one")
     return Tagged(tuple(tags))
 
 
@@ -112,15 +126,23 @@ def _triggered(shape: dict[str, Any]) -> Tagged:
 
 
 def _tag(triggers: Any, begin: Any, content: Part, end: Any) -> Tag:
-    trigger = next((t for t in triggers or () if str(begin).startswith(t)), None)
-    if not isinstance(begin, str) or not isinstance(end, str) or not trigger:
-        raise ValueError(f"begin must be text that starts with a trigger, is {begin!r}")
-    return Tag(trigger, Chain((Text(begin[len(trigger) :]), content)), end)
+    if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ValueError(f"triggers must be a list of texts, is {triggers!r:.50}")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise ValueError(f"begin and end must be text, are {begin!r:.50} and {end!r:.50}")
+    found = {trigger for trigger in triggers if begin.startswith(trigger)}
+    if not found:
+        raise ValueError(f"begin must be text that starts with a trigger, is {begin!r:.50}")
+    if len(found) > 1:
+        raise NotKeptError(f"{begin!r:.50}, which begins with several triggers")
+    return Tag(found.pop(), begin, content, end)
 
 
 def _fields_of_tag(tag: dict[str, Any]) -> tuple[str, Part, str]:
     """How a tag begins, what is in it, and how it ends."""
     _known(tag, "begin", "content", "end")
+    if tag.get("type", "tag") != "tag":
+        raise ValueError(f"type of a tag must be tag, is {tag['type']!r:.50}")
     begin, end = tag.get("begin"), tag.get("end")
     if not isinstance(begin, str) or not isinstance(end, str):
         raise ValueError(f"begin and end must be text, are {begin!r:.50} and {end!r:.50}")
@@ -190,11 +212,14 @@ def _in_tag(shape: dict[str, Any]) -> Part:
 
 def _separated(shape: dict[str, Any]) -> Part:
     _known(shape, "tags", "separator", "at_least_one", "stop_after_first")
-    separator, least = shape.get("separator"), shape.get("at_least_one", False)
+    separator = shape.get("separator")
+    least, once = shape.get("at_least_one", False), shape.get("stop_after_first", False)
     if not isinstance(separator, str):
         raise ValueError(f"separator must be text, is {separator!r:.50}")
+    if not isinstance(least, bool) or not isinstance(once, bool):
+        raise ValueError(f"at_least_one and stop_after_first must be true or false, are {least!r:.50} and {once!r:.50}")
     one: Part = Either(tuple(map(_in_tag, _several(shape, "tags"))))
-    if not shape.get("stop_after_first"):
+    if not once:
         one = Chain((one, Repeated(Chain((Text(separator), one)), "*")))
     return one if least else Repeated(one, "?")
 
@@ -215,7 +240,21 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Part]] = {
 
 def _known(shape: dict[str, Any], *names: str) -> None:
     if other := next((name for name in shape if name not in (*names, "type")), None):
-        raise NotKeptError(f"{other} of {shape.get('type')}")
+        raise NotKeptError(f"{other!s:.50} of {shape.get('type', 'structural_tag')!s:.50}")
+
+
+def _depth(shape: dict[str, Any]) -> int:
+    """How many formats are within each other."""
+    depth, level = 0, [shape]
+    while level:
+        depth += 1
+        inner = [part for one in level for name in ("elements", "tags", "content") for part in _list(one.get(name))]
+        level = [part for part in inner if isinstance(part, dict)]
+    return depth
+
+
+def _list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
 
 
 def _several(shape: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
 
-from .guide import first_line
+from .guide import NotKeptError, first_line
+from .structure import Tag
 
 SLICES = [
     r"[ \n\r\t]+",
@@ -39,15 +40,45 @@ def read_tokens(known: Vocabulary, size: int, field: str) -> Any:
         raise PenstockError(Code.UNSUPPORTED, words, field) from error
 
 
-def own_tokens(known: Vocabulary) -> dict[str, int]:
-    """Tokens of their own (``<think>``), by their texts, which no other tokens are to write."""
-    return {token["content"]: token["id"] for token in json.loads(known.tokenizer).get("added_tokens") or ()}
+class Own(NamedTuple):
+    """Tokens of their own."""
+
+    tokens: Mapping[str, int]
+    """By their texts."""
+    ends: frozenset[int]
+    """Those that end sequences."""
+
+    def split(self, text: str) -> list[str | int]:
+        """Parts of a text, of which none is empty, and between them tokens of their own.
+
+        Raises ``NotKeptError`` for a token that ends sequences.
+        """
+        parts = re.split(f"({'|'.join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))})", text)
+        found = [self.tokens.get(part, part) for part in (parts if self.tokens else [text]) if part]
+        if end := next((part for part in parts if self.tokens.get(part) in self.ends), None):
+            raise NotKeptError(f"{end!r} in a text, which ends every output")
+        return found
+
+    def check(self, tags: Iterable[Tag]) -> bool:
+        """Whether the triggers of tags are tokens of their own.
+
+        Raises ``NotKeptError`` where only some are, or a trigger would take such a token apart.
+        """
+        found, of_own = set(), set(self.tokens.values())
+        for tag in tags:
+            found.add(tag.trigger in self.tokens)
+            parts = self.split(tag.trigger) + self.split(tag.begin[len(tag.trigger) :])
+            if [part for part in self.split(tag.begin) if part in of_own] != [part for part in parts if part in of_own]:
+                raise NotKeptError(f"the trigger {tag.trigger!r}, which is part of a token of {tag.begin!r}")
+        if len(found) > 1:
+            raise NotKeptError("triggers of which only some are tokens of their own")
+        return found == {True}
 
 
-def split_text(text: str, own: Mapping[str, int]) -> list[str | int]:
-    """Parts of a text, of which none is empty, and between them tokens of their own."""
-    parts = re.split(f"({'|'.join(map(re.escape, sorted(own, key=len, reverse=True)))})", text) if own else [text]
-    return [own.get(part, part) for part in parts if part]
+def own_tokens(known: Vocabulary) -> Own:
+    """Tokens of their own (``<think>``), which no other tokens are to write."""
+    found = json.loads(known.tokenizer).get("added_tokens") or ()
+    return Own({token["content"]: token["id"] for token in found}, frozenset(known.eos))
 
 
 def check_text(params: GuidedDecodingParams, own: Iterable[str]) -> None:

@@ -80,8 +80,8 @@ def _format(request: Request) -> dict[str, Any]:
     if form.type == "json_object":
         return {"json_object": True}
     if form.type == "structural_tag":
-        old = {"structures": form.structures or [], "triggers": form.triggers or []}
-        return {"structural_tag": old if form.format is None else {"format": form.format}}
+        given = {name: getattr(form, name) for name in ("structures", "triggers", "format")}
+        return {"structural_tag": {name: value for name, value in given.items() if value is not None}}
     if form.json_schema is None:
         raise invalid("response_format.json_schema", "is missing")
     if form.json_schema.schema is None:
