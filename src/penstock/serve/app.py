@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import openai
+from . import anthropic, openai
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
 from .record import record_of
@@ -25,7 +25,7 @@ from .shape import Shapes
 from .shared import add_shared_routes
 
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
-NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY")
+NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
 def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
@@ -38,9 +38,10 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
     spoken = [openai.OpenAI(service)]
-    shapes = Shapes(spoken[-1].shape, {})
+    shapes = Shapes(spoken[-1].shape, {"/v1/messages": anthropic.SHAPE})
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
+    anthropic.add_routes(app, service)
     _add_state(app, service)
 
     async def failed(request: Request, error: Exception) -> Response:

@@ -93,7 +93,7 @@ class OnlyState:
 
 
 class Keys:
-    """Lets in who has one of the keys, as ``Authorization: Bearer KEY`` or ``Authorization: KEY``."""
+    """Lets in who has one of the keys, as ``Authorization``, with ``Bearer`` before it or not, or as ``x-api-key``."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse) -> None:
         self._app = app
@@ -107,7 +107,8 @@ class Keys:
             await self._refuse(scope, send)
 
     def _fits(self, scope: Scope) -> bool:
-        given = Headers(scope=scope).get("authorization", "").strip()
+        headers = Headers(scope=scope)
+        given = (headers.get("authorization") or headers.get("x-api-key") or "").strip()
         scheme, _, rest = given.partition(" ")
         key = (rest.strip() if scheme.lower() == "bearer" else given).encode("latin-1")  # as it came
         return any([hmac.compare_digest(key, known) for known in self._keys])

@@ -14,6 +14,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Words = Annotated[str, msgspec.Meta(min_length=1)]
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+"""Letters, digits and a few marks, as models' forms of calls have no room for others."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -224,8 +226,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, kw_only=True):
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
-    """Letters, digits and a few marks, as models' forms of calls have no room for others."""
+    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -1,0 +1,153 @@
+"""What clients get: a message whole, or told in events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.core import Code, Failure
+from penstock.frontend.outputs import CompletionOutput, RequestOutput
+from penstock.serve.telling import CallPart, News
+from penstock.text import Message
+
+KINDS = {
+    Code.UNAUTHORIZED: "authentication_error",
+    Code.NOT_FOUND: "not_found_error",
+    Code.TOO_LARGE: "request_too_large",
+    Code.OVERLOADED: "rate_limit_error",
+    Code.TIMEOUT: "timeout_error",
+    Code.UNAVAILABLE: "overloaded_error",
+    Code.INTERNAL: "api_error",
+}
+Block = dict[str, Any]
+
+
+class Error(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: Error
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    """But for those found in the cache."""
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+    usage: Usage
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    input_tokens: int
+
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """One server-sent event, whose type is told twice."""
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def error_of(failure: Failure) -> ErrorAnswer:
+    """A failure in Anthropic's shape."""
+    words = failure.message.encode("utf-8", "replace").decode()
+    return ErrorAnswer(error=Error(type=KINDS.get(failure.code, "invalid_request_error"), message=words))
+
+
+def usage_of(output: RequestOutput) -> Usage:
+    cached = output.num_cached_tokens
+    made = sum(len(made.token_ids) for made in output.outputs) + output.untold_tokens
+    prompt = len(output.prompt_token_ids)
+    return Usage(input_tokens=prompt - cached, cache_read_input_tokens=cached, output_tokens=made)
+
+
+def ending_of(made: CompletionOutput, called: bool) -> dict[str, Any]:
+    """Why a message has ended."""
+    if made.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(made.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": made.stop_reason}
+    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+
+
+def blocks_of(message: Message) -> list[Block]:
+    """A whole message."""
+    blocks: list[Block] = []
+    if message.reasoning_content:
+        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+    return blocks
+
+
+class Blocks:
+    """Tells a message block by block."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open = ""
+        """The type of the block that is being told."""
+
+    def tell(self, news: News) -> bytes:
+        """The events of what is new."""
+        events = b""
+        if news.thought:
+            events += self._within("thinking", {"thinking": "", "signature": ""})
+            events += self._delta(type="thinking_delta", thinking=news.thought)
+        if news.content:
+            events += self._within("text", {"text": ""})
+            events += self._delta(type="text_delta", text=news.content)
+        for part in news.calls:
+            events += self._call(part)
+        return events
+
+    def end(self) -> bytes:
+        """The end of the block that is open."""
+        ended = event("content_block_stop", index=self._index) if self._open else b""
+        self._open = ""
+        return ended
+
+    def _call(self, part: CallPart) -> bytes:
+        events = b""
+        if part.id:
+            events += self.end() + self._begin("tool_use", {"id": part.id, "name": part.name, "input": {}})
+        return events + (self._delta(type="input_json_delta", partial_json=part.arguments) if part.arguments else b"")
+
+    def _within(self, kind: str, empty: Block) -> bytes:
+        return b"" if self._open == kind else self.end() + self._begin(kind, empty)
+
+    def _begin(self, kind: str, empty: Block) -> bytes:
+        self._index += 1
+        self._open = kind
+        return event("content_block_start", index=self._index, content_block={"type": kind, **empty})
+
+    def _delta(self, **delta: str) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
+
+
+def _input(arguments: str) -> Any:
+    """What a model wrote, where it is an object."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,131 @@
+"""From Anthropic's messages to a chat, as the rest of the house knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.openai.schema import ChatRequest
+
+from .schema import Block, Counted, Message, MessagesRequest
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
+    """The same as a chat.
+
+    Args:
+        variables: what the model's chat template reads.
+
+    Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for content that is no text.
+    """
+    messages: list[dict[str, Any]] = []
+    if system := _text(request.system or "", "system"):
+        messages.append({"role": "system", "content": system})
+    for i, message in enumerate(request.messages):
+        messages += _messages(message, f"messages[{i}]")
+    found: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
+    if request.messages[-1].role == "assistant":  # which the answer goes on with
+        found |= {"continue_final_message": True}
+    if thinking := request.thinking:
+        found["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
+        if thinking.type == "enabled":
+            found["reasoning_max_tokens"] = thinking.budget_tokens
+    if config := request.output_config:
+        if config.format:
+            named = {"name": "answer", "schema": config.format.schema}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
+        if config.effort and "reasoning_effort" in variables:
+            found["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+    if "enable_thinking" in variables:
+        thinks = request.thinking is not None and request.thinking.type != "disabled"
+        found["chat_template_kwargs"] = {"enable_thinking": thinks}
+    return msgspec.convert(found | _tools(request) | _sampling(request), ChatRequest)
+
+
+def _sampling(request: Counted) -> dict[str, Any]:
+    if not isinstance(request, MessagesRequest):
+        return {}
+    thinking = request.thinking
+    if thinking and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            raise invalid("thinking.budget_tokens", "is missing")
+        if thinking.budget_tokens >= request.max_tokens:
+            raise invalid("thinking.budget_tokens", "must be less than max_tokens", request.max_tokens)
+    names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+    return {name: getattr(request, name) for name in names} | {"stop": request.stop_sequences or None}
+
+
+def _tools(request: Counted) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if request.tools:
+        functions = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+            for tool in request.tools
+        ]
+        found["tools"] = [{"type": "function", "function": function} for function in functions]
+    if choice := request.tool_choice:
+        if (choice.name is None) == (choice.type == "tool"):
+            raise invalid("tool_choice.name", "goes with the type tool, and with no other")
+        named = {"type": "function", "function": {"name": choice.name}}
+        found["tool_choice"] = named if choice.type == "tool" else CHOICES[choice.type]
+        if choice.disable_parallel_tool_use:
+            found["parallel_tool_calls"] = False
+    return found
+
+
+def _messages(message: Message, path: str) -> list[dict[str, Any]]:
+    """A message, and before it the results of tools that it brings."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts: list[str] = []
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thought = ""
+    for i, block in enumerate(message.content):
+        where = f"{path}.content[{i}]"
+        if block.type == "text":
+            texts.append(_given(block.text, f"{where}.text"))
+        elif block.type == "tool_result" and message.role == "user":
+            content = _text(block.content or "", f"{where}.content")
+            results.append({"role": "tool", "content": content, "tool_call_id": _given(block.tool_use_id, where)})
+        elif block.type == "tool_use" and message.role == "assistant":
+            function = {"name": _given(block.name, f"{where}.name"), "arguments": block.input or {}}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type == "thinking" and message.role == "assistant":
+            thought += _given(block.thinking, f"{where}.thinking")
+        elif block.type != "redacted_thinking":
+            words = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
+            raise PenstockError(Code.UNSUPPORTED, words, where)
+    if not (texts or calls or thought):
+        return results
+    found: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if thought:
+        found["reasoning_content"] = thought
+    if calls:
+        found["tool_calls"] = calls
+    return [*results, found]
+
+
+def _text(content: str | list[Block], path: str) -> str:
+    """Content that can be nothing but text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, block in enumerate(content):
+        if block.type != "text":
+            words = f"{path}[{i}]: {block.type[:50]} is not supported, only text is"
+            raise PenstockError(Code.UNSUPPORTED, words, f"{path}[{i}]")
+        texts.append(_given(block.text, f"{path}[{i}].text"))
+    return "\n".join(texts)
+
+
+def _given(found: str | None, path: str) -> str:
+    if found is None:
+        raise invalid(path, "is missing")
+    return found
