@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import anthropic, openai
+from . import anthropic, openai, responses
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
 from .record import record_of
@@ -38,10 +38,11 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
     spoken = [openai.OpenAI(service)]
-    shapes = Shapes(spoken[-1].shape, {"/v1/messages": anthropic.SHAPE})
+    shapes = Shapes(spoken[-1].shape, {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE})
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
     anthropic.add_routes(app, service)
+    responses.add_routes(app, service)
     _add_state(app, service)
 
     async def failed(request: Request, error: Exception) -> Response:

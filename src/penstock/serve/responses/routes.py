@@ -1,0 +1,128 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from penstock.core import Failure
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.body import read_body, read_object
+from penstock.serve.openai.answers import encode, error_of
+from penstock.serve.openai.chat import Answering as Chatting
+from penstock.serve.record import Record, record_of
+from penstock.serve.reply import Reply
+from penstock.serve.service import Service
+from penstock.serve.shape import Shape
+from penstock.serve.telling import Telling
+
+from .answers import Events, Items, usage_of
+from .parse import chat_of, read
+from .schema import ResponsesRequest
+
+
+class ResponsesShape(Shape):
+    def error(self, failure: Failure) -> bytes:
+        return encode(error_of(failure))
+
+    def late_error(self, failure: Failure) -> bytes:
+        error = error_of(failure).error
+        return Events().event("error", code=error.code, message=error.message, param=error.param, error=error)
+
+
+SHAPE = ResponsesShape()
+
+
+class Answering:
+    """One request, from its input to a response."""
+
+    def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int) -> None:
+        variables = service.gateway.preparer.tokenizer.template.variables
+        self._chat = Chatting(service, record, chat_of(request, variables), size)
+        self._request = request
+        self._name = record.request_id
+        self._model = service.adapter_of(request.model) or service.name
+        self._created = int(time.time())
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        items = Items(self._name, lambda kind, **fields: b"")
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        items.tell(Telling().news(self._chat.message(last.outputs[0])))
+        items.end(self._status(last))
+        yield encode(self._response(items, last))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        event, telling = Events().event, Telling()
+        items = Items(self._name, event)
+        begun = False
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                if not begun:
+                    begun = True
+                    empty = self._response(items, None)
+                    yield event("response.created", response=empty) + event("response.in_progress", response=empty)
+                made = output.outputs[0]
+                if telling.progress.advance(made) is None:
+                    continue
+                if events := items.tell(telling.news(self._chat.message(made))):
+                    yield events
+                if made.finished:
+                    status = self._status(output)
+                    yield items.end(status) + event(f"response.{status}", response=self._response(items, output))
+
+    def _status(self, output: RequestOutput) -> str:
+        return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
+
+    def _response(self, items: Items, output: RequestOutput | None) -> dict[str, Any]:
+        """As far as it is known; ``output`` is the last one."""
+        request = self._request
+        status = self._status(output) if output else "in_progress"
+        given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED}
+        return {
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._model,
+            "output": items.items,
+            "usage": usage_of(output) if output else None,
+            **given,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "tool_choice": given["tool_choice"] or "auto",
+            "tools": given["tools"] or [],
+            "text": given["text"] or {"format": {"type": "text"}},
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+        }
+
+
+ECHOED = (
+    "instructions max_output_tokens metadata reasoning temperature text tool_choice tools top_p user service_tier"
+).split()
+"""Fields of the request that are told again."""
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """What OpenAI's client calls for a response."""
+
+    async def create_response(request: Request) -> Response:
+        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        wanted = read(read_object(body))
+        answering = Answering(service, record_of(request.scope), wanted, len(body))
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    app.add_api_route(
+        "/v1/responses", create_response, methods=["POST"], include_in_schema=False, response_class=Response
+    )
