@@ -23,6 +23,17 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, option("Sequences that run at the same time.", ge=1)] = 256
     max_num_batched_tokens: Annotated[int, option("Tokens computed in one step.", "tokens", ge=1)] = 2048
     max_model_len: Annotated[int, option("Prompt and output of one sequence together.", "tokens", ge=1)] = 2048
+    max_prompt_len: Annotated[
+        int, option("Tokens a prompt may have; 0 is what the context has room for.", "tokens", ge=0)
+    ] = 0
+    max_output_len: Annotated[
+        int,
+        option(
+            "Tokens a request may ask for, and gets at most where it does not say; 0 is what the context has room for.",
+            "tokens",
+            ge=0,
+        ),
+    ] = 0
     max_waiting: Annotated[int, option("Requests that may wait; more are refused at once.", ge=0)] = 256
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], option("First come first served, or by the requests' priority (lower first).")
@@ -195,6 +206,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, option("Requests that one HTTP process has open at the same time; more are refused.", ge=1)
     ] = 4096
     request_timeout: Annotated[float, option("Time a request may take; 0 is any.", "seconds", ge=0)] = 0.0
+    disable_streaming: Annotated[
+        bool, option("Send streams in one piece once they have ended, which is less work than token by token.")
+    ] = False
     client_timeout: Annotated[
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0

@@ -15,14 +15,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import openai
+from . import openai, paddlenlp
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
 from .record import record_of
 from .reply import INTERNAL, refuse
 from .service import Service
 from .shape import Shapes
-from .shared import add_shared_routes
+from .shared import Dialect, add_shared_routes
 
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY")
@@ -37,7 +37,7 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
     app = FastAPI(
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
-    spoken = [openai.OpenAI(service)]
+    spoken: list[Dialect] = [paddlenlp.PaddleNLP(service), openai.OpenAI(service)]
     shapes = Shapes(spoken[-1].shape, {})
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
@@ -100,6 +100,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
     app.add_api_route("/ready", health, summary="Requests are welcome", response_class=Response)
+    app.add_api_route("/v2/health/live", live, summary="This process answers", response_class=Response)
+    app.add_api_route("/v2/health/ready", health, summary="Requests are welcome", response_class=Response)
     app.add_api_route("/version", version, summary="Version, and the kernels that decide a result's bits")
     app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import re
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, most: int, patience: float) -> bytes:
@@ -51,6 +54,17 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise invalid("body", "is not a JSON object")
     return found
+
+
+def converted(found: dict[str, Any], schema: type[T]) -> T:
+    """A request from its JSON; raises ``PenstockError`` (``invalid``) for values of a wrong type."""
+    try:
+        return msgspec.convert(found, schema, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        words, _, path = str(error).partition(" - at `$")
+        field = path.rstrip("`").lstrip(".")
+        named = re.search(r"field `(\w+)`", words)  # missing, or unknown
+        raise invalid(field or (named[1] if named else "body"), words) from error
 
 
 def _too_large(most: int) -> PenstockError:

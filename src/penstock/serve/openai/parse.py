@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ import msgspec
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.core.settings import nearest
+from penstock.serve.body import converted
 
 from .forms import form_of
 from .schema import NOT_YET, ROLES, ChatRequest, CompletionRequest, Message, Request, TokenizeRequest
@@ -43,13 +43,7 @@ def parse(found: dict[str, Any], schema: type[T]) -> T:
             raise invalid(name[:100], f"no such field{nearest(name[:100], (*known, *NOT_YET))}")
         if value is not None and value not in NOT_YET[name]:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported yet", name)
-    try:
-        return msgspec.convert(found, schema, str_keys=True)
-    except (msgspec.ValidationError, RecursionError) as error:
-        words, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").lstrip(".")
-        named = re.search(r"field `(\w+)`", words)  # missing, or unknown
-        raise invalid(field or (named[1] if named else "body"), words) from error
+    return converted(found, schema)
 
 
 def sampling_of(request: Request, defaults: SamplingParams, **own: Any) -> SamplingParams:
