@@ -120,6 +120,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
     ] = 0
+    kv_cache_sequences: Annotated[
+        float,
+        option("Sequences of max_model_len that the KV cache holds, where its bytes are not given; 0 counts.", ge=0),
+    ] = 0.0
     kv_cache_dtype: Annotated[
         Literal["auto", "int8"],
         option("What keys and values are kept in: auto as they are computed, int8 rounded, which takes half the room."),
@@ -141,6 +145,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     ] = ()
     max_loras: Annotated[int, option("Adapters that may be loaded at the same time.", ge=1, le=1024)] = 16
     max_lora_rank: Annotated[int, option("Largest rank of an adapter.", ge=1)] = 64
+    use_warmup: Annotated[
+        bool, option("Run the longest prompt and as many sequences as may run, once before requests are welcome.")
+    ] = False
     threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)
@@ -187,7 +194,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Who may ask, where, and how much at a time."""
 
     compat: Annotated[
-        str, option("System whose names of settings, values by default and ports are taken, too: bladellm.")
+        str, option("System whose names of settings, values by default and ports are taken, too: bladellm, paddlenlp.")
     ] = ""
     host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, option("TCP port; 0 takes any that is free.", ge=0, le=65535)] = 8000

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
-NAMES = ("bladellm",)
+NAMES = ("bladellm", "paddlenlp")
 
 
 @dataclass(frozen=True)
