@@ -47,6 +47,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """On the machine's monotonic clock, seconds; past it the request fails with ``timeout``."""
     pooling: PoolingParams | None = None
     """Makes a vector of the prompt; then nothing is generated, and ``sampling`` is void."""
+    external_id: str = ""
+    """What its client calls it, where no two requests that have not ended may be called the same; nothing for any."""
     adapter: str = ""
     """The name of a LoRA adapter that is loaded; nothing for none."""
     cache_salt: str = ""

@@ -23,6 +23,17 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, option("Sequences that run at the same time.", ge=1)] = 256
     max_num_batched_tokens: Annotated[int, option("Tokens computed in one step.", "tokens", ge=1)] = 2048
     max_model_len: Annotated[int, option("Prompt and output of one sequence together.", "tokens", ge=1)] = 2048
+    max_prompt_len: Annotated[
+        int, option("Tokens a prompt may have; 0 is what the context has room for.", "tokens", ge=0)
+    ] = 0
+    max_output_len: Annotated[
+        int,
+        option(
+            "Tokens a request may ask for, and gets at most where it does not say; 0 is what the context has room for.",
+            "tokens",
+            ge=0,
+        ),
+    ] = 0
     max_waiting: Annotated[int, option("Requests that may wait; more are refused at once.", ge=0)] = 256
     max_queue_time: Annotated[
         float, option("Time a request may wait for its first step before it fails; 0 is any.", "seconds", ge=0)
@@ -121,6 +132,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
     ] = 0
+    kv_cache_sequences: Annotated[
+        float,
+        option("Sequences of max_model_len that the KV cache holds, where its bytes are not given; 0 counts.", ge=0),
+    ] = 0.0
     kv_cache_dtype: Annotated[
         Literal["auto", "int8"],
         option("What keys and values are kept in: auto as they are computed, int8 rounded, which takes half the room."),
@@ -142,6 +157,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     ] = ()
     max_loras: Annotated[int, option("Adapters that may be loaded at the same time.", ge=1, le=1024)] = 16
     max_lora_rank: Annotated[int, option("Largest rank of an adapter.", ge=1)] = 64
+    use_warmup: Annotated[
+        bool, option("Run the longest prompt and as many sequences as may run, once before requests are welcome.")
+    ] = False
     threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)
@@ -207,6 +225,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, option("Requests that one HTTP process has open at the same time; more are refused.", ge=1)
     ] = 4096
     request_timeout: Annotated[float, option("Time a request may take; 0 is any.", "seconds", ge=0)] = 0.0
+    disable_streaming: Annotated[
+        bool, option("Send streams in one piece once they have ended, which is less work than token by token.")
+    ] = False
     client_timeout: Annotated[
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0

@@ -30,6 +30,7 @@ from .memory import count_blocks, count_host_blocks
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Drafter, Lookup, Speculation
+from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Engine:
             spec,
             device,
             self.model.mapped_bytes + (drafting.mapped_bytes if drafting else 0),
+            self.max_model_len,
         )
         host_blocks = count_host_blocks(options, spec)
         self.scheduler = Scheduler(
@@ -135,6 +137,8 @@ class Engine:
             self.fingerprint,
             "" if self.batch_invariant else "not ",
         )
+        if options.use_warmup:
+            warm_up(self)
 
     def _drafter(
         self, speculative: SpeculativeConfig, options: EngineOptions, draft: Runner | None, blocks: int

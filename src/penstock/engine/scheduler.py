@@ -60,6 +60,7 @@ class Scheduler:
         """Who guesses tokens ahead."""
         self._room = Room(options, device, host, weights)
         self._families: dict[str, list[Sequence]] = {}
+        self._external_ids: set[str] = set()
         self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
         self._deadlines: list[tuple[float, int, str]] = []
         self._patient: deque[Sequence] = deque()
@@ -86,6 +87,10 @@ class Scheduler:
         if room < 1:
             most = options.max_model_len - 1
             raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
+        if 0 < (most := options.max_prompt_len) < len(request.prompt):
+            raise invalid("prompt", f"has {len(request.prompt)} tokens, more than max_prompt_len ({most})", most)
+        if 0 < (most := options.max_output_len) < (sampling.max_tokens or 0):
+            raise invalid("max_tokens", f"{sampling.max_tokens} is more than max_output_len ({most})", most)
         if sampling.width > options.max_num_seqs:
             field = "n" if sampling.best_of is None else "best_of"
             raise invalid(field, f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
@@ -94,7 +99,7 @@ class Scheduler:
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
         if sampling.allowed_token_ids and sampling.min_tokens and stops.issuperset(sampling.allowed_token_ids):
             raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
-        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         together = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
         if together and self._room.to_the_end(request) > self.device.total:
@@ -114,6 +119,9 @@ class Scheduler:
         request = self.fitted(request)
         if request.request_id in self._families:
             raise invalid("request_id", f"{request.request_id!r} is in use")
+        if request.external_id in self._external_ids:
+            words = f"{request.external_id[:200]!r} already exists: a request of this name has not ended"
+            raise invalid("external_id", words)
         if not self.has_room:
             raise PenstockError(
                 Code.OVERLOADED, f"{len(self.waiting)} sequences are waiting", "max_waiting", self.options.max_waiting
@@ -130,6 +138,8 @@ class Scheduler:
         else:
             self.waiting.push(first)
         self._families[request.request_id] = [first]
+        if request.external_id:
+            self._external_ids.add(request.external_id)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, first.order, request.request_id))
         if self.options.max_queue_time:
@@ -203,7 +213,7 @@ class Scheduler:
         alive = [sequence for sequence in family if sequence.state is not State.FINISHED]
         for sequence in alive:
             self._end(sequence)
-        del self._families[request_id]
+        self._forget(request_id)
         reason = FinishReason.ERROR if failure else FinishReason.CANCELLED
         return [
             TokenDelta(request_id=request_id, sequence=index, finished=reason, failure=failure)
@@ -415,14 +425,18 @@ class Scheduler:
         if (chosen := beams.choose(family)) is None:
             for one in family:
                 self._end(one)
-            del self._families[sequence.request.request_id]
+            self._forget(sequence.request.request_id)
             return beams.deltas(family[0])
         self._room.branch(family, chosen)
         return []
 
     def _forget_if_ended(self, request_id: str) -> None:
         if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):
-            del self._families[request_id]
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        family = self._families.pop(request_id)
+        self._external_ids.discard(family[0].request.external_id)
 
     def _together(self, sequence: Sequence) -> list[Sequence]:
         """Those that are preempted together: a request's beams, none of which goes on without the others."""

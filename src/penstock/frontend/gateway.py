@@ -109,6 +109,7 @@ class Gateway:
         adapter: str = "",
         pooling: PoolingParams | None = None,
         arrived: float | None = None,
+        external_id: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
 
@@ -121,6 +122,7 @@ class Gateway:
             adapter: the name of one that is loaded.
             pooling: makes a vector of the prompt, in place of going on with it.
             arrived: on the monotonic clock; None is now.
+            external_id: refused where another request of this name has not ended, whichever process it came to.
 
         Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
         """
@@ -139,7 +141,7 @@ class Gateway:
         )
         output = assembler.output
         output.request_id, output.times.arrived = request_id or name, arrived
-        request = msgspec.structs.replace(assembler.request, deadline=deadline)
+        request = msgspec.structs.replace(assembler.request, deadline=deadline, external_id=external_id)
         deltas = self._open[name] = asyncio.Queue()
         try:
             self.engine.add(request)

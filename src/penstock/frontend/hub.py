@@ -21,6 +21,8 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.mod
 """What a checkpoint is made of. Pickles and code are never fetched."""
 UNWANTED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 """The same weights again, for other programs. In ``1_Pooling`` sentence-transformers say how they pool."""
+GRAPH = "model.pdiparams"
+"""Weights of what Paddle has exported."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PAUSES = (0, 1, 2)
 """Seconds before each new attempt after a connection was reset."""
@@ -53,12 +55,45 @@ def resolve(
         return demo.CHAT
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
+        check_checkpoint(path)
         return path
     if isinstance(model, Path) or path.is_absolute() or model.startswith((".", "~")):
         raise invalid("model", f"there is no {path}: give the folder of a checkpoint, or a name on the hub (org/name)")
     if token and not (token.isascii() and token.isprintable()):
         raise invalid("hf_token", "is not a token: copy it again, without line breaks")
     return _fetch(model, revision, token or None, cache_dir, progress)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ``PenstockError`` (``invalid``) for a folder of another system that is easily taken for a checkpoint."""
+    graph = next((path for path in (folder / GRAPH, folder / "rank_0" / GRAPH) if path.exists()), None)
+    if graph:
+        words = f"{graph} is a static graph, which only Paddle runs: give the Hugging Face checkpoint that it was "
+        raise invalid("model", f"{words}exported from, and --quantization for its format")
+
+
+def download(name: str, folder: Path, *, revision: str = "", token: str | None = None, progress: bool = True) -> None:
+    """Put a checkpoint of the hub into a folder, or what is missing there of it.
+
+    Raises ``PenstockError`` as ``resolve`` does.
+    """
+    from huggingface_hub import snapshot_download
+
+    fetch = partial(
+        snapshot_download,
+        name,
+        revision=revision or None,
+        token=token,
+        local_dir=folder,
+        allow_patterns=WANTED,
+        ignore_patterns=UNWANTED,
+        tqdm_class=None if progress else partial(tqdm, disable=True),
+    )
+    try:
+        _persistently(fetch)
+    except Exception as error:  # as in _fetch
+        problem = _cause(error)
+        raise _explained(problem, name, revision) from problem
 
 
 def _fetch(name: str, revision: str, token: str | None, cache_dir: str | Path | None, progress: bool) -> Path:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import anthropic, openai, responses
+from . import anthropic, openai, paddlenlp, responses
 from .bladellm import BladeLLM
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
@@ -39,7 +39,7 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
     blade = BladeLLM(service)
-    spoken: list[Dialect] = [blade, openai.OpenAI(service)]
+    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(service), openai.OpenAI(service)]
     by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE}
     shapes = Shapes(spoken[-1].shape, by_path, [blade.shape_of])
     add_shared_routes(app, service, spoken, openai.shared_paths())
@@ -105,6 +105,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
     app.add_api_route("/ready", health, summary="Requests are welcome", response_class=Response)
+    app.add_api_route("/v2/health/live", live, summary="This process answers", response_class=Response)
+    app.add_api_route("/v2/health/ready", health, summary="Requests are welcome", response_class=Response)
     app.add_api_route("/version", version, summary="Version, and the kernels that decide a result's bits")
     app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
 

@@ -22,7 +22,8 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 async def generate(
     service: Service, record: Record, prompt: Prompt, sampling: SamplingParams, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The output so far after every step; metrics and record are kept. ``options`` are the gateway's.
+    """The output so far after every step, or once where streaming is off; metrics and record are kept. ``options`` are
+    the gateway's.
 
     Raises ``PenstockError`` where the request fails, at its beginning or later.
     """
@@ -32,6 +33,7 @@ async def generate(
         prompt, sampling, record.request_id, timeout=service.timeout, arrived=record.begun, **options
     )
     metrics, told, last = service.metrics, 0, None
+    quiet = service.options.disable_streaming
     async with aclosing(stream) as outputs:
         async for output in outputs:
             for made in output.outputs:
@@ -49,7 +51,8 @@ async def generate(
             if output.finished:
                 metrics.ended(output)
                 record.note(output)
-            yield output
+            if output.finished or not quiet:
+                yield output
 
 
 async def together(

@@ -1,0 +1,168 @@
+"""PaddleNLP: the environment of ``start_server``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.core.errors import Code, PenstockError, invalid
+
+from . import Alias, Profile, ignored
+
+OLD = {
+    "HTTP_PORT": "HEALTH_HTTP_PORT",
+    "GRPC_PORT": "SERVICE_GRPC_PORT",
+    "METRICS_PORT": "METRICS_HTTP_PORT",
+    "INTER_QUEUE_PORT": "INTER_PROC_PORT",
+    "PUSH_MODE_HTTP_PORT": "SERVICE_HTTP_PORT",
+}
+"""Names before version 3.0, and what they are called since."""
+REQUIRED = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT")
+FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8a8"}
+"""What the third part of a model's name says of its weights, and what the same is called here."""
+
+
+def model_named(name: str) -> Mapping[str, Any]:
+    """What a model's name says: ``org/name`` on the hub, and how its weights are rounded, which is done at load here.
+
+    Raises ``ValueError`` where it is no such name, or asks for what there is not yet.
+    """
+    parts = name.strip("/").split("/")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise ValueError("a name is org/model or org/model/format")
+    if re.search(r"-\d+nodes$", parts[1]):
+        raise ValueError("models in parts for several machines are not supported yet")
+    found: dict[str, Any] = {"model": f"{parts[0]}/{parts[1].removesuffix('-MTP')}"}
+    if parts[1].endswith("-MTP"):
+        found["speculative_config"] = '{"method": "mtp"}'
+    if len(parts) == 3:
+        if parts[2] not in FORMATS:
+            raise ValueError(f"weights as {parts[2]} are not supported yet, only {', '.join(FORMATS)}")
+        found["quantization"] = FORMATS[parts[2]]
+    return found
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("must be 0 or 1")
+    return text == "1"
+
+
+def _at_most(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not 1 <= int(text) <= most:
+            raise ValueError(f"must be from 1 to {most}")
+        return int(text)
+
+    return read
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise ValueError("must be a port from 1 to 65535")
+    return port
+
+
+def _http_port(text: str) -> int:
+    if text == "-1":
+        raise ValueError("this turns HTTP off, and there is no gRPC yet")
+    return _port(text)
+
+
+def _elsewhere(read: Callable[[str], object] = str) -> Alias:
+    """What other code acts on; here it is only read."""
+
+    def settings(text: str) -> Mapping[str, Any]:
+        read(text)
+        return {}
+
+    return Alias(read=settings)
+
+
+def _check(given: Mapping[str, str]) -> None:
+    """Raises ``PenstockError`` for what is missing, what contradicts, and what takes several devices."""
+    for old, new in OLD.items():
+        if old in given and given.get(new, given[old]) != given[old]:
+            raise invalid(new, f"is {given[new]}, and {old}, its older name, is {given[old]}; give one of them")
+    known = {*given, *(OLD[name] for name in given if name in OLD)}
+    if missing := [name for name in REQUIRED if name not in known]:
+        raise invalid(missing[0], f"is missing; set {', '.join(missing)} to free ports")
+    ranks, nodes = _count(given, "MP_NUM"), _count(given, "MP_NNODE")
+    _check_nodes(given, nodes)
+    if ranks % nodes and "MP_NUM" in given:
+        raise invalid("MP_NUM", f"{ranks} cannot be divided among MP_NNODE {nodes} nodes")
+    devices = [device for device in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    if devices and "MP_NUM" in given and len(devices) != ranks // nodes:
+        words = f"names {len(devices)} devices, where MP_NUM {ranks} on MP_NNODE {nodes} nodes needs {ranks // nodes}"
+        raise invalid("CUDA_VISIBLE_DEVICES", words)
+    for name, count in (("MP_NUM", ranks), ("MP_NNODE", nodes)):
+        if count > 1:
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: {count} is not supported yet, only 1 is", name, 1)
+
+
+def _check_nodes(given: Mapping[str, str], nodes: int) -> None:
+    ips = [ip.strip() for ip in given.get("POD_IPS", "").split(",") if ip.strip()]
+    first = given.get("POD_0_IP", "").strip()
+    if nodes > 1 and not (ips and first):
+        name = "POD_0_IP" if ips else "POD_IPS"
+        raise invalid(name, f"is missing, and MP_NNODE is {nodes}")
+    if first and first not in ips:
+        raise invalid("POD_0_IP", f"{first} is not among POD_IPS ({', '.join(ips) or 'none'})")
+    if ips and len(ips) != nodes:
+        raise invalid("POD_IPS", f"names {len(ips)} nodes, and MP_NNODE is {nodes}", nodes)
+
+
+def _count(given: Mapping[str, str], name: str) -> int:
+    text = given.get(name, "1")
+    if not text.isdecimal() or not int(text):
+        raise invalid(name, f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+_names: dict[str, Alias] = {
+    "MODEL_DIR": Alias("model"),
+    "model_name": Alias(read=model_named),
+    "MP_NUM": _elsewhere(),
+    "MP_NNODE": _elsewhere(),
+    "POD_IPS": _elsewhere(),
+    "POD_0_IP": _elsewhere(),
+    "CUDA_VISIBLE_DEVICES": _elsewhere(),
+    "HEALTH_HTTP_PORT": Alias("health_port", _port),
+    "SERVICE_GRPC_PORT": _elsewhere(_port),
+    "METRICS_HTTP_PORT": Alias("metrics_port", _port),
+    "INTER_PROC_PORT": ignored("processes of one machine talk over sockets that take no port"),
+    "SERVICE_HTTP_PORT": Alias("port", _http_port),
+    "DISABLE_STREAMING": Alias("disable_streaming", _switch),
+    "MAX_SEQ_LEN": Alias("max_prompt_len", _at_most(2**31 - 1)),
+    "MAX_DEC_LEN": Alias("max_output_len", _at_most(2**31 - 1)),
+    "BATCH_SIZE": Alias("max_num_seqs", _at_most(128)),
+    "BLOCK_BS": Alias("kv_cache_sequences", float),
+    "BLOCK_RATIO": Alias("kv_cache_ratio", float),
+    "MAX_CACHED_TASK_NUM": Alias("max_waiting"),
+    "PUSH_MODE_HTTP_WORKERS": Alias("api_server_count", _at_most(8)),
+    "USE_WARMUP": Alias("use_warmup", _switch),
+    "USE_HF_TOKENIZER": ignored("the tokenizer is Hugging Face's in any case"),
+    "USE_CACHE_KV_INT8": Alias("kv_cache_dtype", lambda text: "int8" if _switch(text) else "auto"),
+    "OUTPUT_LOG_TO_CONSOLE": _elsewhere(_switch),
+    "tag": ignored("checkpoints are not bound to a version of PaddleNLP"),
+}
+
+PROFILE = Profile(
+    name="paddlenlp",
+    title="PaddleNLP",
+    defaults={
+        "model": "/models/",
+        "port": 9965,
+        "max_prompt_len": 8192,
+        "max_output_len": 1024,
+        "max_num_seqs": 50,
+        "max_waiting": 128,
+        "kv_cache_sequences": 50,
+        "kv_cache_ratio": 0.75,
+        "enable_prefix_caching": False,
+    },
+    variables={old: _names[new] for old, new in OLD.items()} | _names,
+    check=_check,
+)

@@ -1,0 +1,257 @@
+"""PaddleNLP's dialect, with the clients of its document: ``requests`` and ``openai``."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import requests
+from serving import Served
+from transformers import PreTrainedTokenizerFast
+
+from penstock import LLM, PenstockError, SamplingParams
+
+LIMITS = (
+    "--max-prompt-len",
+    "64",
+    "--max-output-len",
+    "1024",
+    "--max-num-seqs",
+    "2",
+    "--num-gpu-blocks-override",
+    "99",
+)
+ENDLESS = {"text": "One two three", "min_dec_len": 1000, "max_dec_len": 1000}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(*LIMITS, "--num-gpu-blocks-override", "99", "--api-server-count", "2") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM()
+
+
+def ask(served: Served, path: str = "/chat/completions", **body: Any) -> requests.Response:
+    return requests.post(served.url + path, json=body, timeout=60)
+
+
+def lines(served: Served, path: str = "/chat/completions", **body: Any) -> list[dict[str, Any]]:
+    with requests.post(served.url + path, json={**body, "stream": True}, stream=True, timeout=60) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [json.loads(line) for line in response.iter_lines()]
+
+
+def greedy(served: Served, **body: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ask(served, temperature=0, **body).json()
+    return found
+
+
+# --- As printed in the document -------------------------------------------------------------------------------------
+
+
+def test_the_document_s_requests(served: Served) -> None:
+    req_id = str(uuid.uuid1())
+    single = lines(served, text="Hello, how are you?", req_id=req_id, max_dec_len=64)
+    conversation = [
+        {"role": "user", "content": "Hello, who are you"},
+        {"role": "system", "content": "I'm a helpful AI assistant."},
+        {"role": "user", "content": "List 3 countries and their capitals."},
+    ]
+    multi = lines(served, messages=conversation, req_id=req_id, max_dec_len=64)  # the same id, now that it is free
+    for found in (single, multi):
+        assert found and all(line["error_msg"] == "" and line["error_code"] == 0 for line in found)
+        assert {line["req_id"] for line in found} == {req_id}
+        assert [line["send_idx"] for line in found] == list(range(len(found)))
+        assert [line["is_end"] for line in found] == [0] * (len(found) - 1) + [1]
+        assert "".join(line["token"] for line in found)
+        assert all("usage" not in line for line in found)
+
+
+def test_the_document_s_openai_client(served: Served) -> None:
+    client = openai.Client(base_url=f"{served.url}/chat/completions", api_key="EMPTY_API_KEY")
+    asked: dict[str, Any] = {"model": "default", "prompt": "Hello, how are you?", "max_tokens": 50, "temperature": 0}
+    whole = client.completions.create(**asked, stream=False).choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == whole
+    messages = [{"role": "user", "content": "List 3 countries and their capitals."}]
+    chat: dict[str, Any] = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 64}
+    told = client.chat.completions.create(**chat, stream=False).choices[0].message.content
+    stream = client.chat.completions.create(**chat, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == told
+
+
+# --- What fields do ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+def test_a_stream_is_the_whole_answer(served: Served, path: str) -> None:
+    asked: dict[str, Any] = {"text": "Tell me about 加拿大 and 🦊.", "max_dec_len": 40, "infer_seed": 3}
+    whole = ask(served, path, **asked, return_usage=True).json()
+    assert whole["tokens_all"] == whole["result"] and whole["error_code"] == 0 and whole["error_msg"] == ""
+    streamed = lines(served, path, **asked, return_usage=True)
+    assert "".join(line["token"] for line in streamed) == whole["result"]
+    assert streamed[-1]["usage"] == whole["usage"] and "usage" not in streamed[0]
+    (at_once,) = lines(served, path, **asked, return_all_tokens=True)
+    assert at_once["token"] == whole["result"] and at_once["is_end"] == 1 and at_once["send_idx"] == 0
+    assert at_once["token_ids"] == [token for line in streamed for token in line["token_ids"]]
+
+
+def test_defaults_are_the_dialect_s(served: Served, llm: LLM) -> None:
+    """Not those of the model's makers."""
+    sampling = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5)
+    text = llm.generate(["Once upon a time"], sampling, use_tqdm=False)[0].outputs[0].text
+    assert ask(served, text="Once upon a time", max_dec_len=30, seed=5).json()["result"] == text
+
+
+def test_texts_ids_and_messages(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "The capital of Canada is"
+    said = greedy(served, text=text, max_dec_len=10)["result"]
+    assert greedy(served, input_ids=tokenizer.encode(text), max_dec_len=10)["result"] == said
+    messages = [{"role": "user", "content": "What is the capital of Canada?"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = greedy(served, text=rendered, max_dec_len=10)["result"]
+    assert greedy(served, messages=messages, max_dec_len=10, req_id="chat")["result"] == expected
+    system = {"role": "system", "content": "Answer in one word."}
+    same = greedy(served, messages=[system, *messages], req_id="chat", max_dec_len=10)["result"]
+    assert greedy(served, messages=messages, system=system["content"], max_dec_len=10)["result"] == same
+
+
+def test_lengths_and_ends(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
+    for name in ("max_dec_len", "seq_len", "max_tokens"):
+        usage = greedy(served, text="One two three", return_usage=True, **{name: 7})["usage"]
+        assert usage["completion_tokens"] == 7
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 7
+    found = lines(served, text="One two three", max_dec_len=9, min_dec_len=9, temperature=0, return_usage=True)
+    ids = [token for line in found for token in line["token_ids"]]
+    assert len(ids) == found[-1]["usage"]["completion_tokens"] == 9
+    for ends in (ids[4], [ids[4]]):
+        ended = lines(served, text="One two three", max_dec_len=9, eos_token_ids=ends, temperature=0)
+        assert [token for line in ended for token in line["token_ids"]] == ids[: ids.index(ids[4])]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("penalty_score", 1.5, "repetition_penalty"),
+        ("frequency_score", 1.5, "frequency_penalty"),
+        ("presence_score", 1.5, "presence_penalty"),
+        ("topp", 0.3, "top_p"),
+        ("top_p", 0.3, "top_p"),
+        ("topp", 0, "temperature"),
+        ("temperature", 0, "temperature"),
+        ("temperature", 1.5, "temperature"),
+    ],
+)
+def test_values_of_sampling(served: Served, llm: LLM, name: str, value: float, ours: str) -> None:
+    drawn = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5).replace(**{ours: value})
+    text = llm.generate(["The dog and the dog"], drawn, use_tqdm=False)[0].outputs[0].text
+    found = ask(served, text="The dog and the dog", max_dec_len=30, seed=5, model="whatever", **{name: value})
+    assert found.json()["result"] == text
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"req_id": "a"}, "text: is missing; give text, messages or input_ids"),
+        ({"text": ""}, "text: "),
+        ({"text": "a", "input_ids": [1]}, "input_ids: does not go with text"),
+        ({"text": "a", "system": "b"}, "system: goes with messages only"),
+        ({"input_ids": [10**6]}, "input_ids: token ids go from 0"),
+        ({"text": "a", "max_declen": 3}, "max_declen: no such field; did you mean max_dec_len?"),
+        ({"text": "a", "max_dec_len": 0}, "max_dec_len: "),
+        ({"text": "a", "max_dec_len": 3, "max_tokens": 3}, "max_tokens: is max_dec_len by another name"),
+        ({"text": "a", "topp": 0.5, "top_p": 0.5}, "top_p: is topp by another name"),
+        ({"text": "a", "seed": 1, "infer_seed": 1}, "seed: is infer_seed by another name"),
+        ({"text": "a", "topp": 1.5}, "topp: "),
+        ({"text": "a", "temperature": -1}, "temperature: "),
+        ({"text": "a", "penalty_score": 0}, "penalty_score: "),
+        ({"text": "a", "min_dec_len": 9, "max_dec_len": 3}, "min_dec_len: must be at most 3, is 9"),
+        ({"text": "a", "stream": "yes"}, "stream: "),
+        ({"text": "a", "timeout": 0}, "timeout: "),
+        ({"text": "a", "eos_token_ids": [1, 2]}, "eos_token_ids: "),
+        ({"text": "a", "req_id": "line\nbreak"}, "req_id: "),
+        ({"text": "a " * 100}, "text: has "),
+        ({"messages": [{"role": "user", "content": "a " * 100}], "req_id": "b"}, "messages: has "),
+        ({"text": "a", "max_dec_len": 1025}, "max_dec_len: 1025 is more than MAX_DEC_LEN (1024)"),
+        ({"text": "a", "seq_len": 1025}, "seq_len: 1025 is more than MAX_DEC_LEN (1024)"),
+        ({"text": "a", "min_dec_len": 1025}, "min_dec_len: must be at most 1024, is 1025"),
+        ({"text": "a", "max_tokens": 2048}, "max_tokens: 1 tokens of input and 2048 of output are more than the 2048"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_requests_are_told_what_is_wrong(served: Served, body: dict[str, Any], words: str, stream: bool) -> None:
+    answer = ask(served, **{"stream": stream, **body})
+    (line,) = answer.iter_lines()
+    found = json.loads(line)
+    assert found["error_msg"].startswith(words), found
+    assert found["error_code"] == answer.status_code == 400
+    assert found["req_id"] == body.get("req_id", "")
+
+
+def test_a_prompt_beyond_the_limit_says_it(served: Served) -> None:
+    assert "more than MAX_SEQ_LEN (64)" in ask(served, text="a " * 100).json()["error_msg"]
+
+
+class Endless:
+    """A request that goes on until it is left."""
+
+    def __init__(self, served: Served, **body: Any) -> None:
+        self._stream = httpx.stream("POST", f"{served.url}/completions", json={**ENDLESS, "stream": True, **body})
+        self._lines = self._stream.__enter__().iter_lines()
+        self.first = json.loads(next(self._lines))
+
+    def __enter__(self) -> Endless:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(None, None, None)
+
+
+def test_an_id_is_refused_while_it_is_taken(served: Served) -> None:
+    """Whichever of the two processes the other request came to."""
+    with Endless(served, req_id="mine") as running:
+        assert running.first["req_id"] == "mine"
+        for _ in range(12):  # connections go to either process
+            refused = ask(served, text="a", req_id="mine")
+            assert refused.status_code == 400
+            assert refused.json()["error_msg"].startswith("req_id: 'mine' already exists")
+        assert ask(served, text="a", req_id="yours", max_dec_len=1).json()["error_code"] == 0
+    deadline = threading.Event()
+    while ask(served, text="a", req_id="mine", max_dec_len=1).json()["error_code"]:
+        assert not deadline.wait(0.01)  # the engine has yet to hear that the client has gone
+
+
+def test_who_waits_too_long_is_told(served: Served) -> None:
+    with Endless(served), Endless(served):  # as many as may run
+        answer = ask(served, text="a", req_id="late", timeout=0.2)
+        assert answer.json() == {
+            "req_id": "late",
+            "error_msg": "timeout: nothing came for 0.2 seconds",
+            "error_code": answer.status_code,
+        }
+        assert answer.status_code == 408
+
+
+def test_limits_hold_for_every_dialect_and_in_python(served: Served) -> None:
+    client = openai.OpenAI(base_url=served.url, api_key="none")
+    with pytest.raises(openai.BadRequestError, match=r"max_prompt_len \(64\)"):
+        client.completions.create(model="default", prompt="a " * 100)
+    with pytest.raises(openai.BadRequestError, match=r"max_output_len \(1024\)"):
+        client.completions.create(model="default", prompt="a", max_tokens=1025)
+    llm = LLM(max_prompt_len=8, max_output_len=5)
+    ignoring = SamplingParams(max_tokens=None, ignore_eos=True)
+    assert len(llm.generate(["a"], ignoring, use_tqdm=False)[0].outputs[0].token_ids) == 5
+    with pytest.raises(PenstockError, match="max_prompt_len"):
+        llm.generate(["a b c d e f g h i"], ignoring, use_tqdm=False)

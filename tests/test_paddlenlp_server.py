@@ -1,0 +1,258 @@
+"""``start_server``, ``stop_server`` and ``download_model.py`` as PaddleNLP's users type them, with its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+from test_hub import NEW, Hub
+
+from penstock import LLM, PenstockError, demo
+from penstock.cli.configuration import read
+from penstock.cli.main import main
+from penstock.core import Code
+from penstock.core.profiles import load
+
+PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
+GIVEN = dict(zip(PORTS, ("8110", "8811", "8722", "9965"), strict=True))
+
+
+def free_ports() -> dict[str, str]:
+    holders = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
+    ports = [str(holder.getsockname()[1]) for holder in holders]
+    for holder in holders:
+        holder.close()
+    return dict(zip(PORTS, ports, strict=True))
+
+
+class Shell:
+    """Commands in a folder of their own, with their own idea of what runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = free_ports()
+        self.environment = {**os.environ, **self.ports, "XDG_RUNTIME_DIR": str(folder), "BLOCK_BS": "5"}
+
+    def run(self, command: str, *arguments: str, **environment: str) -> tuple[int, str]:
+        """Exit status, and what was said."""
+        ran = subprocess.run(
+            [sys.executable, "-m", "penstock.cli.paddlenlp", command, *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return ran.returncode, ran.stdout + ran.stderr
+
+    def url(self, port: str, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[port]}{path}"
+
+    def ask(self, **body: Any) -> list[dict[str, Any]]:
+        answer = requests.post(self.url("SERVICE_HTTP_PORT", "/v1/chat/completions"), json=body, timeout=60)
+        return [json.loads(line) for line in answer.iter_lines()]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.run("stop_server", "10")
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def test_start_and_stop(shell: Shell) -> None:
+    status, said = shell.run(
+        "start_server", MODEL_DIR=str(demo.CHAT), USE_WARMUP="1", DISABLE_STREAMING="1", MAX_SEQ_LEN="20"
+    )
+    assert status == 0 and "Ready: process" in said, said
+    log = (shell.folder / "log" / "server.log").read_text()
+    assert "160 KV blocks" in log  # BLOCK_BS x 2048 tokens in blocks of 64
+    assert "warmed up with" in log
+    for port in ("HEALTH_HTTP_PORT", "SERVICE_HTTP_PORT"):
+        for path in ("/v2/health/live", "/v2/health/ready"):
+            assert requests.get(shell.url(port, path), timeout=10).status_code == 200
+    assert requests.post(shell.url("HEALTH_HTTP_PORT", "/v1/completions"), json={}, timeout=10).status_code == 404
+    assert "num_requests_open" in requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=10).text
+
+    (at_once,) = shell.ask(text="Hello, how are you?", max_dec_len=8, stream=True)
+    assert at_once["is_end"] == 1 and at_once["token"]
+    messages = [{"role": "user", "content": "Hello"}]
+    (whole,) = shell.ask(messages=messages, max_tokens=4)  # the same to both, and the profile decides
+    assert whole["result"] == whole["tokens_all"]
+    client = openai.OpenAI(base_url=shell.url("SERVICE_HTTP_PORT", "/v1"), api_key="none")
+    chunks = list(client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True))
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) == 1
+    (refused,) = shell.ask(text="a " * 40)
+    assert "more than MAX_SEQ_LEN (20)" in refused["error_msg"]
+
+    status, said = shell.run("start_server", MODEL_DIR=str(demo.CHAT))
+    assert status == 2 and "SERVICE_HTTP_PORT" in said and "set another port" in said
+    status, said = shell.run("stop_server")
+    assert (status, said.startswith("Stopped process")) == (0, True)
+    with pytest.raises(requests.ConnectionError):
+        requests.get(shell.url("HEALTH_HTTP_PORT", "/v2/health/live"), timeout=10)
+    assert shell.run("stop_server") == (0, "Nothing runs that start_server has started.\n")
+
+
+def test_a_server_that_does_not_start_says_why(shell: Shell) -> None:
+    (shell.folder / "graph" / "rank_0").mkdir(parents=True)
+    (shell.folder / "graph" / "rank_0" / "model.pdiparams").touch()
+    status, said = shell.run("start_server", MODEL_DIR="graph", OUTPUT_LOG_TO_CONSOLE="1")
+    assert status == 2 and "graph/rank_0/model.pdiparams is a static graph, which only Paddle runs" in said
+    assert "static graph" in (shell.folder / "log" / "console.log").read_text()
+    status, said = shell.run("start_server", MODEL_DIR=str(demo.CHAT), BLOCK_BS="1e7")
+    assert status == 2 and "kv_cache_sequences: 1e+07 of 2048 tokens take" in said and "at most" in said
+    assert shell.run("start_server", BATCH_SIZE="129") == (
+        2,
+        "start_server: BATCH_SIZE: '129' is wrong: must be from 1 to 128\n",
+    )
+    assert shell.run("stop_server")[1].startswith("Nothing runs")
+
+
+def test_a_model_by_its_name(shell: Shell) -> None:
+    hub = Hub()
+    hub.files[NEW] = {path.name: path.read_bytes() for path in demo.CHAT.iterdir() if path.is_file()}
+    named = {"HF_ENDPOINT": hub.url, "HF_HOME": str(shell.folder / "hf"), "NO_PROXY": "127.0.0.1"}
+    try:
+        name = "org/chat/weight_only_int8"
+        status, said = shell.run("start_server", name, MODEL_DIR=str(shell.folder), **named)
+        assert status == 0, said
+        assert (shell.folder / name / "model.safetensors").exists()
+        assert "wint8" in (shell.folder / "log" / "server.log").read_text()
+        assert shell.ask(text="Hello", max_dec_len=2)[0]["error_code"] == 0
+        status, said = shell.run("download_model", "--model_name", name, "--dir", "here", "--nnodes", "1", **named)
+        assert status == 0 and (shell.folder / "here" / "config.json").exists(), said
+        for arguments, words in (
+            (("--nnodes", "2", "--mode", "master"), "--nnodes: 2 is not supported yet"),
+            (("--mode", "slave"), "--mode: slave goes with several nodes"),
+            (("--speculate_model_path", "x"), "--speculate_model_path: "),
+            (("--model_name", "org/chat/a8w8_fp8"), "weights as a8w8_fp8 are not supported yet"),
+            (("--model_name", "org/chat-2nodes/weight_only_int8"), "several machines are not supported yet"),
+            (("--model_name", "org/unknown"), "has no model org/unknown"),
+        ):
+            status, said = shell.run("download_model", *arguments, **named)
+            assert status == 2 and words in said, said
+    finally:
+        hub.stop()
+
+
+def test_the_longest_inputs_run_where_there_is_room() -> None:
+    """Also where sequences have to give way to each other."""
+    llm = LLM(use_warmup=True, num_gpu_blocks_override=33, max_num_seqs=40)
+    assert llm.engine.scheduler.device.free == llm.engine.scheduler.device.total
+
+
+# --- The environment --------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_s_names_and_defaults(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for name, value in GIVEN.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {
+        "MODEL_DIR": str(demo.CHAT),
+        "USE_CACHE_KV_INT8": "1",
+        "PUSH_MODE_HTTP_WORKERS": "3",
+        "INTER_PROC_PORT": "8813",
+        "USE_HF_TOKENIZER": "1",
+        "BLOCK_RATIO": "0.5",
+        "tag": "3.0.0.b4",
+        "MP_NUM": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["config", "--compat", "paddlenlp", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for name, (value, source) in {
+        "model": (str(demo.CHAT), "MODEL_DIR"),
+        "port": (9965, "SERVICE_HTTP_PORT"),
+        "health_port": (8110, "HEALTH_HTTP_PORT"),
+        "metrics_port": (8722, "METRICS_HTTP_PORT"),
+        "max_prompt_len": (8192, "the profile paddlenlp"),
+        "max_output_len": (1024, "the profile paddlenlp"),
+        "max_num_seqs": (50, "the profile paddlenlp"),
+        "max_waiting": (128, "the profile paddlenlp"),
+        "kv_cache_sequences": (50, "the profile paddlenlp"),
+        "kv_cache_ratio": (0.5, "BLOCK_RATIO"),
+        "kv_cache_dtype": ("int8", "USE_CACHE_KV_INT8"),
+        "api_server_count": (3, "PUSH_MODE_HTTP_WORKERS"),
+        "use_warmup": (False, "default"),
+        "disable_streaming": (False, "default"),
+    }.items():
+        assert (found[name]["value"], found[name]["source"]) == (value, source), name
+    assert main(["config", "--compat", "paddlenlp"]) == 0
+    printed = capsys.readouterr().out
+    assert "INTER_PROC_PORT " in printed and "USE_HF_TOKENIZER " in printed and "tag " in printed
+
+
+def test_names_before_version_3() -> None:
+    old = {"HTTP_PORT": "1", "GRPC_PORT": "2", "METRICS_PORT": "3", "INTER_QUEUE_PORT": "4", "PUSH_MODE_HTTP_PORT": "5"}
+    server = read({}, None, old, load("paddlenlp")).configuration.server
+    assert (server.health_port, server.metrics_port, server.port) == (1, 3, 5)
+    assert server == read({}, None, old | {"HEALTH_HTTP_PORT": "1"}, load("paddlenlp")).configuration.server
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"HEALTH_HTTP_PORT": "", "METRICS_HTTP_PORT": ""}, "HEALTH_HTTP_PORT: is missing; set HEALTH_HTTP_PORT, MET"),
+        ({"SERVICE_GRPC_PORT": ""}, "SERVICE_GRPC_PORT: is missing"),
+        ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, and GRPC_PORT, its older name, is 1"),
+        ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: must be a port"),
+        ({"SERVICE_GRPC_PORT": "x"}, "SERVICE_GRPC_PORT: 'x' is wrong"),
+        ({"SERVICE_HTTP_PORT": "-1"}, "SERVICE_HTTP_PORT: '-1' is wrong: this turns HTTP off"),
+        ({"POD_0_IP": "10.0.0.3", "POD_IPS": "10.0.0.1"}, r"POD_0_IP: 10.0.0.3 is not among POD_IPS \(10.0.0.1\)"),
+        ({"POD_0_IP": "10.0.0.3"}, "POD_0_IP: 10.0.0.3 is not among POD_IPS"),
+        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: is missing, and MP_NNODE is 2"),
+        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: is missing, and MP_NNODE is 2"),
+        ({"POD_IPS": "a,b", "POD_0_IP": "a"}, "POD_IPS: names 2 nodes, and MP_NNODE is 1"),
+        ({"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES: names 1 devices, where MP_NUM 2"),
+        ({"MP_NUM": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES: names 2 devices, where MP_NUM 1"),
+        ({"MP_NUM": "3", "MP_NNODE": "2", "POD_IPS": "a,b", "POD_0_IP": "a"}, "MP_NUM: 3 cannot be divided"),
+        ({"MP_NUM": "0"}, "MP_NUM: '0' is no number from 1 on"),
+        ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: must be from 1 to 128"),
+        ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: must be from 1 to 8"),
+        ({"BLOCK_BS": "many"}, "BLOCK_BS: 'many' is wrong"),
+        ({"BLOCK_RATIO": "1.5"}, "kv_cache_ratio: .* in BLOCK_RATIO"),
+        ({"USE_WARMUP": "yes"}, "USE_WARMUP: 'yes' is wrong: must be 0 or 1"),
+        ({"model_name": "chat"}, "model_name: 'chat' is wrong: a name is org/model"),
+    ],
+)
+def test_what_is_wrong_in_the_environment_is_named(given: dict[str, str], words: str) -> None:
+    with pytest.raises(PenstockError, match=words):
+        read({}, None, GIVEN | given, load("paddlenlp"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"MP_NUM": "2"},
+        {"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
+        {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "10.0.0.1,10.0.0.2", "POD_0_IP": "10.0.0.1"},
+    ],
+)
+def test_several_devices_are_refused_by_name(given: dict[str, str]) -> None:
+    with pytest.raises(PenstockError, match=r"MP_NUM: .* is not supported yet, only 1 is") as raised:
+        read({}, None, GIVEN | given, load("paddlenlp"))
+    assert raised.value.failure.code is Code.UNSUPPORTED
+
+
+def test_a_model_s_name_says_its_format() -> None:
+    def engine(name: str) -> Any:
+        return read({}, None, GIVEN | {"model_name": name}, load("paddlenlp")).configuration.engine
+
+    assert engine("Qwen/Qwen3-0.6B").quantization == "none"
+    found = engine("Qwen/Qwen3-0.6B/weight_only_int4")
+    assert (found.model, found.quantization) == ("Qwen/Qwen3-0.6B", "wint4")
+    assert json.loads(engine("a/b-MTP/a8w8").speculative_config) == {"method": "mtp"}
