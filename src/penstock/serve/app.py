@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import openai
+from . import openai, vllm
 from .bladellm import BladeLLM
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
@@ -39,10 +39,11 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
     blade = BladeLLM(service)
-    spoken: list[Dialect] = [blade, openai.OpenAI(service)]
-    shapes = Shapes(spoken[-1].shape, {}, [blade.shape_of])
+    spoken: list[Dialect] = [blade, openai.OpenAI(service, vllm.check if vllm.asked_for(service) else None)]
+    shapes = Shapes(spoken[-1].shape, vllm.SHAPES, [blade.shape_of])
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
+    vllm.add_routes(app, service)
     _add_state(app, service)
 
     async def failed(request: Request, error: Exception) -> Response:
