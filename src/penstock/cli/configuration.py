@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration
-from penstock.core.profiles import Alias, Given, Profile
+from penstock.core.profiles import Given, Profile, flag, meant
 from penstock.core.settings import Setting, nearest, settings
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,18 @@ def read(
     ignored: dict[str, str] = {}
     given: list[tuple[str, Any, str]] = []
     if profile:
-        given += [(name, value, f"the profile {profile.name}") for name, value in profile.defaults.items()]
-    given += _of_file(file)
-    if profile:
         variables = {name: environment[name] for name in profile.variables if environment.get(name)}
-        together = variables | {_flag(name): text for name, text in (aliases or {}).items()}
+        together = variables | {flag(name): text for name, text in (aliases or {}).items()}
         profile.check(together)
-        given += _meant(profile.variables, variables, str, ignored)
+        defaults = {**profile.defaults, **profile.defaults_for(together)}
+        given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
+        given += _of_file(file)
+        given += meant(profile.variables, variables, str, ignored)
         given += _of(environment)
-        given += _meant(profile.flags, aliases or {}, _flag, ignored)
+        given += meant(profile.flags, aliases or {}, flag, ignored)
         given += profile.together(together)
     else:
+        given += _of_file(file)
         given += _of(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]
     values: dict[str, Any] = {}
@@ -79,26 +80,6 @@ def read(
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
     found = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
     return Configured(found, sources, ignored)
-
-
-def _meant(
-    table: Mapping[str, Alias], given: Mapping[str, str], source: Callable[[str], str], ignored: dict[str, str]
-) -> Given:
-    """The settings that another system's names mean; what means nothing here is noted."""
-    for name, text in given.items():
-        if table[name].why:
-            ignored[source(name)] = table[name].why
-            continue
-        try:
-            found = table[name].settings(text)
-        except ValueError as error:
-            raise invalid(source(name), f"{text!r} is wrong: {error}") from error
-        for setting, value in found.items():
-            yield setting, value, source(name)
-
-
-def _flag(name: str) -> str:
-    return f"--{name}"
 
 
 def _checked(setting: Setting, value: Any, source: str) -> Any:

@@ -83,6 +83,11 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         return form if form == "structural_tag" else f"guided_{form}"
 
     @property
+    def of_json(self) -> bool:
+        """Whether it has JSON in it."""
+        return any(getattr(self, name) not in (None, False) for name in OF_JSON)
+
+    @property
     def characters(self) -> int:
         texts = (
             self.json,

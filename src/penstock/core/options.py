@@ -144,6 +144,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         Literal["auto", "llguidance", "xgrammar", "off"],
         option("What keeps outputs to schemas, patterns and grammars; off refuses requests for it."),
     ] = "auto"
+    guided_decoding_disable_any_whitespace: Annotated[
+        bool, option("No space or line break between the parts of any JSON, as requests can ask, too.")
+    ] = False
     speculative_config: Annotated[
         str,
         option(
@@ -231,6 +234,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_timeout: Annotated[
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0
+    enable_logprob: Annotated[
+        bool, option("Give log probabilities to who asks; without, such requests are refused.")
+    ] = True
     timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
     trust_request_chat_template: Annotated[
         bool, option("Render chat templates that requests bring, each in a process that may take two seconds.")

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from penstock import demo, ops
-from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
+from penstock.core import Code, EngineRequest, Failure, GuidedDecodingParams, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
 from penstock.core.lora import named
 from penstock.core.options import EngineOptions
@@ -106,6 +106,7 @@ class Engine:
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)
         self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
+        self._dense = options.guided_decoding_disable_any_whitespace
 
         def runner(model: Decoder, kept: KVSpec, host_blocks: int) -> Runner:
             return Runner(
@@ -158,7 +159,7 @@ class Engine:
         if request.adapter:
             self.adapters.key(request.adapter)
         self.scheduler.fitted(request)
-        if form := request.sampling.guided_decoding:
+        if form := self._form(request):
             self._guides.compile(form).result()
 
     def add(self, request: EngineRequest) -> None:
@@ -166,7 +167,7 @@ class Engine:
         self._check(request)
         if request.adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
-        form = request.sampling.guided_decoding
+        form = self._form(request)
         self.scheduler.add(request, partial(self._guides.compile, form) if form else None)
 
     def learn(self, vocabulary: Callable[[], Vocabulary]) -> None:
@@ -221,6 +222,12 @@ class Engine:
             except Exception:
                 logger.exception("guesses after a step of %d tokens failed", plan.tokens)
         return deltas
+
+    def _form(self, request: EngineRequest) -> GuidedDecodingParams | None:
+        """What the output has to keep to."""
+        form = request.sampling.guided_decoding
+        dense = self._dense and form is not None and form.of_json
+        return msgspec.structs.replace(form, disable_any_whitespace=True) if form and dense else form
 
     def _check(self, request: EngineRequest) -> None:
         config = self.model.config

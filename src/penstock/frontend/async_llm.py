@@ -16,7 +16,7 @@ from penstock.engine.launcher import EngineProcess
 
 from .gateway import Gateway
 from .hub import resolve
-from .options import engine_options
+from .options import engine_options, translated
 from .outputs import EmbeddingRequestOutput, RequestOutput
 from .prompts import VOID, Messages, Preparer, Prompt
 
@@ -46,8 +46,12 @@ class AsyncLLM:
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
+        compat: str = "",
         **options: Any,
     ) -> None:
+        if compat:
+            options = translated(compat, {"reasoning_parser": reasoning_parser} | options)
+            reasoning_parser = options.pop("reasoning_parser")
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
         self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser, pooling_type)

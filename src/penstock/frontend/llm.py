@@ -16,7 +16,7 @@ from penstock.engine.engine import Engine
 
 from .assembly import Assembler
 from .hub import resolve
-from .options import engine_options
+from .options import engine_options, translated
 from .outputs import EmbeddingRequestOutput, RequestOutput, Score, ScoringOutput, ScoringRequestOutput, cosine
 from .prompts import VOID, Messages, Preparer, Prompt
 
@@ -41,6 +41,7 @@ class LLM:
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
         download_dir: where downloads are kept; by default Hugging Face's own cache.
+        compat: the system whose names and defaults options have: ``fastdeploy``.
         options: ``EngineOptions`` by name.
 
     Raises ``PenstockError`` with one sentence where options or checkpoint do not allow a start.
@@ -58,8 +59,12 @@ class LLM:
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
+        compat: str = "",
         **options: Any,
     ) -> None:
+        if compat:
+            options = translated(compat, {"reasoning_parser": reasoning_parser} | options)
+            reasoning_parser = options.pop("reasoning_parser")
         folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
         self.options = engine_options({"model": str(folder)} | options)
         self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser, pooling_type)

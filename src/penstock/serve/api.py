@@ -13,6 +13,7 @@ from typing import BinaryIO
 import uvicorn
 
 from penstock.core.errors import invalid
+from penstock.core.profiles import load
 from penstock.engine.client import STOPPING
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
@@ -55,7 +56,8 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     )
     preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)
-    service = Service(gateway, options, start.names, Metrics(start.names[0]))
+    profile = load(options.compat)
+    service = Service(gateway, options, start.names, Metrics(start.names[0], profile.metrics if profile else None))
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
     server = Server(

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import anthropic, openai, paddlenlp, responses
+from . import anthropic, openai, paddlenlp, responses, vllm
 from .bladellm import BladeLLM
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
@@ -39,13 +39,15 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
     blade = BladeLLM(service)
-    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(service), openai.OpenAI(service)]
-    by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE}
-    shapes = Shapes(spoken[-1].shape, by_path, [blade.shape_of])
+    usual = openai.OpenAI(service, vllm.check if vllm.asked_for(service) else None)
+    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(service), usual]
+    by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE, **vllm.SHAPES}
+    shapes = Shapes(usual.shape, by_path, [blade.shape_of])
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
     anthropic.add_routes(app, service)
     responses.add_routes(app, service)
+    vllm.add_routes(app, service)
     _add_state(app, service)
 
     async def failed(request: Request, error: Exception) -> Response:

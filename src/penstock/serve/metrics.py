@@ -6,7 +6,7 @@ them up; what the engine knows is read from the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,9 +23,14 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 
 
 class Metrics:
-    """Of the requests of one model."""
+    """Of the requests of one model.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        others: further names, each with the one of ours (without ``penstock:``) that it is for.
+    """
+
+    def __init__(self, model: str, others: Mapping[str, str] | None = None) -> None:
+        self._others = others or {}
         self._labels = {"model_name": model}
 
         def counter(name: str, about: str) -> Counter:
@@ -95,8 +100,26 @@ class Metrics:
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         registry.register(_Engine(stats, self._labels))
-        page: bytes = generate_latest(registry)
+        others = CollectorRegistry()
+        others.register(_Renamed(registry, self._others))
+        page: bytes = generate_latest(registry) + generate_latest(others)
         return page
+
+
+class _Renamed:
+    """Metrics under other names."""
+
+    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._names = names
+
+    def collect(self) -> Iterable[Metric]:
+        ours = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
+        for name, own in self._names.items():
+            if family := ours.get(own):
+                renamed = Metric(name, family.documentation, family.type)
+                renamed.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
+                yield renamed
 
 
 class _Engine:
@@ -114,6 +137,7 @@ class _Engine:
             "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.blocks_used / max(stats.blocks, 1)),
             "kv_blocks": ("KV blocks.", stats.blocks),
             "kv_blocks_used": ("KV blocks in use.", stats.blocks_used),
+            "kv_blocks_free": ("KV blocks that nobody holds.", stats.blocks - stats.blocks_used),
         }
         for name, (about, value) in gauges.items():
             family = GaugeMetricFamily(f"penstock:{name}", about, labels=list(self._labels))

@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration, ServerOptions
+from penstock.core.profiles import load
 from penstock.engine.launcher import Deaths, EngineProcess, end, in_words
 
 from .start import WRONG, WorkerStart
@@ -105,6 +106,10 @@ class Supervisor:
         """Returns when the engine dies too often."""
         ready = await self._engine.start()
         await asyncio.gather(*(met.wait() for met in self._met.values()))
+        if (profile := load(self._configuration.server.compat)) and (
+            greeting := profile.greeting(ready.blocks, self._configuration.engine)
+        ):
+            logger.info(greeting)
         facts = {"seconds": time.monotonic() - self._begun, "kv_blocks": ready.blocks, "kernels": ready.fingerprint}
         url, *others = [url_of(self._configuration.server, listener) for listener in listeners]
         logger.info("ready: %s at %s/v1", ", ".join(self._names), url, extra={"facts": facts})

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from penstock.core.errors import invalid
+from penstock.core.options import EngineOptions
 from penstock.core.settings import nearest
 
-NAMES = ("bladellm", "paddlenlp")
+NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp")
 Given = Iterator[tuple[str, Any, str]]
 """Settings here and their values, with where each was found."""
 
@@ -58,6 +59,15 @@ def only(value: str, why: str) -> Alias:
     return Alias(read=read)
 
 
+def refused(why: str) -> Alias:
+    """A name that cannot be given, for a reason."""
+
+    def read(text: str) -> Mapping[str, Any]:
+        raise ValueError(why)
+
+    return Alias(read=read)
+
+
 def chosen(table: Mapping[str, Any]) -> Callable[[str], Any]:
     """How a value among few is read, in capitals or not."""
 
@@ -67,6 +77,11 @@ def chosen(table: Mapping[str, Any]) -> Callable[[str], Any]:
         return table[text.lower()]
 
     return read
+
+
+def on(text: str) -> bool:
+    """A switch; in Python it may also be given as off."""
+    return chosen({"true": True, "false": False})(text)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,32 @@ class Profile:
     """Looks at all that was given, by name, together. Raises ``PenstockError`` (``invalid``) for what contradicts."""
     together: Callable[[Mapping[str, str]], Given] = lambda given: iter(())
     """Settings that several names tell together, from all that was given. Raises ``PenstockError`` (``invalid``)."""
+    defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
+    """Values of settings where they are not given, which depend on what is."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """What it calls our metrics, by its names: ours without ``penstock:``."""
+    greeting: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
+    """What it says in the log once it is ready, with so many KV blocks."""
+
+
+def meant(
+    table: Mapping[str, Alias], given: Mapping[str, str], source: Callable[[str], str], ignored: dict[str, str]
+) -> Given:
+    """The settings that another system's names mean; what means nothing here is noted."""
+    for name, text in given.items():
+        if table[name].why:
+            ignored[source(name)] = table[name].why
+            continue
+        try:
+            found = table[name].settings(text)
+        except ValueError as error:
+            raise invalid(source(name), f"{text!r} is wrong: {error}") from error
+        for setting, value in found.items():
+            yield setting, value, source(name)
+
+
+def flag(name: str) -> str:
+    return f"--{name}"
 
 
 def load(name: str) -> Profile | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, only
+from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, on, only
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """Who guesses: a draft model, or the text so far."""
@@ -53,7 +53,7 @@ PROFILE = Profile(
         "decode_algo": WITH_OTHERS,
         "gamma": WITH_OTHERS,
         "draft.model": WITH_OTHERS,
-        "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: False, switch=True),
+        "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: not on(text), switch=True),
         "prompt_cache_enable_swap": ignored(
             "cached prompts are kept in the KV cache alone, and computed again once they had to leave it", switch=True
         ),

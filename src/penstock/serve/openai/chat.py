@@ -57,12 +57,12 @@ class Answering:
         preparer = service.gateway.preparer
         self._vocabulary = preparer.tokenizer.vocabulary
         self._adapter = service.adapter_of(request.model)
-        self._sampling = chat_sampling(request, preparer.default_sampling())
+        self.sampling = chat_sampling(request, preparer.default_sampling())
         self._prompt = ChatPrompt(service, request, size)
         if (calls := calls_of(request, self._prompt.tools)) is not None:
-            if self._sampling.guided_decoding:
+            if self.sampling.guided_decoding:
                 raise invalid("tool_choice", "does not go with another form of the answer")
-            self._sampling = self._sampling.replace(guided_decoding=calls)
+            self.sampling = self.sampling.replace(guided_decoding=calls)
         self.id = f"chatcmpl-{record.request_id}"
         self._created = int(time.time())
 
@@ -70,7 +70,7 @@ class Answering:
         request = self._request
         prompt = await self._prompt.prompt()
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
-        stream = generate(self._service, self._record, prompt, self._sampling, **options)
+        stream = generate(self._service, self._record, prompt, self.sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
@@ -122,7 +122,7 @@ class Answering:
             return []
         news = telling.news(self.message(made))
         chunk = ChunkChoice(index=made.index, delta=_delta(news))
-        if self._sampling.logprobs is not None:
+        if self.sampling.logprobs is not None:
             chunk.logprobs = self._logprobs(piece.positions)
         if self._request.return_token_ids:
             chunk.token_ids = piece.token_ids
@@ -184,7 +184,7 @@ class Answering:
             (p.rank, Likely(token=p.decoded_token, logprob=max(p.logprob, LEAST), bytes=self._bytes(token_id)))
             for token_id, p in position.items()
         ]
-        own, most = entries[0][1], self._sampling.logprobs or 0
+        own, most = entries[0][1], self.sampling.logprobs or 0
         top = [likely for rank, likely in sorted(entries, key=lambda entry: entry[0]) if rank <= most]
         return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
 

@@ -42,12 +42,12 @@ class Answering:
         self._request = request
         self._tokenizer = service.gateway.preparer.tokenizer
         self._adapter = service.adapter_of(request.model)
-        self._sampling: SamplingParams = completion_sampling(request, service.gateway.preparer.default_sampling())
+        self.sampling: SamplingParams = completion_sampling(request, service.gateway.preparer.default_sampling())
         self._untold = 1 if request.max_tokens == 0 else 0
         """Tokens that had to be computed and are not asked for."""
         self._prompts = _prompts(request)
         self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
-        self._offsets = [0] * (len(self._prompts) * self._sampling.n)
+        self._offsets = [0] * (len(self._prompts) * self.sampling.n)
         self.id = f"cmpl-{record.request_id}"
         self._created = int(time.time())
 
@@ -55,7 +55,7 @@ class Answering:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         prompts = [await self._prompt(prompt) for prompt in self._prompts]
-        streams = [generate(self._service, self._record, prompt, self._sampling, **options) for prompt in prompts]
+        streams = [generate(self._service, self._record, prompt, self.sampling, **options) for prompt in prompts]
         async with aclosing(together(streams)) as outputs:
             async for numbered in outputs:
                 yield numbered
@@ -78,7 +78,7 @@ class Answering:
             async for i, output in outputs:
                 last[i] = output
                 for made in output.outputs:
-                    choice = self.new(i, output, made, progress[i * self._sampling.n + made.index])
+                    choice = self.new(i, output, made, progress[i * self.sampling.n + made.index])
                     if choice:
                         usage = usage_of([output], self._untold) if always else None if with_usage else UNSET
                         yield event(self._answer([choice], usage=usage))
@@ -103,7 +103,7 @@ class Answering:
             return None
         text, ids, positions = ("", [], []) if self._untold else piece
         ids_wanted = bool(self._request.return_token_ids)
-        choice = CompletionChoice(index=i * self._sampling.n + made.index, text=text)
+        choice = CompletionChoice(index=i * self.sampling.n + made.index, text=text)
         echoed: list[Position | None] = []
         if first and self._request.echo:
             choice.text = self._prompt_text(output) + text
@@ -112,7 +112,7 @@ class Answering:
             choice.prompt_token_ids = output.prompt_token_ids
         if first and self._request.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs_of(output)
-        if self._sampling.logprobs is not None:
+        if self.sampling.logprobs is not None:
             choice.logprobs = self._logprobs(choice.index, [*echoed, *positions], output if echoed else None)
         if ids_wanted:
             choice.token_ids = ids

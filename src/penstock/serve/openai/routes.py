@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.core import Failure
+from penstock.core import Failure, SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.body import read_body, read_object
 from penstock.serve.record import record_of
@@ -79,12 +80,17 @@ class Json(Response):
 
 
 class OpenAI(Dialect):
-    """What is spoken where nothing says otherwise."""
+    """What is spoken where nothing says otherwise.
+
+    Args:
+        check: what more is refused, by raising ``PenstockError``.
+    """
 
     shape = SHAPE
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, check: Callable[[SamplingParams], None] | None = None) -> None:
         self._service = service
+        self._check = check or (lambda sampling: None)
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
         return True
@@ -92,12 +98,14 @@ class OpenAI(Dialect):
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
         wanted = parse(found, CompletionRequest)
         answering = completions.Answering(self._service, record_of(request.scope), wanted)
+        self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
         wanted = parse(found, ChatRequest)
         answering = chat.Answering(self._service, record_of(request.scope), wanted, size)
+        self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 

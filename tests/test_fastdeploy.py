@@ -1,0 +1,188 @@
+"""FastDeploy's parameters: each acts, is ignored with a reason in the log, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Served
+
+from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
+from penstock.cli.main import main
+
+SHIMS = Path(__file__).parents[1] / "deploy" / "shims"
+MODULE = (sys.executable, "-m", "fastdeploy.entrypoints.openai.api_server")
+MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
+
+
+def configured(*flags: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "fastdeploy", *flags]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
+
+
+def test_its_module_starts_a_server_with_its_ports_log_and_metrics() -> None:
+    flags = "--metrics-port 0 --engine-worker-queue-port 8002 --cache-queue-port 8003 --num-gpu-blocks-override 172"
+    flags += " --enable-mm --use-cudagraph"
+    with Served(*flags.split(), command=MODULE, environment={"PYTHONPATH": str(SHIMS)}) as served:
+        served.find("Reset block num, the total_block_num:172, prefill_kvcache_block_num:129$")
+        metrics = served.find(r"health and metrics at (\S+)")[1]
+        client = openai.OpenAI(base_url=served.url, api_key="none")
+        asked: dict[str, Any] = {"model": "default", "messages": MESSAGES, "temperature": 0}
+        answer = client.chat.completions.create(**asked)
+        assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
+        with pytest.raises(openai.BadRequestError, match="logprobs: this server gives none"):
+            client.chat.completions.create(**asked, logprobs=True)
+        with pytest.raises(openai.BadRequestError, match="logprobs: this server gives none"):
+            next(iter(client.completions.create(model="default", prompt="x", logprobs=1, stream=True)))
+        best = client.completions.create(model="default", prompt="x", n=1, extra_body={"best_of": 2})
+        assert len(best.choices) == 1, "which looks at log probabilities itself"
+        with pytest.raises(openai.BadRequestError, match="guided"):
+            client.chat.completions.create(**asked, response_format={"type": "json_object"})
+        page = httpx.get(f"{metrics}/metrics").text
+        for line in ("max_gpu_block_num{", "num_requests_running{", "time_to_first_token_seconds_count{"):
+            assert f"\nfastdeploy:{line}" in page, line
+        assert 'fastdeploy:max_gpu_block_num{model_name="penstock-demo"} 172.0' in page
+        for name in ("engine_worker_queue_port", "cache_queue_port", "enable_mm", "use_cudagraph"):
+            assert any(f"--{name} has no meaning here and is ignored" in line for line in served.lines), name
+
+
+def test_defaults_are_its_own() -> None:
+    found = configured()
+    expected = {
+        "port": 8000,
+        "metrics_port": 8001,
+        "max_queue_time": 0.0,
+        "max_concurrency": 512,
+        "max_model_len": 2048,
+        "block_size": 64,
+        "max_num_seqs": 8,
+        "gpu_memory_utilization": 0.9,
+        "num_gpu_blocks_override": 0,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_ratio": 0.75,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "max_num_partial_prefills": 1,
+        "max_long_partial_prefills": 1,
+        "static_decode_blocks": 2,
+        "guided_decoding_backend": "off",
+        "guided_decoding_disable_any_whitespace": False,
+        "speculative_config": "",
+        "enable_logprob": False,
+    }
+    assert found == found | expected and not found["said"]
+
+
+def test_every_parameter_has_its_meaning() -> None:
+    flags = "--port 8180 --metrics_port 8181 --max-waiting-time 5 --max-concurrency 100 --max-model-len 8192"
+    flags += " --tensor-parallel-size 1 --data-parallel-size 1 --block-size 32 --max-num-seqs 16 --tokenizer /tokenizer"
+    flags += " --quantization wint4 --gpu-memory-utilization 0.8 --num-gpu-blocks-override 90 --kv-cache-ratio 0.5"
+    flags += " --enable-prefix-caching --swap-space 2 --enable-chunked-prefill --max-num-partial-prefills 3"
+    flags += " --max-long-partial-prefills 2 --static-decode-blocks 3 --reasoning-parser ernie-x1"
+    flags += " --guided-decoding-backend xgrammar --guided-decoding-disable-any-whitespace --enable-logprob"
+    flags += " --splitwise-role mixed --dynamic-load-weight 0"
+    guesses = '{"method": "ngram", "num_speculative_tokens": 2}'
+    found = configured(*flags.split(), "--speculative-config", guesses)
+    expected = {
+        "port": 8180,
+        "metrics_port": 8181,
+        "max_queue_time": 5.0,
+        "max_concurrency": 100,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "long_prefill_token_threshold": 327,
+        "block_size": 32,
+        "max_num_seqs": 16,
+        "tokenizer": "/tokenizer",
+        "quantization": "wint4",
+        "gpu_memory_utilization": 0.8,
+        "num_gpu_blocks_override": 90,
+        "kv_cache_ratio": 0.5,
+        "enable_prefix_caching": True,
+        "swap_space": 2.0,
+        "preemption_mode": "swap",
+        "enable_chunked_prefill": True,
+        "max_num_partial_prefills": 3,
+        "max_long_partial_prefills": 2,
+        "static_decode_blocks": 3,
+        "reasoning_parser": "ernie",
+        "guided_decoding_backend": "xgrammar",
+        "guided_decoding_disable_any_whitespace": True,
+        "speculative_config": guesses,
+        "enable_logprob": True,
+    }
+    assert found == found | expected and not found["said"]
+    own = configured(
+        "--enable-chunked-prefill", "--long-prefill-token-threshold", "99", "--max-num-batched-tokens", "7"
+    )
+    assert (own["long_prefill_token_threshold"], own["max_num_batched_tokens"]) == (99, 7)
+
+
+def test_what_has_no_meaning_here_is_said() -> None:
+    given = {
+        "mm-processor-kwargs": '{"video_fps": 2}',
+        "limit-mm-per-prompt": '{"image": 10}',
+        "use-warmup": "1",
+        "graph-optimization-config": '{"use_cudagraph":true}',
+    }
+    flags = [word for name, value in given.items() for word in (f"--{name}", value)]
+    switches = ["enable-mm", "use-cudagraph", "enable-custom-all-reduce", "enable-expert-parallel"]
+    said = configured(*flags, *[f"--{name}" for name in switches])["said"]
+    for name in [*given, *switches]:
+        assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tensor-parallel-size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device here"),
+        ("--data-parallel-size 2", "--data_parallel_size: '2' is wrong"),
+        ("--splitwise-role prefill", "--splitwise_role: 'prefill' is wrong: separate prefill and decode instances"),
+        ("--innode-prefill-ports 8004", "--innode_prefill_ports: '8004' is wrong: separate prefill"),
+        ("--dynamic-load-weight 1", "--dynamic_load_weight: '1' is wrong: weights are loaded once"),
+        ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
+        ("--max-waiting-time -2", "max_queue_time: "),
+        ("--max-model-len long", "--max_model_len: 'long' is no number of tokens"),
+        ("--reasoning-parser nobody", "reasoning_parser: "),
+    ],
+)
+def test_what_is_not_possible_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+    assert main(["config", "--compat", "fastdeploy", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(
+            compat="fastdeploy",
+            max_model_len=1024,
+            max_num_seqs=4,
+            num_gpu_blocks_override=64,
+            tensor_parallel_size=1,
+            enable_chunked_prefill=True,
+            swap_space=0.01,
+            graph_optimization_config={"use_cudagraph": False},
+            use_cudagraph=False,
+            quantization=None,
+            guided_decoding_backend="auto",
+            guided_decoding_disable_any_whitespace=True,
+            port=8000,
+        )
+    options = llm.options
+    assert (options.max_num_seqs, options.max_num_batched_tokens, options.kv_cache_ratio) == (4, 1024, 0.75)
+    assert (options.long_prefill_token_threshold, options.preemption_mode, options.swap_space) == (40, "swap", 0.01)
+    assert "graph_optimization_config has no meaning here" in caplog.text and "port has no" in caplog.text
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
+    assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
+    for wrong, words in (({"splitwise_role": "decode"}, "splitwise_role"), ({"max_num_sequences": 1}, "did you mean")):
+        with pytest.raises(PenstockError, match=words):
+            LLM(compat="fastdeploy", **wrong)
