@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import uuid
 from collections.abc import Iterator
@@ -212,6 +214,11 @@ class Endless:
         self._lines = self._stream.__enter__().iter_lines()
         self.first = json.loads(next(self._lines))
 
+    def last(self) -> dict[str, Any]:
+        """Its last line."""
+        found: dict[str, Any] = json.loads(list(self._lines)[-1])
+        return found
+
     def __enter__(self) -> Endless:
         return self
 
@@ -242,6 +249,18 @@ def test_who_waits_too_long_is_told(served: Served) -> None:
             "error_code": answer.status_code,
         }
         assert answer.status_code == 408
+
+
+def test_a_full_queue_and_a_dead_engine_are_told() -> None:
+    with Served("--num-gpu-blocks-override", "99", "--max-num-seqs", "1", "--max-waiting", "0") as small:
+        with Endless(small, req_id="first") as running:
+            refused = ask(small, text="a", req_id="second")
+            assert refused.json()["error_code"] == refused.status_code == 429
+            assert refused.json()["req_id"] == "second" and "waiting" in refused.json()["error_msg"]
+            os.kill(small.pids["engine"][0], signal.SIGKILL)
+            told = running.last()
+        assert told == {"req_id": "first", "error_msg": told["error_msg"], "error_code": 503}
+        assert "the engine died" in told["error_msg"]
 
 
 def test_limits_hold_for_every_dialect_and_in_python(served: Served) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "continue a prompt, or answer a question with --chat",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure latency or throughput of a model or a server",
+    "plan": "tell what a model will take of memory, before it runs",
     "config": "show every option, its value and where it comes from",
     "doctor": "tell what this machine has and which kernels run",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ import torch
 from penstock import demo, ops
 from penstock.core import Code, EngineRequest, Failure, GuidedDecodingParams, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.kv_cache import CachePlan, weight_bytes
 from penstock.core.lora import named
 from penstock.core.options import EngineOptions
+from penstock.core.shape import shape_of
 from penstock.core.speculative import SpeculativeConfig
 from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
 from penstock.ops import KVSpec
@@ -138,8 +141,27 @@ class Engine:
             self.fingerprint,
             "" if self.batch_invariant else "not ",
         )
+        self._log_memory(folder, options, blocks, spec)
         if options.use_warmup:
             warm_up(self)
+
+    def _log_memory(self, folder: Path, options: EngineOptions, blocks: int, spec: KVSpec) -> None:
+        """The numbers of ``penstock plan memory``."""
+        shape = shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        size = spec.bytes_per_block // options.block_size
+        cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        logger.info(
+            "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
+            "%d blocks for prompts",
+            weight_bytes(shape, options.quantization, dtype, bool(self.model.heads_ahead)) / 1e9,
+            cache.bytes / 1e9,
+            cache.token_bytes,
+            cache.tokens,
+            cache.sequences,
+            cache.longest,
+            cache.prompt_blocks,
+        )
 
     def _drafter(
         self, speculative: SpeculativeConfig, options: EngineOptions, draft: Runner | None, blocks: int

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ def resolve(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
+    files: Sequence[str] = WANTED,
 ) -> Path:
     """The folder of a checkpoint, fetched from the hub where it is named and not yet here.
 
@@ -44,6 +45,7 @@ def resolve(
         token: opens gated and private models; None takes ``HF_TOKEN``, or the one that ``hf auth login`` stored.
         cache_dir: where fetched files are kept; None takes the cache that all programs share (``HF_HUB_CACHE``).
         progress: show progress bars while fetching.
+        files: patterns of those to fetch.
 
     Where the hub does not answer, or refuses, what the cache holds is used, with a warning.
 
@@ -61,7 +63,7 @@ def resolve(
         raise invalid("model", f"there is no {path}: give the folder of a checkpoint, or a name on the hub (org/name)")
     if token and not (token.isascii() and token.isprintable()):
         raise invalid("hf_token", "is not a token: copy it again, without line breaks")
-    return _fetch(model, revision, token or None, cache_dir, progress)
+    return _fetch(model, revision, token or None, cache_dir, progress, files)
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -96,7 +98,9 @@ def download(name: str, folder: Path, *, revision: str = "", token: str | None =
         raise _explained(problem, name, revision) from problem
 
 
-def _fetch(name: str, revision: str, token: str | None, cache_dir: str | Path | None, progress: bool) -> Path:
+def _fetch(
+    name: str, revision: str, token: str | None, cache_dir: str | Path | None, progress: bool, files: Sequence[str]
+) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -106,7 +110,7 @@ def _fetch(name: str, revision: str, token: str | None, cache_dir: str | Path | 
         revision=revision or None,
         token=token,
         cache_dir=cache_dir,
-        allow_patterns=WANTED,
+        allow_patterns=list(files),
         ignore_patterns=UNWANTED,
         tqdm_class=None if progress else partial(tqdm, disable=True),
     )

@@ -12,6 +12,7 @@ import torch
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.core.shape import context_of, rope_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 def _decoder(architecture: str, headless: bool, given: Mapping[str, Any]) -> DecoderConfig:
     heads, layers = int(given["num_attention_heads"]), int(given["num_hidden_layers"])
-    trained, rope = int(given.get("max_position_embeddings") or 2048), _rope(given)
+    trained, rope = int(given.get("max_position_embeddings") or 2048), rope_of(given)
     qwen2, bias = architecture == "Qwen2ForCausalLM", bool(given.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -103,7 +104,7 @@ def _decoder(architecture: str, headless: bool, given: Mapping[str, Any]) -> Dec
         heads=heads,
         kv_heads=given.get("num_key_value_heads") or heads,
         head_dim=given.get("head_dim") or int(given["hidden_size"]) // heads,
-        context=_context(trained, rope),
+        context=context_of(trained, rope),
         trained=trained,
         eps=float(given.get("rms_norm_eps") or 1e-6),
         rope=rope,
@@ -117,25 +118,6 @@ def _decoder(architecture: str, headless: bool, given: Mapping[str, Any]) -> Dec
         heads_ahead=int(given.get("num_nextn_predict_layers") or 0),
         dtype=getattr(torch, given.get("dtype") or given.get("torch_dtype") or "bfloat16"),
     )
-
-
-def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """From ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``."""
-    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    rope["rope_theta"] = float(rope.get("rope_theta") or given.get("rope_theta") or 10_000.0)
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", "default")
-    return rope
-
-
-def _context(trained: int, rope: Mapping[str, Any]) -> int:
-    """``llama3`` checkpoints write down the stretched length, the others the trained one or both."""
-    match rope["rope_type"]:
-        case "linear" | "dynamic":
-            return int(trained * rope["factor"])
-        case "yarn" if "factor" in rope:
-            return int(rope.get("original_max_position_embeddings", trained) * rope["factor"])
-        case _:
-            return trained
 
 
 def _windows(architecture: str, layers: int, given: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,0 +1,39 @@
+"""``penstock plan block-bs``: PaddleNLP's table beside the sums."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from penstock.core.profiles.paddlenlp_memory import GPUS, LENGTH, RESERVE, ROWS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = [
+        {
+            "model": row.name,
+            "gpus": row.nodes * GPUS,
+            "weight_bytes": round(row.weights),
+            "sequence_bytes": row.sequence,
+            "recommended": row.recommended,
+            "summed": row.summed,
+        }
+        for row in ROWS
+    ]
+    if args.json:
+        json.dump(rows, sys.stdout, indent=1)
+        print()
+        return 0
+    print(f"{'model':<40} {'GPUs':>4} {'weights':>9} {'sequence':>9} {'PaddleNLP':>9} {'sums':>5}")
+    for row in ROWS:
+        numbers = f"{row.weights / 1e9:>6.1f} GB {row.sequence / 1e9:>6.3f} GB {row.recommended:>9} {row.summed:>5}"
+        agrees = "" if row.summed == row.recommended else f"  {row.recommended - row.summed:+d}"
+        print(f"{row.name:<40} {row.nodes * GPUS:>4} {numbers}{agrees}")
+    print(f"On each GPU of 80 GiB; a sequence has {LENGTH} tokens; {RESERVE / 1e9:g} GB are left free, which")
+    print("makes the first row agree. Where a difference is shown, the sums do not explain the document's number.")
+    return 0

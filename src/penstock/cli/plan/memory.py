@@ -1,0 +1,177 @@
+"""``penstock plan memory``: the sums for one model and one device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.flags import add_options, configure
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.kv_cache import (
+    CachePlan,
+    block_ratio,
+    blocks_of_sequences,
+    kv_cache_ratio,
+    token_bytes,
+    weight_bytes,
+)
+from penstock.core.options import Configuration, EngineOptions
+from penstock.core.shape import Shape, shape_of
+from penstock.core.speculative import SpeculativeConfig
+from penstock.engine.host import FREE_SHARE, free_host_bytes
+
+GB, GIB = 1e9, 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print as JSON, in bytes, tokens and blocks")
+    own = parser.add_argument_group("what to plan for")
+    own.add_argument("--input-len", type=float, default=768, metavar="TOKENS", help="of a prompt on average (768)")
+    own.add_argument("--output-len", type=float, default=256, metavar="TOKENS", help="of an answer on average (256)")
+    own.add_argument(
+        "--extend-ratio", type=float, default=1.0, help="PaddleNLP's EXTEND_RATIO: 1.1 to 1.3 where prompts differ much"
+    )
+    own.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="of one GPU; without it, the memory that is free here"
+    )
+    own.add_argument(
+        "--activation-memory", type=float, default=0.0, metavar="GIB", help="to keep free besides for activations (0)"
+    )
+    own.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="that share the model (1)")
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("input_len", "output_len", "extend_ratio", "tensor_parallel_size"):
+        if not getattr(args, name) > 0:
+            raise invalid(name, "must be above 0", 0)
+    found = plan(args, configure(args).configuration)
+    if args.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+    else:
+        _print(found)
+    return 0
+
+
+def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, Any]:
+    """Facts by name. Raises ``PenstockError`` where there is no such model, or no room for its cache."""
+    from penstock.frontend.hub import resolve
+
+    options, source = configuration.engine, configuration.model
+    folder = resolve(
+        options.model,
+        revision=source.revision,
+        token=source.hf_token or None,
+        cache_dir=source.download_dir or None,
+        progress=sys.stderr.isatty(),
+        files=["config.json"],
+    )
+    shape = read_shape(folder)
+    speculative = SpeculativeConfig.read(options.speculative_config)
+    if speculative and speculative.method not in ("ngram", "mtp"):
+        raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
+    ahead = bool(speculative and speculative.method == "mtp")
+    ranks = args.tensor_parallel_size
+    weights = weight_bytes(shape, options.quantization, options.dtype, ahead) // ranks
+    token = token_bytes(shape, options.kv_cache_dtype, options.dtype, ahead, ranks)
+    longest = options.max_model_len or shape.context
+    room = _room(args, options, weights)
+    blocks = _blocks(options, longest, room, token * options.block_size)
+    cache = CachePlan(blocks, options.block_size, token, longest, options.kv_cache_ratio)
+    prompt, output = args.input_len, args.output_len
+    ratio = kv_cache_ratio(prompt, output)
+    split = CachePlan(blocks, options.block_size, token, longest, ratio)
+    return {
+        "model": str(folder),
+        "architecture": shape.architecture,
+        "max_model_len": longest,
+        "weight_bytes": weights,
+        "kv_bytes_per_token": token,
+        "kv_bytes_per_block": token * options.block_size,
+        "room_bytes": room,
+        "kv_cache_bytes": cache.bytes,
+        "block_size": options.block_size,
+        "total_block_num": cache.blocks,
+        "total_tokens": cache.tokens,
+        "kv_cache_sequences": round(cache.sequences, 2),
+        "prefill_kvcache_block_num": cache.prompt_blocks,
+        "input_len": prompt,
+        "output_len": output,
+        "recommended": {
+            "kv_cache_ratio": round(ratio, 3),
+            "block_ratio": round(block_ratio(prompt, output, args.extend_ratio), 3),
+            "max_num_seqs": split.max_num_seqs(output),
+            "batch_size": cache.batch_size(prompt, output),
+        },
+    }
+
+
+def read_shape(folder: Path) -> Shape:
+    """Raises ``PenstockError`` (``invalid``) where there is no configuration, or it is broken."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise invalid("model", f"{folder} has no config.json: name a folder with a Hugging Face checkpoint") from error
+    except ValueError as error:
+        raise invalid("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid("model", f"{path} holds no object")
+    return shape_of(found)
+
+
+def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int:
+    """Bytes for the cache, as the engine will find them once it has read the weights."""
+    if options.kv_cache_memory_bytes:
+        return options.kv_cache_memory_bytes
+    kept = int(args.activation_memory * GIB)
+    if args.gpu_memory is not None:
+        return int(args.gpu_memory * GIB * options.gpu_memory_utilization) - weights - kept
+    share = 1 if options.kv_cache_sequences else FREE_SHARE
+    swapped = int(options.swap_space * GIB) if options.preemption_mode == "swap" else 0
+    return int((free_host_bytes() - weights - kept) * share) - swapped
+
+
+def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
+    """In the order in which the engine decides it."""
+    if options.num_gpu_blocks_override:
+        return options.num_gpu_blocks_override
+    if options.kv_cache_sequences and not options.kv_cache_memory_bytes:
+        return blocks_of_sequences(options.kv_cache_sequences, longest, options.block_size)
+    if room < size:
+        raise invalid("model", f"its weights leave {room / GB:.2f} GB, and one KV block takes {size / GB:.4f} GB")
+    return room // size
+
+
+def _print(found: dict[str, Any]) -> None:
+    wanted, advice = found["kv_cache_bytes"], found["recommended"]
+    lengths = f"{found['input_len']:g} + {found['output_len']:g} tokens"
+    rows = [
+        ("model", f"{found['model']} ({found['architecture']})", ""),
+        ("max_model_len", f"{found['max_model_len']:,} tokens", ""),
+        ("weights", _size(found["weight_bytes"]), ""),
+        ("KV cache, a token", f"{found['kv_bytes_per_token']:,} bytes", ""),
+        ("KV cache, a block", f"{found['kv_bytes_per_block']:,} bytes", f"{found['block_size']} tokens"),
+        ("room for it", _size(found["room_bytes"]), "too little" if wanted > found["room_bytes"] else ""),
+        ("KV cache", _size(wanted), ""),
+        ("blocks", f"{found['total_block_num']:,}", "total_block_num"),
+        ("tokens", f"{found['total_tokens']:,}", "NUM_TOTAL_TOKEN"),
+        ("longest sequences", f"{found['kv_cache_sequences']:g}", "kv_cache_sequences, BLOCK_BS"),
+        ("blocks for prompts", f"{found['prefill_kvcache_block_num']:,}", "prefill_kvcache_block_num"),
+        (f"for {lengths}:", "", ""),
+        ("  kv_cache_ratio", f"{advice['kv_cache_ratio']:g}", "FastDeploy"),
+        ("  kv_cache_ratio", f"{advice['block_ratio']:g}", "PaddleNLP's BLOCK_RATIO"),
+        ("  max_num_seqs", f"{advice['max_num_seqs']}", "FastDeploy, with its ratio"),
+        ("  max_num_seqs", f"{advice['batch_size']}", "PaddleNLP's BATCH_SIZE, at most"),
+    ]
+    for name, value, note in rows:
+        print(f"{name:<20} {value:<24} {note}".rstrip())
+
+
+def _size(count: int) -> str:
+    return f"{count / GB:.2f} GB" if abs(count) >= GB / 10 else f"{count / 1e6:.2f} MB"

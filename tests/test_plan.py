@@ -1,0 +1,238 @@
+"""``penstock plan``: its sums beside transformers' parameters, the engine's own numbers, and the documents'."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from test_hub import Hub
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from penstock import LLM, demo
+from penstock.cli.main import main
+from penstock.core.kv_cache import CachePlan, block_ratio, kv_cache_ratio
+from penstock.core.profiles.paddlenlp_memory import DEEPSEEK_V3
+from penstock.core.shape import shape_of
+
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=32),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
+    "deepseek_v3": DeepseekV3Config(**SMALL, **LATENT),
+    "deepseek_v3 without low-rank queries": DeepseekV3Config(**SMALL, **{**LATENT, "q_lora_rank": None}),
+}
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", "memory", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_weights_are_those_that_transformers_makes(config: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+    shape = shape_of({**config.to_dict(), "architectures": ["Some"], "num_nextn_predict_layers": 0})
+    assert shape.layer_weights + shape.embedding_weights == expected
+
+
+def test_the_model_of_the_table_has_671_billion() -> None:
+    assert round((DEEPSEEK_V3.layer_weights + DEEPSEEK_V3.embedding_weights) / 1e9) == 671
+    assert DEEPSEEK_V3.kv_width == 576
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["qwen3"]], ids=["llama", "qwen3"])
+def test_the_engine_logs_the_same_numbers(
+    config: PreTrainedConfig,
+    kv_cache_dtype: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save(config, tmp_path)
+    given = {"kv_cache_sequences": 2.5, "kv_cache_ratio": 0.75, "block_size": 16, "kv_cache_dtype": kv_cache_dtype}
+    with caplog.at_level(logging.INFO):
+        llm = LLM(str(tmp_path), **given)
+    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    found = planned(capsys, "--model", str(tmp_path), *flags)
+    scheduler = llm.engine.scheduler
+    assert found["total_block_num"] == scheduler.device.total == 40
+    assert found["max_model_len"] == llm.engine.max_model_len
+    logged = next(message for message in caplog.messages if message.startswith("memory: "))
+    numbers = re.findall(r"[\d.]+", logged)
+    assert numbers[2:] == [str(n) for n in (found["kv_bytes_per_token"], 640, 2.5, 256, 30)]
+    assert found["total_tokens"] == 640 and found["kv_cache_sequences"] == 2.5
+    assert found["prefill_kvcache_block_num"] == 30
+    spec = llm.engine.model.kv_spec(16, kv_cache_dtype == "int8")
+    assert found["kv_bytes_per_block"] == spec.bytes_per_block
+
+
+@pytest.mark.parametrize("quantization", ["wint8", "w4a8", "wint4-g32"])
+def test_rounded_weights_take_what_is_planned(
+    quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLM(quantization=quantization, weight_cache_dir=str(tmp_path), num_gpu_blocks_override=40)
+    deadline = time.monotonic() + 20
+    while not (files := [path for path in tmp_path.iterdir() if path.suffix == ".packed"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    expected = planned(capsys, "--quantization", quantization)["weight_bytes"]
+    assert files[0].stat().st_size == pytest.approx(expected, rel=0.15, abs=2 * 2**21)  # a header of whole huge pages
+
+
+def test_the_checkpoint_s_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = (demo.CHAT / "model.safetensors").stat().st_size
+    assert planned(capsys)["weight_bytes"] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_formulas_of_the_documents() -> None:
+    assert block_ratio(300, 1500) == pytest.approx(0.25, abs=0.015)
+    assert block_ratio(3000, 100) == 1
+    assert kv_cache_ratio(3, 1) == 0.75
+    found = CachePlan(17220, 64, 1, 8192, 0.75)
+    assert found.prompt_blocks == 12915  # as in the line of FastDeploy's log
+    assert found.max_num_seqs(1000) == 128 and found.max_num_seqs(10_000) == 27
+    assert CachePlan(40 * 128, 64, 1, 8192, 0.75).sequences == 40
+    assert CachePlan(40 * 128, 64, 1, 32768, 0.75).sequences == 10
+    assert CachePlan(40 * 128, 64, 1, 8192, 0.75).tokens == 320 * 1024
+    assert CachePlan(40 * 128, 64, 1, 8192, 0.75).batch_size(6000, 2000) == 40
+    assert CachePlan(40 * 128, 64, 1, 8192, 0.75).max_num_seqs(2000) == 40
+    assert CachePlan(1, 64, 1, 64, 1.0).max_num_seqs(2000) == 1
+
+
+def test_a_gpu_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    found = planned(capsys, "--model", str(tmp_path), "--gpu-memory", "1", "--gpu-memory-utilization", "0.5")
+    assert found["room_bytes"] == 2**29 - found["weight_bytes"]
+    halved = planned(
+        capsys,
+        "--model",
+        str(tmp_path),
+        "--gpu-memory",
+        "1",
+        "--tensor-parallel-size",
+        "2",
+        "--activation-memory",
+        "0.1",
+    )
+    assert halved["kv_bytes_per_token"] == found["kv_bytes_per_token"] / 2
+    assert halved["weight_bytes"] == found["weight_bytes"] // 2
+    assert halved["room_bytes"] == pytest.approx((0.9 - 0.1) * 2**30 - halved["weight_bytes"], abs=2)
+
+
+def test_lengths_decide_what_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--kv-cache-sequences", "40", "--input-len", "300", "--output-len", "1500")
+    assert found["recommended"] == {
+        "kv_cache_ratio": 0.167,
+        "block_ratio": 0.238,
+        "max_num_seqs": 45,
+        "batch_size": 45,
+    }
+    wider = planned(capsys, "--input-len", "300", "--output-len", "1500", "--extend-ratio", "1.3")
+    assert wider["recommended"]["block_ratio"] == 0.309
+
+
+def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory", "--kv-cache-sequences", "5", "--quantization", "wint8"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^longest sequences +5 +kv_cache_sequences, BLOCK_BS$", printed, re.M)
+    assert re.search(r"^tokens +10,240 +NUM_TOTAL_TOKEN$", printed, re.M)
+    assert main(["plan", "memory", "--kv-cache-sequences", "1e9"]) == 0
+    assert "too little" in capsys.readouterr().out
+
+
+def test_the_recommended_block_bs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The document's eight rows: the sums give those of one node, and not those of two."""
+    assert main(["plan", "block-bs", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["recommended"] for row in rows] == [40, 36, 40, 36, 50, 36, 40, 36]
+    assert [row["gpus"] for row in rows if row["summed"] == row["recommended"]] == [8] * 4
+    assert all(row["gpus"] == 16 for row in rows if row["summed"] != row["recommended"])
+    assert all(row["weight_bytes"] + row["recommended"] * row["sequence_bytes"] < 0.9 * 80 * 2**30 for row in rows)
+    assert main(["plan", "block-bs"]) == 0
+    assert re.search(r"R1-2nodes/a8w8_fp8 .* 50 +45  \+5$", capsys.readouterr().out, re.M)
+
+
+def test_it_needs_no_torch_and_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"].to_dict()))
+    code = "import sys; from penstock.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "plan", "memory", "--model", str(tmp_path)]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub()
+    hub.files = {
+        commit: {**files, "config.json": (demo.CHAT / "config.json").read_bytes()}
+        for commit, files in hub.files.items()
+    }
+    try:
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        command = [sys.executable, "-m", "penstock.cli.main", "plan", "memory", "--model", "org/chat", "--json"]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        folder = Path(json.loads(ran.stdout)["model"])
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+    finally:
+        hub.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "."], "has no config.json"),
+        (["--model", "/nowhere"], "there is no /nowhere"),
+        (["--input-len", "0"], "input_len: must be above 0"),
+        (["--gpu-memory", "0.001"], "its weights leave"),
+        (["--max-model-length", "5"], "did you mean --max-model-len?"),
+        (["--speculative-config", '{"method": "draft_model"}'], "draft models are not planned for yet"),
+    ],
+)
+def test_what_is_wrong_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_broken_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, words in (("{", "is not JSON"), ("[]", "holds no object"), ("{}", "lacks 'hidden_size'")):
+        (tmp_path / "config.json").write_text(text)
+        assert main(["plan", "memory", "--model", str(tmp_path)]) == 2
+        assert words in capsys.readouterr().err
