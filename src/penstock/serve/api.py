@@ -17,6 +17,7 @@ from penstock.engine.client import STOPPING
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
 
+from . import kserve
 from .app import build
 from .metrics import Metrics
 from .protocol import protocol
@@ -56,11 +57,12 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)
     service = Service(gateway, options, start.names, Metrics(start.names[0]))
+    models = kserve.registry_of(service)
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
     server = Server(
         uvicorn.Config(
-            build(service, state_ports),
+            build(service, models, state_ports),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",

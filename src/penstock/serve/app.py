@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import openai
+from . import kserve, openai
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
 from .record import record_of
@@ -28,19 +28,21 @@ NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics onl
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY")
 
 
-def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
+def build(service: Service, models: kserve.Registry, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
     """The application that serves it all.
 
     Args:
+        models: those of the KServe v2 protocol.
         state_ports: on which nothing is told but how the server is doing.
     """
     app = FastAPI(
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
     spoken = [openai.OpenAI(service)]
-    shapes = Shapes(spoken[-1].shape, {})
+    shapes = Shapes(spoken[-1].shape, {"/v2": kserve.SHAPE})
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
+    kserve.add_routes(app, models)
     _add_state(app, service)
 
     async def failed(request: Request, error: Exception) -> Response:

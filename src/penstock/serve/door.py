@@ -20,7 +20,7 @@ from .shape import Shapes
 
 logger = logging.getLogger("penstock.requests")
 
-OPEN_TO_ALL = frozenset(("/health", "/ready", "/live", "/version", "/metrics"))
+OPEN_TO_ALL = frozenset(("/health", "/ready", "/live", "/version", "/metrics", "/v2/health/live", "/v2/health/ready"))
 """Needs no key, and leaves no line in the log unless it fails."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
