@@ -82,6 +82,13 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     except OSError as error:  # ssl's own are of this kind
         raise invalid("ssl_certfile", f"the certificate or its key cannot be used: {error}") from error
 
+    rpc = None
+    if start.grpc_address:
+        from .kserve import rpc as over_grpc
+
+        rpc = over_grpc.Server(models, start.grpc_address, options)
+        await rpc.start()
+
     async def tell() -> None:
         await gateway.engine.ready()
         with contextlib.suppress(BrokenPipeError), report:
@@ -89,6 +96,8 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
 
     def stop() -> None:
         loop.call_later(TO_ACCEPT, setattr, server, "should_exit", True)
+        if rpc:
+            loop.call_later(TO_ACCEPT, rpc.stop, drain + LAST_WORDS)
         loop.call_later(drain, gateway.engine.refuse, STOPPING)
 
     loop = asyncio.get_running_loop()
@@ -100,4 +109,6 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     gc.enable()
     await server.serve(sockets=listeners)
     telling.cancel()
+    if rpc:
+        await rpc.stopped()
     await gateway.close()

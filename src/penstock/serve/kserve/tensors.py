@@ -89,6 +89,12 @@ def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
+def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> Tensor:
+    """A tensor whose elements are there as they are. Raises ``PenstockError`` (``invalid``) as the others do."""
+    _check_datatype(name, datatype)
+    return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
+
+
 def to_bytes(tensor: Tensor) -> bytes:
     """Its elements, little-endian."""
     if tensor.datatype == BYTES:
