@@ -12,12 +12,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 READY = r"ready: (\S+) at (http[^\s\"]+)"
+SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
 TO_START = 60.0
 TO_STOP = 60.0
 MODULES = {"penstock.serve.worker": "api", "penstock.engine.process": "engine"}
@@ -29,10 +30,13 @@ class Served:
     Args:
         arguments: of ``penstock serve``.
         environment: what is added to this process's own.
+        command: in place of ``penstock serve``.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--host", "127.0.0.1", "--port", "0", *arguments]
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, command: Sequence[str] = SERVE
+    ) -> None:
+        command = [*command, "--host", "127.0.0.1", "--port", "0", *arguments]
         self._process = subprocess.Popen(
             command, stderr=subprocess.PIPE, env={**os.environ, **(environment or {})}, start_new_session=True
         )

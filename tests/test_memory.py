@@ -22,6 +22,16 @@ def test_bytes_and_blocks_can_be_given() -> None:
         LLM(kv_cache_memory_bytes=A_BLOCK - 1)
 
 
+def test_a_share_of_what_the_weights_leave() -> None:
+    """Others come and go on this machine: what is free is known to a tenth."""
+    less, more = (LLM(kv_cache_free_memory_fraction=share).engine.scheduler.device.total for share in (0.01, 0.04))
+    assert 3.6 < more / less < 4.4
+    assert 0.9 < less * A_BLOCK / (0.01 * free_host_bytes()) < 1.1
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(PenstockError, match="kv_cache_free_memory_fraction"):
+            LLM(kv_cache_free_memory_fraction=wrong)
+
+
 @pytest.mark.parametrize(
     "names", [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
 )

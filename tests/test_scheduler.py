@@ -311,6 +311,24 @@ def test_the_queue_is_bounded() -> None:
     assert sum(len(deltas) for deltas in serve(engine, Machine())) == 20
 
 
+def test_who_waits_too_long_for_a_first_step_fails() -> None:
+    engine = scheduler(max_num_seqs=1, max_queue_time=10, max_waiting=2000)
+    engine.add(request(0, 5, max_tokens=40))
+    first = engine.schedule()
+    for number in range(1, 1001):
+        engine.add(request(number, 5))
+    assert not engine.abort("none") and engine.abort("500")
+    last = max(sequence.arrived for family in engine._families.values() for sequence in family)
+    assert engine.expire(last) == []
+    failed = engine.expire(last + 10.001)
+    assert [delta.request_id for delta in failed] == [str(number) for number in range(1, 1001) if number != 500]
+    for delta in failed:
+        assert delta.failure and (delta.failure.code, delta.failure.field) == ("overloaded", "max_queue_time")
+    assert engine.requests() == ["0"] and first, "who runs is let run"
+    engine.add(request(1001, 5))
+    assert len(engine.waiting) == 1 and engine.expire(last + 10.001) == []
+
+
 @pytest.mark.parametrize(
     ("bad", "field"),
     [

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,12 @@ import msgspec
 
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration
-from penstock.core.profiles import Alias, Profile
+from penstock.core.profiles import Alias, Given, Profile
 from penstock.core.settings import Setting, nearest, settings
 
 logger = logging.getLogger(__name__)
 
 SECTIONS = tuple(Configuration.__struct_fields__)
-Given = Iterator[tuple[str, Any, str]]
-"""Names and values with where each was found."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,12 @@ def read(
     given += _of_file(file)
     if profile:
         variables = {name: environment[name] for name in profile.variables if environment.get(name)}
-        profile.check(variables | {_flag(name): text for name, text in (aliases or {}).items()})
+        together = variables | {_flag(name): text for name, text in (aliases or {}).items()}
+        profile.check(together)
         given += _meant(profile.variables, variables, str, ignored)
         given += _of(environment)
         given += _meant(profile.flags, aliases or {}, _flag, ignored)
+        given += profile.together(together)
     else:
         given += _of(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]

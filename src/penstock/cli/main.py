@@ -38,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
     try:
         if arguments and arguments[0] in parsers:
-            _module(arguments[0]).add_arguments(parsers[arguments[0]])
+            module = _module(arguments[0])
+            module.add_arguments(parsers[arguments[0]])
+            arguments = getattr(module, "expanded", list)(arguments)
             add_profile(parsers[arguments[0]], arguments)
         return _run(parser, parsers, arguments)
     except PenstockError as error:

@@ -13,13 +13,16 @@ from penstock.core.errors import invalid
 from penstock.core.lora import named
 
 from .flags import TITLES, add_options, configure
+from .service_json import expanded
 
 DEMO = "penstock-demo"
 """What the model in the box is called."""
+__all__ = ["add_arguments", "expanded", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--service-json", metavar="FILE", help="a service of BladeLLM as EAS describes it")
     add_options(parser, tuple(TITLES))
 
 

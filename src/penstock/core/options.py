@@ -24,6 +24,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[int, option("Tokens computed in one step.", "tokens", ge=1)] = 2048
     max_model_len: Annotated[int, option("Prompt and output of one sequence together.", "tokens", ge=1)] = 2048
     max_waiting: Annotated[int, option("Requests that may wait; more are refused at once.", ge=0)] = 256
+    max_queue_time: Annotated[
+        float, option("Time a request may wait for its first step before it fails; 0 is any.", "seconds", ge=0)
+    ] = 0.0
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], option("First come first served, or by the requests' priority (lower first).")
     ] = "fcfs"
@@ -106,6 +109,15 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float, option("Share of a GPU's memory for weights, activations and cache together.", gt=0, le=1)
     ] = 0.9
+    kv_cache_free_memory_fraction: Annotated[
+        float,
+        option(
+            "Share for the KV cache of what the weights leave free, on a GPU in place of gpu_memory_utilization; 0 is "
+            "as without.",
+            ge=0,
+            lt=1,
+        ),
+    ] = 0.0
     kv_cache_memory_bytes: Annotated[
         int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
     ] = 0
@@ -176,7 +188,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Who may ask, where, and how much at a time."""
 
     compat: Annotated[
-        str, option("System whose names of settings, values by default and ports are taken, too: bladellm.")
+        str, option("System whose names of settings, values by default and ports are taken, too (docs/dialects).")
     ] = ""
     host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, option("TCP port; 0 takes any that is free.", ge=0, le=65535)] = 8000

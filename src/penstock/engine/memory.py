@@ -51,13 +51,15 @@ def count_blocks(options: EngineOptions, size: int, spec: KVSpec, device: torch.
     """
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
+    share = options.kv_cache_free_memory_fraction
     if options.kv_cache_memory_bytes:
         room = options.kv_cache_memory_bytes
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        room = int(free - (1 - options.gpu_memory_utilization) * total)
+        room = int(free * share if share else free - (1 - options.gpu_memory_utilization) * total)
     else:
-        room = int((free_host_bytes() - mapped) * FREE_SHARE) - count_host_blocks(options, spec) * spec.bytes_per_block
+        free = free_host_bytes() - mapped
+        room = int(free * (share or FREE_SHARE)) - count_host_blocks(options, spec) * spec.bytes_per_block
     if room < size:
         raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")
     return room // size

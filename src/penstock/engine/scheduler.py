@@ -13,6 +13,7 @@ import heapq
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -61,6 +62,7 @@ class Scheduler:
         self._families: dict[str, list[Sequence]] = {}
         self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
         self._deadlines: list[tuple[float, int, str]] = []
+        self._patient: deque[Sequence] = deque()
         self._rows = list(range(options.max_num_seqs - 1, -1, -1))
         self._rows_due = 0
         self._arrivals = 0
@@ -130,6 +132,8 @@ class Scheduler:
         self._families[request.request_id] = [first]
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, first.order, request.request_id))
+        if self.options.max_queue_time:
+            self._patient.append(first)
 
     def let_in(self) -> list[TokenDelta]:
         """Queue those whose form is compiled; returns the last deltas of those whose form is wrong."""
@@ -157,8 +161,8 @@ class Scheduler:
         return [grammar for _, grammar in self._compiling]
 
     def expire(self, now: float) -> list[TokenDelta]:
-        """End requests whose deadline has passed; ``now`` is on the same clock."""
-        deltas: list[TokenDelta] = []
+        """End requests whose deadline has passed, or who have waited too long; ``now`` is on the same clock."""
+        deltas = self._give_up(now)
         while self._deadlines:
             deadline, order, request_id = self._deadlines[0]
             family = self._families.get(request_id)
@@ -168,6 +172,22 @@ class Scheduler:
             heapq.heappop(self._deadlines)
             if not ended:
                 deltas += self.abort(request_id, Failure(Code.TIMEOUT, "the deadline has passed"))
+        return deltas
+
+    def _give_up(self, now: float) -> list[TokenDelta]:
+        """End requests that have waited too long for their first step. They stand in the order of their arrival, so
+        that nobody behind one who may still wait has waited longer."""
+        deltas: list[TokenDelta] = []
+        most = self.options.max_queue_time
+        while self._patient:
+            first = self._patient[0]
+            waits = first.state is not State.FINISHED and first.cached is None
+            if waits and now - first.arrived <= most:
+                break
+            self._patient.popleft()
+            if waits:
+                words = f"the request has waited {most:g} seconds and had no turn"
+                deltas += self.abort(first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", most))
         return deltas
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:

@@ -16,13 +16,14 @@ from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
 from . import kserve, openai
+from .bladellm import BladeLLM
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
 from .record import record_of
 from .reply import INTERNAL, refuse
 from .service import Service
 from .shape import Shapes
-from .shared import add_shared_routes
+from .shared import Dialect, add_shared_routes
 
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY")
@@ -38,8 +39,9 @@ def build(service: Service, models: kserve.Registry, state_ports: frozenset[int]
     app = FastAPI(
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
-    spoken = [openai.OpenAI(service)]
-    shapes = Shapes(spoken[-1].shape, {"/v2": kserve.SHAPE})
+    blade = BladeLLM(service)
+    spoken: list[Dialect] = [blade, openai.OpenAI(service)]
+    shapes = Shapes(spoken[-1].shape, {"/v2": kserve.SHAPE}, [blade.shape_of])
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
     kserve.add_routes(app, models)

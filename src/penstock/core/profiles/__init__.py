@@ -6,7 +6,7 @@ system's users type. Values are text to it, as they are typed; which are right i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -15,6 +15,8 @@ from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
 NAMES = ("bladellm",)
+Given = Iterator[tuple[str, Any, str]]
+"""Settings here and their values, with where each was found."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,32 @@ def ignored(why: str, switch: bool = False) -> Alias:
     return Alias(why=why, switch=switch)
 
 
+WITH_OTHERS = Alias(read=lambda text: {})
+"""A name that means something only together with others."""
+
+
+def only(value: str, why: str) -> Alias:
+    """A name that can have one value, which changes nothing; others are refused by name for a reason."""
+
+    def read(text: str) -> Mapping[str, Any]:
+        if text.lower() != value:
+            raise ValueError(f"{why}; only {value} is possible")
+        return {}
+
+    return Alias(read=read)
+
+
+def chosen(table: Mapping[str, Any]) -> Callable[[str], Any]:
+    """How a value among few is read, in capitals or not."""
+
+    def read(text: str) -> Any:
+        if text.lower() not in table:
+            raise ValueError(f"it is none of {', '.join(table)}")
+        return table[text.lower()]
+
+    return read
+
+
 @dataclass(frozen=True)
 class Profile:
     """The names of one system."""
@@ -56,6 +84,8 @@ class Profile:
     """By the name in the environment."""
     check: Callable[[Mapping[str, str]], None] = lambda given: None
     """Looks at all that was given, by name, together. Raises ``PenstockError`` (``invalid``) for what contradicts."""
+    together: Callable[[Mapping[str, str]], Given] = lambda given: iter(())
+    """Settings that several names tell together, from all that was given. Raises ``PenstockError`` (``invalid``)."""
 
 
 def load(name: str) -> Profile | None:

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
-from . import Alias, Profile
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import invalid
+
+from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, only
+
+ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
+"""Who guesses: a draft model, or the text so far."""
+DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
+ONE_DEVICE = "a model runs on one device here"
+GRAPHS = "a step is recorded once for batches of every size"
+
+
+def _speculative(given: Mapping[str, str]) -> Given:
+    algorithm = given.get("--decode_algo", "normal")
+    if algorithm.lower() not in ALGORITHMS:
+        raise invalid("--decode_algo", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
+    method = ALGORITHMS[algorithm.lower()]
+    for name in ("--gamma", "--draft.model"):
+        if name in given and (not method or (name == "--draft.model" and method == "ngram")):
+            raise invalid(name, f"does not go with --decode_algo {algorithm}")
+    if not method:
+        return
+    found: dict[str, Any] = {"method": method}
+    if model := given.get("--draft.model"):
+        found["model"] = model
+    if gamma := given.get("--gamma"):
+        if not gamma.isdecimal():
+            raise invalid("--gamma", f"{gamma!r} is no number of tokens")
+        found["num_speculative_tokens"] = int(gamma)
+    yield "speculative_config", json.dumps(found), "--decode_algo"
+
 
 PROFILE = Profile(
     name="bladellm",
     title="BladeLLM",
+    defaults={"port": 8081, "kv_cache_free_memory_fraction": 0.85},
     flags={
-        "model": Alias("model"),
         "tokenizer_dir": Alias("tokenizer"),
+        "tensor_parallel_size": only("1", ONE_DEVICE),
+        "pipeline_parallel_size": only("1", ONE_DEVICE),
+        "max_gpu_memory_utilization": Alias("kv_cache_free_memory_fraction"),
+        "preempt_strategy": Alias(
+            "preemption_mode", chosen({"auto": "recompute", "recompute": "recompute", "swap": "swap"})
+        ),
         "ragged_flash_max_batch_tokens": Alias("max_num_batched_tokens"),
+        "decode_algo": WITH_OTHERS,
+        "gamma": WITH_OTHERS,
+        "draft.model": WITH_OTHERS,
+        "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: False, switch=True),
+        "prompt_cache_enable_swap": ignored(
+            "cached prompts are kept in the KV cache alone, and computed again once they had to leave it", switch=True
+        ),
+        "dtype": Alias("dtype", chosen(DTYPES)),
+        "kv_cache_quant": Alias("kv_cache_dtype", chosen({"no_quant": "auto", "int8": "int8"})),
+        "log_level": Alias("log_level", str.lower),
+        "disable_cuda_graph": ignored(GRAPHS, switch=True),
+        "cuda_graph_max_batch_size": ignored(GRAPHS),
+        "cuda_graph_batch_sizes": ignored(GRAPHS),
+        "enable_custom_allreduce": ignored(ONE_DEVICE, switch=True),
     },
+    together=_speculative,
 )

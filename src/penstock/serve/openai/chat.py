@@ -82,7 +82,7 @@ class Answering:
             id=self.id,
             created=self._created,
             model=self._adapter or self._service.name,
-            choices=[self._choice(made) for made in last.outputs],
+            choices=[self.choice(made) for made in last.outputs],
             usage=usage_of([last]),
         )
         self._add_prompt(answer, last)
@@ -91,18 +91,18 @@ class Answering:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
         with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
-        telling: dict[int, _Telling] = {}
+        telling: dict[int, Telling] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 begins = not telling
                 for made in output.outputs:
                     chunks = []
                     if made.index not in telling:
-                        telling[made.index] = _Telling()
+                        telling[made.index] = Telling()
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
-                    chunks += self._new(made, telling[made.index])
+                    chunks += self.new(made, telling[made.index])
                     for chunk in chunks:
                         usage = usage_of([output]) if always else None if with_usage else UNSET
                         answer = self._chunk([chunk], usage)
@@ -114,7 +114,7 @@ class Answering:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
 
-    def _new(self, made: CompletionOutput, telling: _Telling) -> list[ChunkChoice]:
+    def new(self, made: CompletionOutput, telling: Telling) -> list[ChunkChoice]:
         """What a step brought to a sequence, in a chunk or none."""
         piece = telling.progress.advance(made)
         if piece is None:
@@ -132,7 +132,7 @@ class Answering:
             return []
         return [chunk]
 
-    def _choice(self, made: CompletionOutput) -> ChatChoice:
+    def choice(self, made: CompletionOutput) -> ChatChoice:
         read = self._message(made)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
         message = ChatMessage(content=None if only_else else read.content)
@@ -192,7 +192,7 @@ class Answering:
         return list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
 
 
-class _Telling:
+class Telling:
     """How much of a sequence that is streamed has been told."""
 
     def __init__(self) -> None:

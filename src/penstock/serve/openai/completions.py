@@ -66,7 +66,7 @@ class Answering:
             async for index, output in outputs:
                 last[index] = output
         found = [last[index] for index in range(len(self._prompts))]
-        choices = [self._choice(i, output, made) for i, output in enumerate(found) for made in output.outputs]
+        choices = [self.choice(i, output, made) for i, output in enumerate(found) for made in output.outputs]
         yield encode(self._answer(choices, usage=usage_of(found, self._untold)))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -78,7 +78,7 @@ class Answering:
             async for i, output in outputs:
                 last[i] = output
                 for made in output.outputs:
-                    choice = self._new(i, output, made, progress[i * self._sampling.n + made.index])
+                    choice = self.new(i, output, made, progress[i * self._sampling.n + made.index])
                     if choice:
                         usage = usage_of([output], self._untold) if always else None if with_usage else UNSET
                         yield event(self._answer([choice], usage=usage))
@@ -95,9 +95,7 @@ class Answering:
         token_ids = await self._service.gateway.encode(prompt, special, size)
         return {"prompt": prompt, "prompt_token_ids": token_ids} if most is None else token_ids[-most:]
 
-    def _new(
-        self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress
-    ) -> CompletionChoice | None:
+    def new(self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress) -> CompletionChoice | None:
         """What a step brought to a sequence; None where there is nothing to tell yet."""
         first = not progress.tokens
         piece = progress.advance(made)
@@ -124,8 +122,8 @@ class Answering:
             return None
         return choice
 
-    def _choice(self, i: int, output: RequestOutput, made: CompletionOutput) -> CompletionChoice:
-        choice = self._new(i, output, made, Progress())
+    def choice(self, i: int, output: RequestOutput, made: CompletionOutput) -> CompletionChoice:
+        choice = self.new(i, output, made, Progress())
         assert choice is not None
         return choice
 

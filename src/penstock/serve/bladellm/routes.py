@@ -1,0 +1,55 @@
+"""Which requests are BladeLLM's, and how they are answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.serve.openai import chat, completions
+from penstock.serve.openai.schema import ChatRequest, CompletionRequest
+from penstock.serve.record import record_of
+from penstock.serve.reply import Reply
+from penstock.serve.service import Service
+from penstock.serve.shape import Shape
+from penstock.serve.shared import CHATS, COMPLETIONS, Dialect
+
+from .answering import ChatAnswering, CompletionAnswering
+from .answers import SHAPE
+from .parse import read
+
+
+class BladeLLM(Dialect):
+    """Spoken by whoever sends a token without a scheme, as Alibaba's EAS has it, and under the profile by everybody."""
+
+    shape = SHAPE
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._by_everybody = service.options.compat == "bladellm"
+
+    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
+        return self.shape_of(request.scope) is not None
+
+    def shape_of(self, scope: Scope) -> Shape | None:
+        """How to answer a request whose body nobody has read; None where it is not BladeLLM's."""
+        if scope["path"] not in (*COMPLETIONS, *CHATS):
+            return None
+        token = Headers(scope=scope).get("authorization", "").strip()
+        bare = bool(token) and " " not in token and token.lower() not in ("bearer", "basic")
+        return SHAPE if bare or self._by_everybody else None
+
+    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        wanted, record = read(found, CompletionRequest, self._service), record_of(request.scope)
+        answering = CompletionAnswering(completions.Answering(self._service, record, wanted), record.request_id)
+        streamed = bool(wanted.stream)
+        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        wanted, record = read(found, ChatRequest, self._service), record_of(request.scope)
+        answering = ChatAnswering(chat.Answering(self._service, record, wanted, size), record.request_id)
+        streamed = bool(wanted.stream)
+        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)

@@ -1,0 +1,300 @@
+"""BladeLLM's dialect, as its document prints it: curl with a bare token, booleans as strings, answers in its shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Served
+
+from penstock.cli.main import main
+
+TOKEN = "AUTH_TOKEN_FOR_EAS"
+BARE = {"Authorization": TOKEN}
+PROMPT = "What is the capital of Canada?"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+CHUNK = ["id", "choices", "object", "usage", "error_info"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served("--num-gpu-blocks-override", "200", "--api-key", TOKEN) as served:
+        yield served
+
+
+def curl(url: str, body: dict[str, Any], *more: str) -> str:
+    """As printed."""
+    command = ["curl", "-sS", "-X", "POST", "-H", "Content-Type: application/json"]
+    command += ["-H", f"Authorization: {TOKEN}", "-d", json.dumps(body), *more, url]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    *events, end, empty = text.split("\n\n")
+    assert end == "data: [DONE]" and not empty
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_a_stream_is_as_printed(served: Served) -> None:
+    asked = {"prompt": PROMPT, "stream": "true", "temperature": 0}
+    found = chunks(curl(f"{served.url}/completions", asked))
+    prompt_tokens = found[0]["usage"]["prompt_tokens"]
+    for number, chunk in enumerate(found, 1):
+        assert list(chunk) == CHUNK and chunk["object"] == "text_completion" and chunk["error_info"] is None
+        assert chunk["id"] == found[0]["id"] and "-" not in chunk["id"]
+        (choice,) = chunk["choices"]
+        assert list(choice) == ["finish_reason", "index", "logprobs", "text"]
+        assert choice["logprobs"] is None and choice["index"] == 0
+        usage = chunk["usage"]
+        assert list(usage) == ["prompt_tokens", "completion_tokens", "total_tokens"]
+        assert usage["total_tokens"] == prompt_tokens + usage["completion_tokens"]
+        assert (choice["finish_reason"] == "") == (number < len(found)) == (choice["text"] != "")
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts) and counts[0] == 1
+    whole = json.loads(curl(f"{served.url}/completions", asked | {"stream": "false"}))
+    assert list(whole) == CHUNK
+    assert whole["choices"][0]["text"] == "".join(chunk["choices"][0]["text"] for chunk in found)
+    assert whole["choices"][0]["finish_reason"] == found[-1]["choices"][0]["finish_reason"]
+    assert whole["usage"] == found[-1]["usage"]
+
+
+def test_the_token_that_ends_it_is_counted(served: Served) -> None:
+    prompt = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    found = chunks(curl(f"{served.url}/completions", {"prompt": prompt, "stream": "true", "temperature": 0}))
+    *pieces, last = found
+    assert "".join(chunk["choices"][0]["text"] for chunk in pieces) == "The capital of Canada is Ottawa."
+    assert last["choices"][0] == {"finish_reason": "stop", "index": 0, "logprobs": None, "text": ""}
+    assert last["usage"]["completion_tokens"] == pieces[-1]["usage"]["completion_tokens"] + 1
+
+
+def test_chats(served: Served) -> None:
+    asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 30}
+    found = chunks(curl(f"{served.url}/chat/completions", asked | {"stream": "True"}))
+    assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
+    assert found[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert found[-1]["choices"][0] == {"finish_reason": "stop", "index": 0, "logprobs": None, "delta": {"content": ""}}
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in found)
+    whole = json.loads(curl(f"{served.url}/chat/completions", asked))
+    assert whole["object"] == "chat.completion" and list(whole) == CHUNK
+    (choice,) = whole["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert text == "The capital of Canada is Ottawa." and whole["usage"] == found[-1]["usage"]
+    short = json.loads(curl(f"{served.url}/chat/completions", {"messages": [{"role": "user", "content": "A story"}]}))
+    assert short["usage"]["completion_tokens"] <= 16
+
+
+def test_several_sequences_and_log_probabilities(served: Served) -> None:
+    asked = {"prompt": [PROMPT, "One two"], "n": 2, "seed": 1, "max_tokens": 5, "logprobs": 1, "echo": "true"}
+    whole = json.loads(curl(f"{served.url}/completions", asked))
+    found = chunks(curl(f"{served.url}/completions", asked | {"stream": "true"}))
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in found if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        tokens = [token for c in own if c["logprobs"] for token in c["logprobs"]["tokens"]]
+        assert tokens == choice["logprobs"]["tokens"]
+    assert whole["usage"] == found[-1]["usage"]
+
+
+def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+    texts = {
+        json.loads(curl(f"{served.url}/completions", asked | more))["choices"][0]["text"]
+        for more in ({}, {"model": "default"}, {"model": "bloom_7b"}, {"model": None})
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ({"prompt": PROMPT, "max_token": 3}, 400, "max_token: no such field; did you mean max_tokens?"),
+        ({"prompt": PROMPT, "stream": "maybe"}, 400, "stream: Expected `bool | null`"),
+        ({"prompt": PROMPT, "top_p": 2}, 400, "top_p: "),
+        ({"prompt": PROMPT, "return_token_ids": True}, 400, "return_token_ids: has no place"),
+        ({}, 400, "prompt: "),
+    ],
+)
+def test_errors_have_its_shape(served: Served, body: dict[str, Any], code: int, words: str) -> None:
+    answer = httpx.post(f"{served.url}/completions", json=body, headers=BARE)
+    assert answer.status_code == code
+    assert list(answer.json()) == ["choices", "error_info"]
+    assert answer.json()["error_info"]["code"] == code and words in answer.json()["error_info"]["message"]
+
+
+def test_what_is_refused_unread_is_told_in_it_too(served: Served) -> None:
+    wrong = httpx.post(f"{served.url}/completions", json={"prompt": "x"}, headers={"Authorization": "another"})
+    assert wrong.status_code == 401 and wrong.json()["error_info"]["code"] == 401
+    torn = httpx.post(f"{served.url}/completions", content=b"{", headers=BARE)
+    assert torn.status_code == 400 and "is not JSON" in torn.json()["error_info"]["message"]
+
+
+def test_others_are_answered_as_they_ask(served: Served) -> None:
+    client = openai.OpenAI(base_url=served.url, api_key=TOKEN)
+    answer = client.completions.create(model="default", prompt=PROMPT, max_tokens=3)
+    assert answer.id.startswith("cmpl-") and answer.model == served.name
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="bloom_7b", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="default", prompt=PROMPT, extra_body={"stream": "true"})
+
+
+def test_a_stream_that_fails_says_so(served: Served) -> None:
+    asked = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": "true", "stream": "true"}
+    with httpx.stream("POST", f"{served.url}/completions", json=asked, headers=BARE, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(served.pids["engine"][0], signal.SIGKILL)
+        *_, failed, _, done, _ = lines
+    assert done == "data: [DONE]"
+    found = json.loads(failed.removeprefix("data: "))
+    assert found["choices"] == [] and found["error_info"]["code"] == 503
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def configured(*flags: str) -> dict[str, Any]:
+    found = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "bladellm", *flags],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
+
+
+def test_every_flag_of_its_has_its_meaning() -> None:
+    flags = "--port 8001 --max_gpu_memory_utilization 0.5 --preempt_strategy SWAP --ragged_flash_max_batch_tokens 512"
+    flags += " --decode_algo sps --gamma 3 --draft.model /draft --disable_prompt_cache --prompt_cache_enable_swap"
+    flags += " --max_queue_time 7 --tokenizer_dir /tokenizer --chat_template /template --dtype half"
+    flags += " --kv_cache_quant int8 --disable_cuda_graph --cuda_graph_max_batch_size 8 --tensor_parallel_size 1"
+    found = configured(*flags.split())
+    guess = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 3}
+    assert json.loads(found["speculative_config"]) == guess
+    expected = {
+        "port": 8001,
+        "kv_cache_free_memory_fraction": 0.5,
+        "preemption_mode": "swap",
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+        "max_queue_time": 7.0,
+        "tokenizer": "/tokenizer",
+        "chat_template": "/template",
+        "dtype": "float16",
+        "kv_cache_dtype": "int8",
+    }
+    assert found == found | expected
+    for name in ("prompt_cache_enable_swap", "disable_cuda_graph", "cuda_graph_max_batch_size"):
+        assert f"--{name} has no meaning here and is ignored" in found["said"]
+    usual = configured()
+    expected = {"port": 8081, "kv_cache_free_memory_fraction": 0.85, "preemption_mode": "recompute"}
+    assert usual == usual | expected
+    assert json.loads(configured("--decode_algo", "look_ahead")["speculative_config"]) == {"method": "ngram"}
+    assert configured("--decode_algo", "normal")["speculative_config"] == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tensor_parallel_size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device here"),
+        ("--pipeline_parallel_size=4", "--pipeline_parallel_size: '4' is wrong"),
+        ("--kv_cache_quant fp8_e4m3", "--kv_cache_quant: 'fp8_e4m3' is wrong: it is none of no_quant, int8"),
+        ("--gamma 4", "--gamma: does not go with --decode_algo normal"),
+        ("--decode_algo look_ahead --draft.model x", "--draft.model: does not go with --decode_algo look_ahead"),
+        ("--decode_algo medusa", "--decode_algo: 'medusa' is none of sps, look_ahead, normal"),
+        ("--decode_algo sps --gamma many", "--gamma: 'many' is no number"),
+        ("--max_gpu_memory_utilization 1.5", "kv_cache_free_memory_fraction: "),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+    assert main(["config", "--compat", "bladellm", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_its_command_speaks_to_everybody_and_gives_up_on_who_waits_too_long() -> None:
+    """``blade_llm_server``, with a key that clients send as OpenAI's do."""
+    flags = "--num-gpu-blocks-override 100 --max-num-seqs 1 --max_queue_time 0.5 --decode_algo sps --gamma 2"
+    code = "import sys; from penstock.cli.entry import blade_llm_server; sys.exit(blade_llm_server())"
+    with Served(*flags.split(), command=[sys.executable, "-c", code]) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="any", max_retries=0)
+        answer = client.chat.completions.create(model="any", messages=MESSAGES, temperature=0)
+        assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
+        assert answer.to_dict()["error_info"] is None
+        asked = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": "true", "stream": "true"}
+        with httpx.stream("POST", f"{served.url}/completions", json=asked, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            late = httpx.post(f"{served.url}/completions", json={"prompt": "Twice"}, timeout=60)
+            lines.close()
+        assert late.status_code == 429 and late.headers["retry-after"]
+        assert "has waited 0.5 seconds" in late.json()["error_info"]["message"]
+
+
+SERVICE = """
+{
+  "name": "blade_llm_bloom_server", // the service's name
+  "containers": [
+    {
+      // image and command: <region_id> is a region's id, such as cn-hangzhou
+      "image": "eas-registry-vpc.<region_id>.cr.aliyuncs.com/pai-eas/blade-llm:0.8.0",
+      "command": "blade_llm_server --port PORT --num-gpu-blocks-override 100",
+      "port": PORT // as in the command
+    }
+  ],
+  "storage": [
+    {
+      "mount_path": "FOLDER",
+      "oss": {"endpoint": "oss-<region_id>-internal.aliyuncs.com", "path": "oss://examplebucket/bloom_7b/"}
+    },
+    {"empty_dir": {"medium": "memory", "size_limit": 64}, "mount_path": "/dev/shm"}
+  ],
+  "metadata": {
+    "instance": 1,
+    "memory": 64000, // MB
+    "cpu": 1,
+    "gpu": 1,
+    "resource": "eas-r-xxxxxx" // a group of resources
+  }
+}
+"""
+
+
+def test_a_service_document_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "service.json"
+    text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081")
+    file.write_text(text)
+    with Served("--service-json", str(file), "--threads", "2") as served:
+        assert served.name == "blade_llm_bloom_server"
+        answer = httpx.post(f"{served.url}/completions", json={"prompt": PROMPT}, headers=BARE)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 16
+        for name in ("containers[0].image", "metadata.resource"):
+            assert any(f"{name} of the service has no meaning here" in line for line in served.lines), name
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"port": PORT', '"port": 8000', "containers[0].port is 8000, and its command's --port 8081"),
+        ("FOLDER", "/mnt/model/bloom_7b/", "/mnt/model/bloom_7b is not there; put what oss://examplebucket/bloom_7b/"),
+        ('"command": "blade_llm_server', '"command": "python app.py', "blade_llm_server is known"),
+        ('"name"', '"nam"', "Object missing required field `name`"),
+        ('"instance": 1,', '"instance": 1', "cannot be used"),
+    ],
+)
+def test_a_wrong_service_document_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, words: str
+) -> None:
+    file = tmp_path / "service.json"
+    file.write_text(SERVICE.replace(old, new, 1).replace("FOLDER", str(tmp_path)).replace("PORT", "8081"))
+    assert main(["serve", "--service-json", str(file)]) == 2
+    assert words in capsys.readouterr().err
