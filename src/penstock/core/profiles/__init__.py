@@ -14,7 +14,7 @@ from typing import Any
 from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
-NAMES = ("bladellm",)
+NAMES = ("bladellm", "triton")
 Given = Iterator[tuple[str, Any, str]]
 """Settings here and their values, with where each was found."""
 
