@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 import requests
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving import Served
 from tritonclient.utils import InferenceServerException
 
@@ -25,6 +30,9 @@ KINDS = {
     np.dtype("uint64"): "UINT64",
     np.dtype("bool"): "BOOL",
 }
+
+WANTED: dict[str, Any] = {}
+SESSION = httpx.Client(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +309,7 @@ def test_words_ends_and_biases_act(served: Served) -> None:
         ({"max_tokens": 2**40}, "max_tokens: must be at most"),
         ({"max_tokens": [3, 4]}, "max_tokens: has the shape"),
         ({"text_input": 3}, "text_input"),
-        ({"text_input": "long " * 9000}, "prompt|text_input"),
+        ({"text_input": "long " * 9000}, "text_input: .* tokens"),
         ({"stream": True}, "stream: .*generate_stream"),
         ({"temperature": -1.0}, "temperature: must be at least 0"),
         ({"top_k": 1, "top_p": 2.0}, "top_p: must be at most 1"),
@@ -357,6 +365,37 @@ def test_bytes_that_are_no_text_are_refused(served: Served, raw: bytes) -> None:
     assert answer.status_code == 400 and "text_input" in answer.json()["error"], answer.text
 
 
+def drawn(depth: int = 2) -> st.SearchStrategy[Any]:
+    plain = (
+        st.none()
+        | st.booleans()
+        | st.integers(-3, 2**70)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=5)
+    )
+    return plain if not depth else plain | st.lists(drawn(depth - 1), max_size=3)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_comes_is_answered_or_refused(served: Served, client: triton.InferenceServerClient, data: Any) -> None:
+    """Any inputs, of any type and shape, to any model."""
+    model = data.draw(st.sampled_from(MODELS))
+    specs = WANTED.setdefault(model, client.get_model_metadata(model)["inputs"])
+    chosen = data.draw(st.lists(st.sampled_from(specs), unique_by=lambda spec: spec["name"], max_size=6))
+    fields = {spec["name"]: data.draw(drawn()) for spec in chosen}
+    kinds = st.sampled_from(["BYTES", "INT32", "FP32", "BOOL", "UINT64", "INT8", "X"])
+    shapes = st.lists(st.integers(-1, 3), max_size=3)
+    inputs = [
+        {"name": name, "datatype": data.draw(kinds), "shape": data.draw(shapes), "data": value}
+        for name, value in fields.items()
+    ]
+    for path, body in (("generate", fields), ("infer", {"inputs": inputs})):
+        answer = SESSION.post(f"{served.root}/v2/models/{model}/{path}", json=body)
+        assert answer.status_code in (200, 400), answer.text
+        assert answer.status_code == 200 or answer.json().keys() == {"error"}
+
+
 # --- Many, and those who leave --------------------------------------------------------------------------------------
 
 
@@ -390,13 +429,29 @@ def test_who_leaves_cancels_the_request(served: Served) -> None:
 
 
 def test_a_key_is_asked_for_but_not_by_probes() -> None:
-    with Served("--num-gpu-blocks-override", "50", "--api-key", "secret", "--exclude-input-in-output") as served:
+    flags = ("--exclude-input-in-output", "--accumulate-tokens")
+    with Served("--num-gpu-blocks-override", "50", "--api-key", "secret", *flags) as served:
         assert httpx.get(f"{served.root}/v2/health/live").status_code == 200
         assert httpx.get(f"{served.root}/v2/health/ready").status_code == 200
         with triton.InferenceServerClient(served.root.removeprefix("http://")) as client:
             assert client.is_server_live()
             with pytest.raises(InferenceServerException, match="API key"):
                 client.infer("ensemble", asking([PROMPT], 4))
-            given = {"Authorization": "Bearer secret"}
-            found = client.infer("ensemble", asking([PROMPT], 4), headers=given).as_numpy("text_output")[0, 0]
+            key = {"Authorization": "Bearer secret"}
+            found = client.infer("ensemble", asking([PROMPT], 4), headers=dict(key)).as_numpy("text_output")[0, 0]
             assert not found.decode().startswith(PROMPT)  # as the server's option has it
+        asked = {"text_input": PROMPT, "max_tokens": 12, "stream": True}
+        path = f"{served.root}/v2/models/tensorrt_llm_bls/generate_stream"
+        told = [
+            json.loads(line[6:])["text_output"]
+            for line in httpx.post(path, json=asked, headers=key).text.split("\n\n")[:-1]
+        ]
+        assert len(told) > 2 and all(later.startswith(before) for before, later in itertools.pairwise(told))
+
+        path = f"{served.root}/v2/models/ensemble/generate_stream"
+        with httpx.stream("POST", path, json=asked | {"max_tokens": 1500, "end_id": -1}, headers=key) as answer:
+            lines = answer.iter_lines()
+            assert "text_output" in next(lines)
+            os.kill(served.pids["engine"][0], signal.SIGKILL)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last[6:]).keys() == {"error"}

@@ -188,7 +188,10 @@ def test_who_leaves_cancels_its_requests(served: Served) -> None:
         client.async_stream_infer("ensemble", asking(PROMPT, 1500, stream=(True, np.bool_), end_id=(-1, np.int32)))
         assert answers.get(timeout=30)[1] is None
         client.stop_stream(cancel_requests=True)
-    served.find(r"gRPC ModelStreamInfer 'ensemble' .*error=cancelled", after=seen)
+        served.find(r"gRPC ModelStreamInfer 'ensemble' .*error=cancelled", after=seen)
+        with pytest.raises(InferenceServerException, match="Deadline"):
+            client.infer("ensemble", asking(PROMPT, 1500, end_id=(-1, np.int32)), client_timeout=0.1)
+    served.find(r"gRPC ModelInfer 'ensemble' .*error=cancelled", after=seen)
 
 
 def test_keys_a_taken_port_and_the_end(served: Served, tmp_path: Any) -> None:

@@ -75,13 +75,18 @@ def fill(templates: Path, model: str, values: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def pairs(values: dict[str, str]) -> str:
+    return ",".join(f"{name}:{value}" for name, value in values.items())
+
+
 def filled(templates: Path, engine: Path, **changes: str) -> Path:
     """The repository of the document, its values filled in by the document's commands."""
     tokenizer = f"tokenizer_dir:{demo.CHAT},triton_max_batch_size:256"
+    bls = {"triton_max_batch_size": "256", "decoupled_mode": "False", "bls_instance_count": "1"}
     values = {
         "preprocessing": f"{tokenizer},preprocessing_instance_count:1",
         "postprocessing": f"{tokenizer},postprocessing_instance_count:1",
-        "tensorrt_llm_bls": "triton_max_batch_size:256,decoupled_mode:False,bls_instance_count:1,accumulate_tokens:False",
+        "tensorrt_llm_bls": pairs(bls | {"accumulate_tokens": "False"}),
         "ensemble": "triton_max_batch_size:256",
     }
     own = {"triton_backend": "tensorrtllm", "triton_max_batch_size": "128", "decoupled_mode": "True"}
@@ -89,7 +94,7 @@ def filled(templates: Path, engine: Path, **changes: str) -> Path:
     own |= {"exclude_input_in_output": "True", "batching_strategy": "inflight_fused_batching"}
     own |= {"max_queue_delay_microseconds": "0", "enable_chunked_context": "True"}
     own |= {"batch_scheduler_policy": "max_utilization"}
-    values["tensorrt_llm"] = ",".join(f"{name}:{value}" for name, value in (own | changes).items())
+    values["tensorrt_llm"] = pairs(own | changes)
     for model, text in values.items():
         said = fill(templates, model, text)
         assert said.returncode == 0 and not said.stderr, said.stderr

@@ -12,6 +12,7 @@ from penstock.core.sampling import between
 from .model import Call
 
 RENAMED = {
+    "prompt": "text_input",
     "min_tokens": "min_length",
     "seed": "random_seed",
     "n": "num_return_sequences",

@@ -30,7 +30,6 @@ class Tokens(Generating):
     names = Names(
         {
             "text_input": "input_ids",
-            "prompt": "input_ids",
             "max_tokens": "request_output_len",
             "top_k": "runtime_top_k",
             "top_p": "runtime_top_p",
