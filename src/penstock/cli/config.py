@@ -11,6 +11,9 @@ from penstock.core.settings import Setting, settings
 
 from .configuration import Configured
 from .flags import TITLES, add_options, configure
+from .model_repository import expanded
+
+__all__ = ["add_arguments", "expanded", "run", "value_of"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

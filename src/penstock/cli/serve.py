@@ -12,18 +12,23 @@ import msgspec
 from penstock.core.errors import invalid
 from penstock.core.lora import named
 
+from . import model_repository, service_json
 from .flags import TITLES, add_options, configure
-from .service_json import expanded
 
 DEMO = "penstock-demo"
 """What the model in the box is called."""
-__all__ = ["add_arguments", "expanded", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--service-json", metavar="FILE", help="a service of BladeLLM as EAS describes it")
+    parser.add_argument("--model-repository", metavar="FOLDER", help="Triton's, with TensorRT-LLM's models")
     add_options(parser, tuple(TITLES))
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """The arguments with what files of other systems say, too."""
+    return model_repository.expanded(service_json.expanded(arguments))
 
 
 def run(args: argparse.Namespace) -> int:

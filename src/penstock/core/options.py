@@ -219,6 +219,15 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: Annotated[
         int, option("TCP port that answers for metrics only; -1 is none, 0 any that is free.", ge=-1, le=65535)
     ] = -1
+    grpc_port: Annotated[
+        int, option("TCP port for KServe's gRPC; -1 is none, 0 any that is free.", ge=-1, le=65535)
+    ] = -1
+    exclude_input_in_output: Annotated[
+        bool, option("Whole answers of KServe's models go without their prompt, where a request does not say.")
+    ] = False
+    accumulate_tokens: Annotated[
+        bool, option("Each answer of a stream of the model tensorrt_llm_bls has all of the text so far.")
+    ] = False
     served_model_name: Annotated[
         tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
     ] = ()

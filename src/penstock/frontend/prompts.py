@@ -78,6 +78,11 @@ class Preparer:
         """How the model's makers sample."""
         return SamplingParams(**self._defaults.sampling)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, at least one."""
+        return self._defaults.eos_token_ids
+
     @cached_property
     def pooling(self) -> PoolingParams:
         """How embeddings are made of hidden states.

@@ -18,6 +18,7 @@ from penstock.engine.client import STOPPING
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
 
+from . import kserve
 from .app import build
 from .metrics import Metrics
 from .protocol import protocol
@@ -58,11 +59,12 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     gateway = Gateway(start.engine, preparer)
     profile = load(options.compat)
     service = Service(gateway, options, start.names, Metrics(start.names[0], profile.metrics if profile else None))
+    models = kserve.registry_of(service)
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
     server = Server(
         uvicorn.Config(
-            build(service, state_ports),
+            build(service, models, state_ports),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",
@@ -82,6 +84,13 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     except OSError as error:  # ssl's own are of this kind
         raise invalid("ssl_certfile", f"the certificate or its key cannot be used: {error}") from error
 
+    rpc = None
+    if start.grpc_address:
+        from .kserve import rpc as over_grpc
+
+        rpc = over_grpc.Server(models, start.grpc_address, options)
+        await rpc.start()
+
     async def tell() -> None:
         await gateway.engine.ready()
         with contextlib.suppress(BrokenPipeError), report:
@@ -89,6 +98,8 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
 
     def stop() -> None:
         loop.call_later(TO_ACCEPT, setattr, server, "should_exit", True)
+        if rpc:
+            loop.call_later(TO_ACCEPT, rpc.stop, drain + LAST_WORDS)
         loop.call_later(drain, gateway.engine.refuse, STOPPING)
 
     loop = asyncio.get_running_loop()
@@ -100,4 +111,6 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     gc.enable()
     await server.serve(sockets=listeners)
     telling.cancel()
+    if rpc:
+        await rpc.stopped()
     await gateway.close()

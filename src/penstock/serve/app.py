@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import anthropic, openai, paddlenlp, responses, vllm
+from . import anthropic, kserve, openai, paddlenlp, responses, vllm
 from .bladellm import BladeLLM
 from .door import Keys, Log, OnlyState
 from .openai.routes import components
@@ -29,10 +29,11 @@ NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics onl
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
-def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
+def build(service: Service, models: kserve.Registry, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
     """The application that serves it all.
 
     Args:
+        models: those of the KServe v2 protocol.
         state_ports: on which nothing is told but how the server is doing.
     """
     app = FastAPI(
@@ -41,13 +42,14 @@ def build(service: Service, state_ports: frozenset[int] = frozenset()) -> ASGIAp
     blade = BladeLLM(service)
     usual = openai.OpenAI(service, vllm.check if vllm.asked_for(service) else None)
     spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(service), usual]
-    by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE, **vllm.SHAPES}
+    by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE, "/v2": kserve.SHAPE, **vllm.SHAPES}
     shapes = Shapes(usual.shape, by_path, [blade.shape_of])
     add_shared_routes(app, service, spoken, openai.shared_paths())
     openai.add_routes(app, service)
     anthropic.add_routes(app, service)
     responses.add_routes(app, service)
     vllm.add_routes(app, service)
+    kserve.add_routes(app, models)
     _add_state(app, service)
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -107,8 +109,6 @@ def _add_state(app: FastAPI, service: Service) -> None:
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
     app.add_api_route("/ready", health, summary="Requests are welcome", response_class=Response)
-    app.add_api_route("/v2/health/live", live, summary="This process answers", response_class=Response)
-    app.add_api_route("/v2/health/ready", health, summary="Requests are welcome", response_class=Response)
     app.add_api_route("/version", version, summary="Version, and the kernels that decide a result's bits")
     app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
 

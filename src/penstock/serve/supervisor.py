@@ -16,6 +16,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,7 @@ class Supervisor:
         self._met: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(configuration.server.api_server_count)}
         """Set once the API process of this number has met the engine."""
         self._stop = asyncio.Event()
+        self._grpc_address = ""
 
     async def run(self) -> int:
         """Returns the exit status: 0 when told to stop, 1 when a process has died too often, 2 when one cannot start.
@@ -66,7 +68,7 @@ class Supervisor:
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
-        with metrics_folder(), listening(options) as listeners:
+        with metrics_folder(), listening(options) as listeners, reserved(options) as self._grpc_address:
             told: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
                 asyncio.create_task(self._keep(i, listeners)) for i in range(options.api_server_count)
@@ -115,6 +117,8 @@ class Supervisor:
         logger.info("ready: %s at %s/v1", ", ".join(self._names), url, extra={"facts": facts})
         for other in others:
             logger.info("health and metrics at %s", other)
+        if self._grpc_address:
+            logger.info("gRPC at %s", self._grpc_address)
         await self._engine.watch()
 
     async def _keep(self, number: int, listeners: list[socket.socket]) -> None:
@@ -144,6 +148,7 @@ class Supervisor:
             names=self._names,
             engine=self._engine.address,
             sockets=tuple(listener.fileno() for listener in listeners),
+            grpc_address=self._grpc_address,
         )
         command = [sys.executable, "-m", "penstock.serve.worker"]
         worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
@@ -168,14 +173,45 @@ def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(_listen(options.host, port, name)) for name, port in wanted]
 
 
-def _listen(host: str, port: int, name: str) -> socket.socket:
+def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.socket:
+    """A socket that has the address; ``listen`` accepts connections there."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        if listen:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server before may linger
+            bound.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        except OSError:
+            bound.close()
+            raise
+        return bound
     except OSError as error:
         words = error.strerror or str(error)
         flag = f"--{name.replace('_', '-')}"
         raise invalid(name, f"cannot listen on {host}:{port}: {words.lower()}; try another {flag}") from error
+
+
+@contextlib.contextmanager
+def reserved(options: ServerOptions) -> Iterator[str]:
+    """Where API processes listen for gRPC, each with a socket of its own on one port; nothing where none does.
+
+    gRPC takes no sockets that others have opened. So one that never listens keeps the port: it is bound to it alone, by
+    which a port that is taken is found, and then lets others share it.
+
+    Raises ``PenstockError`` (``invalid``) where the address cannot be had, or gRPC's classes are not installed.
+    """
+    if options.grpc_port < 0:
+        yield ""
+        return
+    if find_spec("tritonclient") is None or find_spec("grpc") is None:
+        raise invalid("grpc_port", "needs classes that are not installed; try pip install 'penstock[grpc]'")
+    with _listen(options.host, options.grpc_port, "grpc_port", listen=False) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        host, port = kept.getsockname()[:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def turn_away(listener: socket.socket) -> None:

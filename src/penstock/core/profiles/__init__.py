@@ -15,7 +15,7 @@ from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 from penstock.core.settings import nearest
 
-NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp")
+NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton")
 Given = Iterator[tuple[str, Any, str]]
 """Settings here and their values, with where each was found."""
 

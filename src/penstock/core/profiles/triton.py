@@ -1,0 +1,109 @@
+"""Triton Inference Server: the flags of ``tritonserver`` and of TensorRT-LLM's ``launch_triton_server.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, only
+
+WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
+LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
+"""Both of Triton's are lines for people."""
+ONE_DEVICE = "a model runs on one device here"
+NO_BACKENDS = "there are no backends to load"
+NO_TRACES = "no traces are written yet"
+OWN_SHAPES = "what a model takes and gives does not depend on its config.pbtxt"
+STANDARD_ERROR = "the log goes to standard error"
+NO_POLLING = "models are loaded once, at the start"
+ONE_ENGINE = "one engine answers for all models of the repository"
+
+
+def switched(text: str) -> bool:
+    """Raises ``ValueError`` for what is neither true nor false."""
+    if text.lower() not in WORDS:
+        raise ValueError(f"it is none of {', '.join(WORDS)}")
+    return WORDS[text.lower()]
+
+
+def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
+    """A port that can be turned off."""
+    return lambda text: {} if switched(text) else {setting: -1}
+
+
+def _log_level(given: Mapping[str, str]) -> Given:
+    """The one level that three switches and a number tell."""
+    if given.get("--log_verbose", "0").strip("+-0"):
+        yield "log_level", "debug", "--log_verbose"
+        return
+    for name, level in (("--log_warning", "error"), ("--log_info", "warning")):
+        if WORDS.get(given.get(name, "true").lower(), True) is False:
+            yield "log_level", level, name
+            return
+
+
+PROFILE = Profile(
+    name="triton",
+    title="Triton Inference Server",
+    defaults={"port": 8000, "grpc_port": 8001, "metrics_port": 8002, "kv_cache_free_memory_fraction": 0.9},
+    flags={
+        "http_port": Alias("port"),
+        "http_address": Alias("host"),
+        "allow_http": only("true", "gRPC alone is not served"),
+        "grpc_port": Alias("grpc_port"),
+        "grpc_address": ignored("gRPC listens where HTTP does (--host)"),
+        "allow_grpc": Alias(read=off("grpc_port")),
+        "metrics_port": Alias("metrics_port"),
+        "metrics_address": ignored("metrics are told where HTTP listens (--host)"),
+        "allow_metrics": Alias(read=off("metrics_port")),
+        "allow_gpu_metrics": ignored("of a GPU nothing is told"),
+        "allow_cpu_metrics": ignored("of a CPU nothing is told"),
+        "metrics_interval_ms": ignored("figures are those of the moment in which they are asked for"),
+        "metrics_config": ignored("histograms have buckets of their own"),
+        "http_thread_count": ignored("--api-server-count says how many processes answer"),
+        "grpc_infer_thread_count": ignored("--api-server-count says how many processes answer"),
+        "grpc_infer_response_compression_level": ignored("clients decide what is compressed"),
+        "log_info": WITH_OTHERS,
+        "log_warning": WITH_OTHERS,
+        "log_error": only("true", "errors are always told"),
+        "log_verbose": WITH_OTHERS,
+        "log": ignored(STANDARD_ERROR, True),
+        "log_file": ignored(STANDARD_ERROR),
+        "log_format": Alias("log_format", chosen(LOG_FORMATS)),
+        "id": ignored("what asks for it has none"),
+        "exit_timeout_secs": Alias("drain_timeout"),
+        "exit_on_error": ignored("a model that cannot be served always ends the start"),
+        "strict_readiness": ignored("ready is only what can answer"),
+        "model_control_mode": Alias(read=lambda text: _control(text)),
+        "load_model": ignored(ONE_ENGINE),
+        "repository_poll_secs": ignored(NO_POLLING),
+        "disable_auto_complete_config": ignored(
+            "what a model takes and gives does not depend on its config.pbtxt", True
+        ),
+        "strict_model_config": ignored(OWN_SHAPES),
+        "backend_directory": ignored(NO_BACKENDS),
+        "backend_config": ignored(NO_BACKENDS),
+        "cuda_memory_pool_byte_size": ignored("tensors lie in requests and answers alone"),
+        "pinned_memory_pool_byte_size": ignored("tensors lie in requests and answers alone"),
+        "buffer_manager_thread_count": ignored("tensors lie in requests and answers alone"),
+        "model_load_thread_count": ignored(ONE_ENGINE),
+        "min_supported_compute_capability": ignored("--device says where models run"),
+        "rate_limit": only("off", "requests wait in one queue (--max-waiting)"),
+        "trace_config": ignored(NO_TRACES),
+        "world_size": only("1", ONE_DEVICE),
+        "tritonserver": ignored("this is the server"),
+        "force": ignored("several servers may run beside each other, each on its own ports", True),
+        "multi_model": ignored(ONE_ENGINE, True),
+        "tensorrt_llm_model_name": only("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
+        "oversubscribe": ignored("there is no MPI", True),
+        "no_mpi": ignored("there is no MPI", True),
+        "exit_timeout": Alias("drain_timeout"),
+    },
+    together=_log_level,
+)
+
+
+def _control(text: str) -> Mapping[str, Any]:
+    if text not in ("none", "explicit"):
+        raise ValueError(f"{NO_POLLING}; only none and explicit are possible")
+    return {}

@@ -1,0 +1,49 @@
+"""Triton's generate extension: a request's inputs, and an answer's outputs, as fields of one JSON object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core.errors import invalid
+from penstock.core.settings import nearest
+
+from .inference import Asked
+from .model import VERSION, Answer, Model
+from .tensors import BOOL, Tensor, from_json, to_json
+
+
+def from_fields(model: Model, found: dict[str, Any]) -> Asked:
+    """A request whose inputs are fields, or fields of its ``parameters``.
+
+    Raises ``PenstockError`` (``invalid``) for a field that the model does not have, with the nearest one that it has.
+    """
+    fields = dict(found)
+    more = fields.pop("parameters", None) or {}
+    if not isinstance(more, dict):
+        raise invalid("parameters", "is no JSON object")
+    if both := fields.keys() & more.keys():
+        raise invalid(min(both), "is given twice, and in parameters")
+    fields |= more
+    asked_as = fields.pop("id", "")
+    if not isinstance(asked_as, str | int):
+        raise invalid("id", "must be text or a number")
+    types = {spec.name: spec.datatype for spec in model.inputs} | dict.fromkeys(model.not_yet, BOOL)
+    inputs: list[Tensor] = []
+    for name, value in fields.items():
+        if name not in types:
+            raise invalid(name[:100], f"no such input of model '{model.name}'{nearest(name[:100], types)}")
+        if value is not None:
+            shape = [len(value)] if isinstance(value, list) else [1]
+            inputs.append(from_json(name, types[name], shape, value))
+    return Asked(inputs, str(asked_as))
+
+
+def to_fields(model: Model, asked: Asked, answer: Answer) -> dict[str, Any]:
+    """An answer with outputs as fields: those of one element as it is, others as a list."""
+    found: dict[str, Any] = {"id": asked.id} if asked.id else {}
+    found |= {"model_name": model.name, "model_version": VERSION}
+    found |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    for tensor in answer.outputs:
+        elements = to_json(tensor)
+        found[tensor.name] = elements[0] if len(elements) == 1 else elements
+    return found

@@ -1,0 +1,305 @@
+"""``GRPCInferenceService``: the protocol over gRPC. Needs the extra ``grpc``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.options import ServerOptions
+from penstock.serve.door import GOOD_ID, fits
+from penstock.serve.record import Record
+from penstock.serve.reply import GONE, INTERNAL
+
+from . import messages, state
+from .inference import answers
+from .registry import Registry
+
+logger = logging.getLogger("penstock.requests")
+
+STATUS = {
+    Code.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Code.UNAUTHORIZED: grpc.StatusCode.UNAUTHENTICATED,
+    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Code.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.CANCELLED: grpc.StatusCode.CANCELLED,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
+MOST_MESSAGE = 64 * 2**20
+"""Bytes of a message that are received at all; ``max_body_size`` is told by name."""
+NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
+OPEN_TO_ALL = ("ServerLive", "ServerReady")
+
+
+class Server:
+    """gRPC in one process.
+
+    Args:
+        address: host and port to listen on; other processes may, too.
+        options: whose keys and certificate are asked for and shown.
+    """
+
+    def __init__(self, registry: Registry, address: str, options: ServerOptions) -> None:
+        self._stopping = asyncio.Event()
+        self._stopped: asyncio.Task[None] | None = None
+        limits = [("grpc.max_receive_message_length", MOST_MESSAGE), ("grpc.max_send_message_length", -1)]
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 1), *limits])
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            Inference(registry, options.api_key, self._stopping), self._server
+        )
+        try:
+            if options.ssl_certfile:
+                certificate = Path(options.ssl_certfile).read_bytes()
+                key = Path(options.ssl_keyfile).read_bytes() if options.ssl_keyfile else certificate
+                self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+            else:
+                self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise invalid("grpc_port", f"cannot listen on {address}: {error}") from error
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    def stop(self, patience: float) -> None:
+        """Take no more requests; those that are open get so many seconds to end."""
+        self._stopping.set()
+        self._stopped = asyncio.create_task(self._server.stop(patience))
+
+    async def stopped(self) -> None:
+        """Wait until it has stopped, if it was told to."""
+        if self._stopped:
+            await self._stopped
+
+
+Method = Callable[["Inference", Any, Record], Awaitable[Any]]
+
+
+def unary(method: Method) -> Any:
+    """A method of one request and one answer, as gRPC calls it."""
+
+    async def called(self: Inference, request: Any, context: Any) -> Any:
+        model = getattr(request, "model_name", "") or getattr(request, "name", "")
+        async with self.told(context, method.__name__, model) as record:
+            return await method(self, request, record)
+
+    return called
+
+
+class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """The service's methods.
+
+    Args:
+        keys: of which a client must send one; none lets everybody in.
+        stopping: set when no further request of a stream is to be read.
+    """
+
+    def __init__(self, registry: Registry, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
+        self._registry = registry
+        self._engine = registry.service.gateway.engine
+        self._keys = [key.encode() for key in keys]
+        self._stopping = stopping
+
+    @unary
+    async def ServerLive(self, request: Any, record: Record) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    @unary
+    async def ServerReady(self, request: Any, record: Record) -> Any:
+        return pb.ServerReadyResponse(ready=self._ready())
+
+    @unary
+    async def ServerMetadata(self, request: Any, record: Record) -> Any:
+        return pb.ServerMetadataResponse(**state.server())
+
+    @unary
+    async def ModelReady(self, request: Any, record: Record) -> Any:
+        self._registry.find(request.name, request.version)
+        return pb.ModelReadyResponse(ready=self._ready())
+
+    @unary
+    async def ModelMetadata(self, request: Any, record: Record) -> Any:
+        return messages.metadata_of(self._registry.find(request.name, request.version))
+
+    @unary
+    async def ModelConfig(self, request: Any, record: Record) -> Any:
+        return messages.config_of(self._registry.find(request.name, request.version))
+
+    @unary
+    async def ModelStatistics(self, request: Any, record: Record) -> Any:
+        models = [self._registry.find(request.name, request.version)] if request.name else [*self._registry]
+        return messages.statistics_of([self._registry.counts.statistics(model) for model in models])
+
+    @unary
+    async def RepositoryIndex(self, request: Any, record: Record) -> Any:
+        found = [each for each in state.index(self._registry) if each["state"] == "READY" or not request.ready]
+        return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in found])
+
+    @unary
+    async def RepositoryModelLoad(self, request: Any, record: Record) -> Any:
+        state.load(self._registry, request.model_name, request.parameters)
+        return pb.RepositoryModelLoadResponse()
+
+    @unary
+    async def RepositoryModelUnload(self, request: Any, record: Record) -> Any:
+        state.unload(self._registry, request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    @unary
+    async def TraceSetting(self, request: Any, record: Record) -> Any:
+        if request.model_name:
+            self._registry.find(request.model_name)
+        current = state.trace_settings()
+        return messages.trace_of(state.unchanged(current, messages.wanted_trace(request, current)))
+
+    @unary
+    async def LogSettings(self, request: Any, record: Record) -> Any:
+        return messages.log_of(state.unchanged(state.log_settings(), messages.wanted_log(request)))
+
+    @unary
+    async def ModelInfer(self, request: Any, record: Record) -> Any:
+        async with aclosing(self._responses(request, record, streamed=False)) as responses:
+            (response,) = [response async for response in responses]
+            return response
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
+        """Requests of a stream are answered together; answers are told apart by their requests' ids."""
+        async with self.told(context, "ModelStreamInfer", quiet=True):
+            news: asyncio.Queue[Any] = asyncio.Queue()
+            tasks: set[asyncio.Task[None]] = set()
+
+            async def answer(request: Any) -> None:
+                try:
+                    async with (
+                        self.recorded(context, "ModelStreamInfer", request.model_name) as record,
+                        aclosing(self._responses(request, record, streamed=True)) as responses,
+                    ):
+                        async for response in responses:
+                            news.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
+                except PenstockError as error:
+                    failed = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+                    news.put_nowait(
+                        pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
+                    )
+
+            async def read() -> None:
+                async for request in requests:
+                    task = asyncio.create_task(answer(request))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+
+            async def run() -> None:
+                reading, told = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
+                try:
+                    await asyncio.wait((reading, told), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    reading.cancel()
+                    told.cancel()
+                    await asyncio.gather(reading, told, return_exceptions=True)
+                await asyncio.gather(*tasks)
+                news.put_nowait(None)
+
+            running = asyncio.create_task(run())
+            try:
+                while (response := await news.get()) is not None:
+                    yield response
+            finally:
+                for task in (running, *tasks):
+                    task.cancel()
+                await asyncio.gather(running, *tasks, return_exceptions=True)
+
+    @unary
+    async def SystemSharedMemoryStatus(self, request: Any, record: Record) -> Any:
+        raise PenstockError(Code.UNSUPPORTED, "shared memory is not supported yet; send tensors in requests")
+
+    SystemSharedMemoryRegister = SystemSharedMemoryUnregister = SystemSharedMemoryStatus
+    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = SystemSharedMemoryStatus
+
+    async def _responses(self, request: Any, record: Record, streamed: bool) -> AsyncGenerator[Any, None]:
+        """A request's ``ModelInferResponse`` messages."""
+        service = self._registry.service
+        if (size := request.ByteSize()) > (most := service.max_body_size):
+            raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)
+        model = self._registry.find(request.model_name, request.model_version)
+        asked = messages.asked_of(request)
+        empty_last = bool(asked.parameters.get(messages.EMPTY_FINAL, False))
+        with service.place():
+            async with aclosing(answers(self._registry, model, asked, record, streamed)) as found:
+                async for answer in found:
+                    response = messages.response_of(model, asked, answer)
+                    if streamed:
+                        response.parameters[messages.FINAL].bool_param = answer.last and not empty_last
+                    yield response
+        if streamed and empty_last:
+            last = pb.ModelInferResponse(model_name=model.name, id=asked.id)
+            last.parameters[messages.FINAL].bool_param = True
+            yield last
+
+    def _ready(self) -> bool:
+        try:
+            self._engine.check()
+        except PenstockError:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def told(self, context: Any, method: str, model: str = "", quiet: bool = False) -> AsyncIterator[Record]:
+        """A call on its way: its key is looked at, what fails becomes its status, and the log has a line.
+
+        Args:
+            quiet: whether only failures have a line.
+        """
+        try:
+            async with self.recorded(context, method, model, quiet or method in OPEN_TO_ALL) as record:
+                given = dict(context.invocation_metadata() or ()).get("authorization", "")
+                if self._keys and method not in OPEN_TO_ALL and not fits(given.encode(), self._keys):
+                    raise PenstockError.of(NO_KEY)
+                yield record
+        except PenstockError as error:
+            await context.abort(STATUS[error.failure.code], error.failure.message)
+
+    @asynccontextmanager
+    async def recorded(self, context: Any, method: str, model: str, quiet: bool = False) -> AsyncIterator[Record]:
+        """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
+        given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        record = Record(given if GOOD_ID.fullmatch(given) else uuid4().hex)
+        try:
+            yield record
+        except PenstockError as error:
+            record.failure = error.failure
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            record.failure = GONE
+            raise
+        except Exception as error:
+            logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+            record.failure = INTERNAL
+            raise PenstockError.of(INTERNAL) from error
+        finally:
+            self._tell(record, f"{method} {model[:100]!r}" if model else method, quiet)
+
+    def _tell(self, record: Record, what: str, quiet: bool) -> None:
+        failure = record.failure
+        facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
+        level = logging.INFO
+        if failure:
+            self._registry.service.metrics.failed(failure)
+            facts |= {"error": failure.code.value, "reason": failure.message}
+            level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
+        elif quiet:
+            level = logging.DEBUG
+        logger.log(level, "gRPC %s", what, extra={"facts": facts})

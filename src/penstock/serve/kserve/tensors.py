@@ -1,0 +1,173 @@
+"""Tensors of the KServe v2 protocol: their types, and how they stand in JSON and in bytes.
+
+Source: the protocol's required API and its binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import invalid
+
+BYTES, BOOL, INT32, UINT64, FP32 = "BYTES", "BOOL", "INT32", "UINT64", "FP32"
+WHOLE = {
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+}
+REAL = {"FP16": "e", "FP32": "f", "FP64": "d"}
+CODES = {"BOOL": "?", **WHOLE, **REAL}
+"""By datatype, how ``struct`` writes an element; those of BYTES have a length of their own."""
+LENGTH = struct.Struct("<I")
+"""Before an element of BYTES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Elements in row order: ``bytes``, ``bool``, ``int`` or ``float``."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    elements: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What an input or output of a model is, without the batch's dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = (1,)
+    """-1 is any length."""
+    optional: bool = False
+
+
+def kind(datatype: str) -> str:
+    """Datatypes of one kind are taken for each other where the values fit."""
+    return "whole" if datatype in WHOLE else "real" if datatype in REAL else datatype
+
+
+def check_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """Raises ``PenstockError`` (``invalid``) for what is no shape."""
+    if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        raise invalid(name, "has no shape: a list of sizes from 0 on")
+    return tuple(shape)
+
+
+def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
+    """A tensor whose elements stand in JSON, nested as its shape or in one list.
+
+    Raises ``PenstockError`` (``invalid``) where they are not of its type, or not as many as its shape has.
+    """
+    _check_datatype(name, datatype)
+    elements = [_element(name, datatype, value) for value in _flat(data)]
+    return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
+
+
+def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
+    """A tensor whose elements stand in bytes, little-endian.
+
+    Raises ``PenstockError`` (``invalid``) where they are not as many as its shape has.
+    """
+    _check_datatype(name, datatype)
+    if datatype == BYTES:
+        return _checked(Tensor(name, datatype, check_shape(name, shape), _texts(name, raw)))
+    size = struct.calcsize(CODES[datatype])
+    if len(raw) % size:
+        raise invalid(name, f"has {len(raw)} bytes, which are no elements of {datatype}")
+    elements = struct.unpack(f"<{len(raw) // size}{CODES[datatype]}", raw)
+    return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
+
+
+def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> Tensor:
+    """A tensor whose elements are there as they are. Raises ``PenstockError`` (``invalid``) as the others do."""
+    _check_datatype(name, datatype)
+    return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Its elements, little-endian."""
+    if tensor.datatype == BYTES:
+        return b"".join([LENGTH.pack(len(element)) + element for element in tensor.elements])
+    return struct.pack(f"<{len(tensor.elements)}{CODES[tensor.datatype]}", *tensor.elements)
+
+
+def to_json(tensor: Tensor) -> list[Any]:
+    """Its elements in one list, as JSON has them; what is no number there is the largest that is."""
+    if tensor.datatype == BYTES:
+        return [element.decode(errors="replace") for element in tensor.elements]
+    if tensor.datatype in REAL:
+        return [value if math.isfinite(value) else math.copysign(3.4e38, value) for value in tensor.elements]
+    return list(tensor.elements)
+
+
+def text(name: str, element: bytes) -> str:
+    """Raises ``PenstockError`` (``invalid``) for bytes that are no text."""
+    try:
+        return element.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(name, f"is not valid UTF-8: {error}") from error
+
+
+def _check_datatype(name: str, datatype: Any) -> None:
+    if datatype != BYTES and datatype not in CODES:
+        raise invalid(name, f"has the datatype {str(datatype)[:50]!r}, which is none of {BYTES}, {', '.join(CODES)}")
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    wanted = math.prod(tensor.shape)
+    if len(tensor.elements) != wanted:
+        raise invalid(tensor.name, f"has {len(tensor.elements)} elements, and its shape {list(tensor.shape)} {wanted}")
+    return tensor
+
+
+def _flat(data: Any) -> Iterator[Any]:
+    """Elements of lists within lists, however deep."""
+    left = [iter([data])]
+    while left:
+        for value in left[-1]:
+            if isinstance(value, list):
+                left.append(iter(value))
+                break
+            yield value
+        else:
+            left.pop()
+
+
+def _element(name: str, datatype: str, value: Any) -> Any:
+    if datatype == BYTES and isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise invalid(name, f"is not valid text: {error}") from error
+    if datatype == BOOL and (isinstance(value, bool) or value in (0, 1)):
+        return bool(value)
+    if datatype in REAL and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if datatype in WHOLE and type(value) is int:
+        return value
+    raise invalid(name, f"{str(value)[:50]!r} is no element of {datatype}")
+
+
+def _texts(name: str, raw: bytes) -> list[bytes]:
+    found, at = [], 0
+    while at < len(raw):
+        if at + LENGTH.size > len(raw):
+            raise invalid(name, "ends within the length of an element")
+        (length,) = LENGTH.unpack_from(raw, at)
+        at += LENGTH.size
+        if at + length > len(raw):
+            raise invalid(name, f"has an element of {length} bytes where {len(raw) - at} are left")
+        found.append(raw[at : at + length])
+        at += length
+    return found

@@ -1,0 +1,224 @@
+"""The KServe v2 protocol over gRPC, asked by Triton's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from serving import Served
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+PROMPT = "Once upon a time"
+MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing"]
+KINDS = {"int32": "INT32", "float32": "FP32", "uint64": "UINT64", "bool": "BOOL"}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    flags = ("--grpc-port", "0", "--exclude-input-in-output", "--api-server-count", "2")
+    with Served("--num-gpu-blocks-override", "400", *flags) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(address(served)) as client:
+        yield client
+
+
+def address(served: Served) -> str:
+    return served.find(r"gRPC at (\S+)")[1]
+
+
+def tensor(name: str, values: Any, kind: Any = object) -> triton.InferInput:
+    array = np.array(values, dtype=kind)
+    made = triton.InferInput(name, list(array.shape), KINDS.get(array.dtype.name, "BYTES"))
+    return made.set_data_from_numpy(array)
+
+
+def asking(text: str, tokens: int, **more: tuple[Any, Any]) -> list[triton.InferInput]:
+    inputs = [tensor("text_input", [[text.encode()]]), tensor("max_tokens", [[tokens]], np.int32)]
+    return inputs + [tensor(name, [[value]], kind) for name, (value, kind) in more.items()]
+
+
+def text_of(result: Any) -> str:
+    return result.as_numpy("text_output").flatten()[0].decode()
+
+
+def completion(served: Served, text: str, tokens: int) -> str:
+    """What OpenAI's dialect answers."""
+    body = {"prompt": text, "temperature": 0, "max_tokens": tokens}
+    return httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"][0]["text"]
+
+
+def test_a_server_tells_what_it_is(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.get_server_metadata().name == "penstock"
+    assert [model.name for model in client.get_model_repository_index().models] == MODELS
+    for name in MODELS:
+        assert client.is_model_ready(name, "1")
+        metadata, config = client.get_model_metadata(name), client.get_model_config(name).config
+        assert [(i.name, [*i.shape][1:]) for i in metadata.inputs] == [(i.name, [*i.dims]) for i in config.input]
+        assert [o.name for o in metadata.outputs] == [o.name for o in config.output]
+    assert client.get_model_config("ensemble").config.model_transaction_policy.decoupled
+    assert client.get_log_settings().settings["log_info"].bool_param
+    assert client.update_log_settings({"log_info": True}).settings["log_error"].bool_param
+    with pytest.raises(InferenceServerException, match="log_verbose_level"):
+        client.update_log_settings({"log_verbose_level": 3})
+    assert [*client.get_trace_settings().settings["trace_level"].value] == ["OFF"]
+    with pytest.raises(InferenceServerException, match="trace_rate"):
+        client.update_trace_settings(settings={"trace_rate": "5"})
+    client.load_model("ensemble")
+    with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*one engine"):
+        client.unload_model("ensemble")
+    with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*shared memory"):
+        client.get_system_shared_memory_status()
+
+
+def test_a_request_is_answered(served: Served, client: triton.InferenceServerClient) -> None:
+    outputs = [triton.InferRequestedOutput("text_output")]
+    result = client.infer("ensemble", asking(PROMPT, 8), outputs=outputs, request_id="mine")
+    assert text_of(result) == completion(served, PROMPT, 8)
+    assert result.get_response().id == "mine"
+    assert [output.name for output in result.get_response().outputs] == ["text_output"]
+    before = client.get_inference_statistics("ensemble").model_stats[0].inference_count
+    assert before >= 1
+    client.infer("ensemble", asking(PROMPT, 2))
+    assert client.get_inference_statistics("ensemble").model_stats[0].inference_count == before + 1
+
+
+def test_elements_need_not_come_in_bytes(served: Served) -> None:
+    """As clients send them that are made from the protocol's own description."""
+    asked = pb.ModelInferRequest(model_name="ensemble")
+    asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    asked.inputs.add(name="max_tokens", datatype="INT32", shape=[1]).contents.int_contents.append(8)
+    with grpc.insecure_channel(address(served)) as channel:
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(asked)
+    assert answer.raw_output_contents[0][4:].decode() == completion(served, PROMPT, 8)
+
+
+@pytest.mark.parametrize("empty_last", [False, True])
+def test_a_stream_adds_up_to_the_whole(served: Served, empty_last: bool) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with triton.InferenceServerClient(address(served)) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        inputs = asking(PROMPT, 30, stream=(True, np.bool_))
+        client.async_stream_infer("ensemble", inputs, request_id="7", enable_empty_final_response=empty_last)
+        pieces, last = [], False
+        while not last:
+            result, error = answers.get(timeout=30)
+            assert error is None
+            response = result.get_response()
+            last = response.parameters["triton_final_response"].bool_param
+            assert response.id == "7" and bool(response.outputs) is not (last and empty_last)
+            pieces += [text_of(result)] if response.outputs else []
+        client.stop_stream()
+    assert len(pieces) > 5 and "".join(pieces) == completion(served, PROMPT, 30)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "model", "words"),
+    [
+        (asking(PROMPT, 0), "ensemble", "max_tokens: must be at least 1"),
+        (asking(PROMPT, 4), "other", "unknown model: 'other'"),
+        (asking(PROMPT, 4)[:1], "ensemble", "max_tokens: is missing"),
+        (asking(PROMPT, 4, max_token=(3, np.int32)), "ensemble", "did you mean max_tokens"),
+        (asking(PROMPT, 4, top_p=(2.0, np.float32)), "ensemble", "top_p: must be at most 1"),
+    ],
+)
+def test_what_is_wrong_is_told_and_the_stream_goes_on(
+    served: Served, client: triton.InferenceServerClient, inputs: list[Any], model: str, words: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=words):
+        client.infer(model, inputs)
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with triton.InferenceServerClient(address(served)) as streaming:
+        streaming.start_stream(lambda result, error: answers.put((result, error)))
+        streaming.async_stream_infer(model, inputs)
+        _, error = answers.get(timeout=30)
+        assert words in str(error)
+        streaming.async_stream_infer("ensemble", asking(PROMPT, 4))
+        result, error = answers.get(timeout=30)
+        assert error is None and text_of(result) == completion(served, PROMPT, 4)
+
+
+def test_a_call_of_one_answer_is_no_stream(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*stream: .*ModelStreamInfer"):
+        client.infer("ensemble", asking(PROMPT, 4, stream=(True, np.bool_)))
+
+
+def test_fifty_requests_of_one_stream_are_answered_together(served: Served) -> None:
+    async def ask() -> dict[str, str]:
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            for i in range(50):
+                inputs = asking(f"{PROMPT} {i}", 20, stream=(True, np.bool_))
+                yield {"model_name": "ensemble", "inputs": inputs, "request_id": str(i)}
+
+        found: dict[str, str] = {}
+        async with triton_aio.InferenceServerClient(address(served)) as client:
+            async for result, error in client.stream_infer(requests()):
+                assert error is None
+                found[result.get_response().id] = found.get(result.get_response().id, "") + text_of(result)
+        return found
+
+    found = asyncio.run(ask())
+    assert len(found) == 50
+    for i in (0, 17, 49):
+        assert found[str(i)] == completion(served, f"{PROMPT} {i}", 20)
+
+
+def test_who_leaves_cancels_its_requests(served: Served) -> None:
+    seen = len(served.lines)
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with triton.InferenceServerClient(address(served)) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("ensemble", asking(PROMPT, 1500, stream=(True, np.bool_), end_id=(-1, np.int32)))
+        assert answers.get(timeout=30)[1] is None
+        client.stop_stream(cancel_requests=True)
+        served.find(r"gRPC ModelStreamInfer 'ensemble' .*error=cancelled", after=seen)
+        with pytest.raises(InferenceServerException, match="Deadline"):
+            client.infer("ensemble", asking(PROMPT, 1500, end_id=(-1, np.int32)), client_timeout=0.1)
+    served.find(r"gRPC ModelInfer 'ensemble' .*error=cancelled", after=seen)
+
+
+def test_keys_a_taken_port_and_the_end(served: Served, tmp_path: Any) -> None:
+    flags = ("--num-gpu-blocks-override", "200", "--grpc-port", "0", "--api-key", "secret")
+    with Served(*flags) as other, triton.InferenceServerClient(address(other)) as client:
+        assert client.is_server_live() and client.is_server_ready()
+        for refused in (client.get_server_metadata, lambda: client.infer("ensemble", asking(PROMPT, 4))):
+            with pytest.raises(InferenceServerException, match=r"UNAUTHENTICATED.*API key"):
+                refused()
+        key = {"authorization": "Bearer secret"}
+        assert text_of(client.infer("ensemble", asking(PROMPT, 4), headers=key)).startswith(PROMPT)
+
+        port = address(other).rpartition(":")[2]
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
+        said = subprocess.run([*command, "--grpc-port", port], capture_output=True, text=True, timeout=60)
+        assert said.returncode == 2 and f"grpc_port: cannot listen on 127.0.0.1:{port}" in said.stderr
+
+        answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put((result, error)), headers=key)
+        inputs = asking(PROMPT, 300, stream=(True, np.bool_), end_id=(-1, np.int32))
+        client.async_stream_infer("ensemble", inputs)
+        assert answers.get(timeout=30)[1] is None
+        other.terminate()
+        last = False
+        while not last:  # the request that is open comes to its end
+            result, error = answers.get(timeout=30)
+            assert error is None, error
+            last = result.get_response().parameters["triton_final_response"].bool_param
+        assert other.ended() == 0
+    socket.create_server(("127.0.0.1", int(port))).close()  # free again

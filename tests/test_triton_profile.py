@@ -1,0 +1,231 @@
+"""What users of Triton and TensorRT-LLM type at the start: flags, model repositories, templates filled in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tritonclient.grpc as triton
+from serving import Served
+
+from penstock import demo
+from penstock.cli.main import main
+
+TEMPLATES = {
+    "preprocessing": 'name: "preprocessing" backend: "python" max_batch_size: ${triton_max_batch_size}',
+    "postprocessing": 'name: "postprocessing" backend: "python" max_batch_size: ${triton_max_batch_size}',
+    "ensemble": 'name: "ensemble" platform: "ensemble" max_batch_size: ${triton_max_batch_size}',
+    "tensorrt_llm_bls": """name: "tensorrt_llm_bls" backend: "python" max_batch_size: ${triton_max_batch_size}
+model_transaction_policy { decoupled: ${decoupled_mode} }""",
+    "tensorrt_llm": """name: "tensorrt_llm" backend: "${triton_backend}" max_batch_size: ${triton_max_batch_size}
+model_transaction_policy { decoupled: ${decoupled_mode} }
+dynamic_batching { max_queue_delay_microseconds: ${max_queue_delay_microseconds} }
+input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true } ]""",
+}
+KEYS = {
+    "preprocessing": ["tokenizer_dir"],
+    "postprocessing": ["tokenizer_dir"],
+    "ensemble": [],
+    "tensorrt_llm_bls": ["accumulate_tokens"],
+    "tensorrt_llm": [
+        *("max_beam_width", "gpt_model_type=batching_strategy", "gpt_model_path=engine_dir", "batch_scheduler_policy"),
+        *("kv_cache_free_gpu_mem_fraction", "max_tokens_in_paged_kv_cache", "enable_chunked_context"),
+        *("exclude_input_in_output", "enable_kv_cache_reuse", "decoding_mode", "gpu_device_ids", "medusa_choices"),
+    ],
+}
+"""By model, its parameters, and what the template calls their values where that is something else."""
+COUNTED = "instance_group [ { count: ${%s_instance_count} kind: KIND_CPU } ]"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """What ``trtllm-build`` leaves."""
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    built = {"max_batch_size": 256, "max_num_tokens": 10000, "max_input_len": 512, "max_output_len": 256}
+    (folder / "config.json").write_text(json.dumps({"version": "0.10.0", "build_config": built}))
+    (folder / "rank0.engine").write_bytes(b"of TensorRT")
+    return folder
+
+
+@pytest.fixture
+def templates(tmp_path: Path) -> Path:
+    for model, text in TEMPLATES.items():
+        lines = [text]
+        if model in ("preprocessing", "postprocessing"):
+            lines.append(COUNTED % model)
+        if model == "tensorrt_llm_bls":
+            lines.append(COUNTED % "bls")
+        for key in KEYS[model]:
+            name, _, value = key.partition("=")
+            lines.append(f'parameters: {{ key: "{name}" value: {{ string_value: "${{{value or name}}}" }} }}')
+        (tmp_path / "models" / model).mkdir(parents=True)
+        (tmp_path / "models" / model / "config.pbtxt").write_text("\n".join(lines))
+    return tmp_path / "models"
+
+
+def fill(templates: Path, model: str, values: str) -> subprocess.CompletedProcess[str]:
+    code = "from penstock.cli.entry import fill_template; raise SystemExit(fill_template())"
+    command = [sys.executable, "-c", code, "-i", str(templates / model / "config.pbtxt"), values]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def pairs(values: dict[str, str]) -> str:
+    return ",".join(f"{name}:{value}" for name, value in values.items())
+
+
+def filled(templates: Path, engine: Path, **changes: str) -> Path:
+    """The repository of the document, its values filled in by the document's commands."""
+    tokenizer = f"tokenizer_dir:{demo.CHAT},triton_max_batch_size:256"
+    bls = {"triton_max_batch_size": "256", "decoupled_mode": "False", "bls_instance_count": "1"}
+    values = {
+        "preprocessing": f"{tokenizer},preprocessing_instance_count:1",
+        "postprocessing": f"{tokenizer},postprocessing_instance_count:1",
+        "tensorrt_llm_bls": pairs(bls | {"accumulate_tokens": "False"}),
+        "ensemble": "triton_max_batch_size:256",
+    }
+    own = {"triton_backend": "tensorrtllm", "triton_max_batch_size": "128", "decoupled_mode": "True"}
+    own |= {"max_beam_width": "1", "engine_dir": str(engine), "kv_cache_free_gpu_mem_fraction": "0.95"}
+    own |= {"exclude_input_in_output": "True", "batching_strategy": "inflight_fused_batching"}
+    own |= {"max_queue_delay_microseconds": "0", "enable_chunked_context": "True"}
+    own |= {"batch_scheduler_policy": "max_utilization"}
+    values["tensorrt_llm"] = pairs(own | changes)
+    for model, text in values.items():
+        said = fill(templates, model, text)
+        assert said.returncode == 0 and not said.stderr, said.stderr
+    return templates
+
+
+def config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["config", "--json", "--compat", "triton", *arguments]) == 0, capsys.readouterr().err
+    return {name: found["value"] for name, found in json.loads(capsys.readouterr().out).items()}
+
+
+def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    usual = config(capsys)
+    assert (usual["port"], usual["grpc_port"], usual["metrics_port"]) == (8000, 8001, 8002)
+    assert usual["kv_cache_free_memory_fraction"] == 0.9
+    found = config(
+        capsys, "--http-port", "8200", "--log-info", "true", "--log-verbose", "4", "--exit-timeout-secs", "7"
+    )
+    assert (found["port"], found["log_level"], found["drain_timeout"]) == (8200, "debug", 7)
+    quiet = config(capsys, "--log-info=false", "--allow-grpc=0", "--allow-metrics", "off")
+    assert (quiet["log_level"], quiet["grpc_port"], quiet["metrics_port"]) == ("warning", -1, -1)
+    launched = ["--world_size=1", "--tritonserver", "/opt/tritonserver/bin/tritonserver", "--force", "--log"]
+    launched += ["--log-file", "log.txt", "--http_port", "8300", "--tensorrt_llm_model_name=tensorrt_llm"]
+    assert config(capsys, *launched)["port"] == 8300
+    assert "--log_file has no meaning here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world_size", "2"], "--world_size: '2' is wrong: a model runs on one device here"),
+        (["--model-control-mode", "poll"], "only none and explicit"),
+        (["--allow-http", "false"], "gRPC alone"),
+        (["--allow-grpc", "perhaps"], "none of true"),
+        (["--http-prot", "1"], "did you mean --http-port"),
+        (["--model-repository", "/nowhere"], "model_repository: /nowhere holds no folder"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(["config", "--compat", "triton", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_repository_becomes_settings(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, templates: Path, engine: Path
+) -> None:
+    repository = filled(templates, engine, batch_scheduler_policy="GUARANTEED_NO_EVICT")
+    found = config(capsys, "--model-repository", str(repository))
+    expected = {
+        "model": str(demo.CHAT),
+        "tokenizer": str(demo.CHAT),
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 10000,
+        "max_model_len": 768,
+        "kv_cache_free_memory_fraction": 0.95,
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "enable_chunked_prefill": True,
+        "exclude_input_in_output": True,
+        "accumulate_tokens": False,
+    }
+    assert found.items() >= expected.items()
+    for name in (str(engine), "max_beam_width"):
+        assert f"{name} has no meaning here" in caplog.text
+    assert config(capsys, "--model_repo", str(repository), "--max-num-seqs", "3")["max_num_seqs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batching_strategy": "V1"}, "gpt_model_type: 'V1' is wrong: requests join"),
+        ({"kv_cache_free_gpu_mem_fraction": "1.0"}, "kv_cache_free_memory_fraction"),
+        ({"batch_scheduler_policy": "best"}, "batch_scheduler_policy"),
+        ({"enable_chunked_context": "maybe"}, "enable_chunked_context: 'maybe' is wrong"),
+        ({"decoding_mode": "medusa"}, "decoding_mode: 'medusa' is wrong"),
+        ({"medusa_choices": "[0]"}, "medusa_choices: '[0]' is wrong"),
+        ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: '0,1' is wrong"),
+        ({"max_queue_delay_microseconds": "${other}"}, "${other} is not filled"),
+        ({"triton_max_batch_size": "many"}, "is no model's configuration"),
+    ],
+)
+def test_what_a_repository_cannot_ask_for_is_named(
+    capsys: pytest.CaptureFixture[str], templates: Path, engine: Path, changes: dict[str, str], words: str
+) -> None:
+    repository = filled(templates, engine, **changes)
+    assert main(["config", "--compat", "triton", "--model-repository", str(repository)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_contradictions_and_strangers_are_named(
+    capsys: pytest.CaptureFixture[str], templates: Path, engine: Path, tmp_path: Path
+) -> None:
+    repository = filled(templates, engine)
+    asked = ["config", "--compat", "triton", "--model-repository", str(repository)]
+    file = repository / "postprocessing" / "config.pbtxt"
+    good = file.read_text()
+    file.write_text(good.replace(str(demo.CHAT), str(tmp_path)))
+    assert main(asked) == 2
+    assert "postprocessing/config.pbtxt: tokenizer_dir" in capsys.readouterr().err
+    file.write_text(good.replace("tokenizer_dir", "tokeniser_dir"))
+    assert main(asked) == 2
+    assert "did you mean tokenizer_dir?" in capsys.readouterr().err
+    for model in ("preprocessing", "postprocessing"):
+        path = repository / model / "config.pbtxt"
+        path.write_text(
+            path.read_text().replace("tokeniser_dir", "tokenizer_dir").replace(str(demo.CHAT), str(tmp_path))
+        )
+    assert main(asked) == 2
+    assert "holds no checkpoint of Hugging Face" in capsys.readouterr().err
+
+
+def test_templates_are_filled(templates: Path) -> None:
+    assert fill(templates, "ensemble", "triton_max_batch_size").returncode == 2
+    said = fill(templates, "ensemble", "triton_max_batchsize:3")
+    assert "did you mean triton_max_batch_size?" in said.stderr
+    assert fill(templates, "ensemble", "triton_max_batch_size:3").returncode == 0
+    assert "max_batch_size: 3" in (templates / "ensemble" / "config.pbtxt").read_text()
+
+
+def test_the_documents_server_answers(templates: Path, engine: Path) -> None:
+    repository = filled(templates, engine, max_tokens_in_paged_kv_cache="8192")
+    flags = ["--compat", "triton", "--model-repository", str(repository), "--grpc-port", "0", "--metrics-port", "0"]
+    with Served(*flags, "--log-info", "true", "--log-verbose", "4") as served:
+        asked = {
+            "text_input": "如何保持正能量?",
+            "parameters": {"max_tokens": 10, "bad_words": [""], "stop_words": [""]},
+        }
+        answer = httpx.post(f"{served.root}/v2/models/ensemble/generate", json=asked, timeout=60).json()
+        assert answer["model_name"] == "ensemble" and "如何" not in answer["text_output"]
+        metrics = served.find(r"health and metrics at (\S+)")[1]
+        assert 'nv_inference_count{model="ensemble",version="1"} 1.0' in httpx.get(f"{metrics}/metrics").text
+        assert httpx.get(f"{metrics}/v2/health/ready").status_code == 200
+        assert httpx.post(f"{metrics}/v2/models/ensemble/generate", json=asked).json().keys() == {"error"}
+        with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as client:
+            assert client.is_model_ready("tensorrt_llm")
