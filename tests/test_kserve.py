@@ -23,7 +23,7 @@ from serving import Served
 from tritonclient.utils import InferenceServerException
 
 PROMPT = "Once upon a time"
-MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing"]
+MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model"]
 KINDS = {
     np.dtype("int32"): "INT32",
     np.dtype("float32"): "FP32",

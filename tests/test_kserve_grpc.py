@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 PROMPT = "Once upon a time"
-MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing"]
+MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model"]
 KINDS = {"int32": "INT32", "float32": "FP32", "uint64": "UINT64", "bool": "BOOL"}
 
 

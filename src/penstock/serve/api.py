@@ -18,7 +18,7 @@ from penstock.engine.client import STOPPING
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
 
-from . import kserve
+from . import kserve, paddlenlp
 from .app import build
 from .metrics import Metrics
 from .protocol import protocol
@@ -59,7 +59,7 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     gateway = Gateway(start.engine, preparer)
     profile = load(options.compat)
     service = Service(gateway, options, start.names, Metrics(start.names[0], profile.metrics if profile else None))
-    models = kserve.registry_of(service)
+    models = kserve.registry_of(service, paddlenlp.OverGrpc(service))
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
     server = Server(

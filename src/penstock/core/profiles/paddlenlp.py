@@ -67,7 +67,7 @@ def _port(text: str) -> int:
 
 def _http_port(text: str) -> int:
     if text == "-1":
-        raise ValueError("this turns HTTP off, and there is no gRPC yet")
+        raise ValueError("this turns HTTP off, which cannot be done here yet")
     return _port(text)
 
 
@@ -130,7 +130,7 @@ _names: dict[str, Alias] = {
     "POD_0_IP": _elsewhere(),
     "CUDA_VISIBLE_DEVICES": _elsewhere(),
     "HEALTH_HTTP_PORT": Alias("health_port", _port),
-    "SERVICE_GRPC_PORT": _elsewhere(_port),
+    "SERVICE_GRPC_PORT": Alias("grpc_port", _port),
     "METRICS_HTTP_PORT": Alias("metrics_port", _port),
     "INTER_PROC_PORT": ignored("processes of one machine talk over sockets that take no port"),
     "SERVICE_HTTP_PORT": Alias("port", _http_port),

@@ -3,15 +3,17 @@
 from penstock.serve.service import Service
 
 from .http import SHAPE, add_routes
+from .model import Answer, Call, Model
 from .registry import Registry
+from .tensors import BYTES, Spec, Tensor
 from .text import Text
 from .tokens import Postprocessing, Preprocessing, Tokens
 
-__all__ = ["SHAPE", "Registry", "add_routes", "registry_of"]
+__all__ = ["BYTES", "SHAPE", "Answer", "Call", "Model", "Registry", "Spec", "Tensor", "add_routes", "registry_of"]
 
 
-def registry_of(service: Service) -> Registry:
-    """The models of a server, which HTTP and gRPC answer for."""
+def registry_of(service: Service, *others: Model) -> Registry:
+    """The models of a server, which HTTP and gRPC answer for; ``others`` are those of other systems."""
     return Registry(
         service,
         [
@@ -20,5 +22,6 @@ def registry_of(service: Service) -> Registry:
             Preprocessing(service),
             Tokens(service),
             Postprocessing(service),
+            *others,
         ],
     )

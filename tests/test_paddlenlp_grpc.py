@@ -1,0 +1,81 @@
+"""PaddleNLP's model over gRPC, asked as its own client does: by Triton's client, in a stream."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as triton
+from serving import Served
+
+ASKED: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served("--grpc-port", "0", "--num-gpu-blocks-override", "200") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as client:
+        yield client
+
+
+def tensor(content: bytes) -> triton.InferInput:
+    return triton.InferInput("IN", [1], "BYTES").set_data_from_numpy(np.array([content], dtype=object))
+
+
+def told(client: triton.InferenceServerClient, content: bytes) -> list[dict[str, Any]]:
+    """All that comes of one request, up to the piece that says it is the last."""
+    news: queue.Queue[Any] = queue.Queue()
+    client.start_stream(callback=lambda result, error: news.put((result, error)))
+    try:
+        client.async_stream_infer("model", [tensor(content)], request_id="1")
+        pieces: list[dict[str, Any]] = []
+        while not pieces or not (pieces[-1].get("is_end") or pieces[-1].get("error_msg")):
+            result, error = news.get(timeout=60)
+            assert error is None, error
+            (piece,) = json.loads(result.as_numpy("OUT")[0])
+            pieces.append(piece)
+        return pieces
+    finally:
+        client.stop_stream()
+
+
+def test_pieces_are_those_of_http(served: Served, client: triton.InferenceServerClient) -> None:
+    pieces = told(client, json.dumps([ASKED | {"req_id": "a", "return_usage": True}]).encode())
+    assert [piece["send_idx"] for piece in pieces] == list(range(len(pieces)))
+    assert {piece["req_id"] for piece in pieces} == {"a"}
+    assert [piece["is_end"] for piece in pieces] == [0] * (len(pieces) - 1) + [1]
+    assert not any("error_msg" in piece for piece in pieces)
+    whole = requests.post(f"{served.url}/completions", json=ASKED | {"return_usage": True}, timeout=60).json()
+    assert "".join(piece["token"] for piece in pieces) == whole["result"]
+    assert pieces[-1]["usage"] == whole["usage"]
+
+
+def test_whoever_asks_for_one_answer_gets_it_whole(client: triton.InferenceServerClient) -> None:
+    answer = client.infer("model", [tensor(json.dumps([ASKED]).encode())])
+    (piece,) = json.loads(answer.as_numpy("OUT")[0])
+    assert piece["is_end"] == 1
+    assert piece["token"] == "".join(p["token"] for p in told(client, json.dumps([ASKED]).encode()))
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"{", "IN: is not JSON"),
+        (b"[]", "IN: must be a list with one request"),
+        (json.dumps([ASKED | {"temperatur": 0}]).encode(), "temperatur: no such field; did you mean temperature"),
+        (json.dumps([ASKED | {"max_dec_len": 10**6, "req_id": "b"}]).encode(), "max_dec_len"),
+    ],
+)
+def test_what_is_wrong_is_told_in_the_answer(client: triton.InferenceServerClient, content: bytes, named: str) -> None:
+    (piece,) = told(client, content)
+    assert named in piece["error_msg"] and piece["error_code"]
