@@ -281,6 +281,16 @@ def test_a_service_document_is_served(tmp_path: Path) -> None:
             assert any(f"{name} of the service has no meaning here" in line for line in served.lines), name
 
 
+def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None:
+    file = tmp_path / "service.json"
+    text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081").replace('"gpu": 1', '"gpu": 0')
+    text = text.replace("64000", "1000").replace("--num-gpu-blocks-override 100", "--max_gpu_memory_utilization 0.5")
+    file.write_text(text)
+    a_block = 6 * 2 * 2 * 64 * 64 * 2  # layers, keys and values, KV heads, their size, tokens, bfloat16
+    with Served("--service-json", str(file)) as served:
+        assert f"kv_blocks={500 * 2**20 // a_block}" in served.find("ready: .*").string
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

@@ -568,7 +568,7 @@ def test_large_bodies_are_refused(strict: Served) -> None:
 
 
 def head(*lines: str, body: str = "") -> bytes:
-    request = ["POST /v1/completions HTTP/1.1", "host: x", "authorization: one", *lines, "", body]
+    request = ["POST /v1/completions HTTP/1.1", "host: x", "authorization: Bearer one", *lines, "", body]
     return "\r\n".join(request).encode()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,6 +136,16 @@ def test_a_client_that_goes_cancels_its_request(served: Served) -> None:
         pieces = stream.iter_raw()
         next(pieces)
     served.find("POST /generate.*error=cancelled", after=before)
+
+
+def test_a_stream_that_fails_ends_in_an_object_that_says_so(served: Served) -> None:
+    asked = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.root}/generate", json=asked, timeout=60) as stream:
+        pieces = stream.iter_raw()
+        first = next(pieces)
+        os.kill(served.pids["engine"][0], signal.SIGKILL)
+        *_, failed, end = b"".join([first, *pieces]).split(b"\0")
+    assert not end and json.loads(failed)["error"]["code"] == 503
 
 
 @pytest.mark.parametrize("module", ["vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server"])
