@@ -180,6 +180,21 @@ def test_log_probabilities_are_those_of_the_tokens(served: Served, client: trito
     np.testing.assert_allclose(answer.as_numpy("cum_log_probs"), [[sum(expected)]], rtol=1e-5)
 
 
+def test_rows_differ_in_what_they_ask_but_not_in_shape(served: Served, client: triton.InferenceServerClient) -> None:
+    own = [
+        tensor("return_log_probs", [[False], [True]], bool),
+        tensor("exclude_input_in_output", [[True], [False]], bool),
+        tensor("stop_words", [[b"", b""], [b",", b"."]]),
+    ]
+    answer = client.infer("ensemble", [*asking([PROMPT, PROMPT], 6), *own])
+    whole, cut = [row[0].decode() for row in answer.as_numpy("text_output")]
+    assert whole == completion(served, max_tokens=6)
+    assert cut == PROMPT + completion(served, max_tokens=6, stop=[",", "."])
+    assert answer.as_numpy("cum_log_probs")[0, 0] == 0 > answer.as_numpy("cum_log_probs")[1, 0]
+    with pytest.raises(InferenceServerException, match="num_return_sequences: must be the same in all rows"):
+        client.infer("ensemble", [*asking([PROMPT] * 2, 6), tensor("num_return_sequences", [[1], [2]], np.int32)])
+
+
 def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: triton.InferenceServerClient) -> None:
     texts, stop = [PROMPT, "What is the capital of France? It is"], "a"
     before = client.infer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from penstock.core import PenstockError, SamplingParams
 from penstock.core.errors import invalid
@@ -96,7 +96,9 @@ class Generating(Model):
 
     async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
         try:
-            streamed = bool(self.names.value(call, 0, "stream"))
+            streamed = bool(self._same(call, "stream"))
+            self._same(call, "num_return_sequences")
+            self._same(call, "beam_width")
             if streamed and not call.streamed:
                 raise invalid("stream", "there is one answer to this request; ask generate_stream or ModelStreamInfer")
             rows = await self.rows(call)
@@ -124,9 +126,16 @@ class Generating(Model):
         except PenstockError as error:
             raise self.names.told(error) from error
 
-    def excluded(self, call: Call) -> bool:
-        """Whether a whole answer goes without its prompt."""
-        asked = self.names.value(call, 0, "exclude_input_in_output")
+    def _same(self, call: Call, name: str) -> Any:
+        """What all rows have of an input that an answer's shape depends on."""
+        found = {self.names.value(call, index, name) for index in range(call.rows)}
+        if len(found) > 1:
+            raise invalid(name, "must be the same in all rows")
+        return found.pop()
+
+    def excluded(self, call: Call, row: int) -> bool:
+        """Whether a whole answer goes without a row's prompt."""
+        asked = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if asked is None else bool(asked)
 
     def lead(self, call: Call, told: list[Told], rows: int) -> tuple[int, ...]:
@@ -138,7 +147,7 @@ class Generating(Model):
         found = self.own(call, told, rows, streamed)
         found.append(Tensor("batch_index", INT32, lead, [each.row for each in told]))
         found.append(Tensor("sequence_index", INT32, lead, [each.made.index for each in told]))
-        if told[0].made.cumulative_logprob is not None and self.names.value(call, 0, "return_log_probs"):
+        if any(self.names.value(call, each.row, "return_log_probs") for each in told):
             sums = [each.made.cumulative_logprob or 0.0 for each in told]
             found.append(Tensor("cum_log_probs", FP32, lead, [max(value, LEAST) for value in sums]))
             each_one = [[max(next(iter(p.values())).logprob, LEAST) for p in each.piece.positions] for each in told]

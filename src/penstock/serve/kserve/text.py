@@ -80,7 +80,7 @@ class Text(Generating):
     def _text(self, call: Call, told: Told, streamed: bool) -> str:
         if streamed:
             return told.made.text if self._accumulate else told.piece.text
-        return told.made.text if self.excluded(call) else f"{told.output.prompt}{told.made.text}"
+        return told.made.text if self.excluded(call, told.row) else f"{told.output.prompt}{told.made.text}"
 
     def worth(self, piece: Piece) -> bool:
         return bool(piece.text or piece.positions)
