@@ -69,7 +69,10 @@ class Told(NamedTuple):
 
 
 class Generating(Model):
-    """A model that generates: whole, or step by step where ``stream`` asks for it."""
+    """A model that generates: whole, or step by step where ``stream`` asks for it.
+
+    Where a request may have many answers, each is of one sequence of one row, as in TensorRT-LLM's.
+    """
 
     names: ClassVar[Names]
     decoupled = True
@@ -111,17 +114,15 @@ class Generating(Model):
             async with aclosing(together(streams)) as outputs:
                 async for i, output in outputs:
                     last[i] = output
-                    for made in output.outputs if streamed else ():
+                    for made in output.outputs if call.streamed else ():
                         piece = progress[i, made.index].advance(made)
+                        if not streamed:  # each sequence is told by itself, once it is whole
+                            piece = whole(made) if piece and made.finished else None
                         if piece and (made.finished or self.worth(piece)):
                             left -= made.finished
-                            yield self._answer(call, [Told(i, output, made, piece)], 1, True, not left)
-            if not streamed:
-                told = [
-                    Told(i, last[i], made, Piece(made.text, made.token_ids, made.logprobs or []))
-                    for i in range(len(rows))
-                    for made in last[i].outputs
-                ]
+                            yield self._answer(call, [Told(i, output, made, piece)], 1, streamed, not left)
+            if not call.streamed:
+                told = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
                 yield self._answer(call, told, len(rows), False, True)
         except PenstockError as error:
             raise self.names.told(error) from error
@@ -154,6 +155,11 @@ class Generating(Model):
             length, elements = padded(each_one, 0.0)
             found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
         return Answer(found, last)
+
+
+def whole(made: CompletionOutput) -> Piece:
+    """All of a sequence."""
+    return Piece(made.text, made.token_ids, made.logprobs or [])
 
 
 def padded(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:

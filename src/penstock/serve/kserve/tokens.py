@@ -208,7 +208,7 @@ class Postprocessing(Model):
             return [self._service.gateway.preparer.tokenizer.decode(row).encode() for row in rows]
 
         texts = await asyncio.to_thread(decoded) if len(tokens.elements) > AT_ONCE else decoded()
-        yield Answer([Tensor("OUTPUT", BYTES, tuple(lead), texts)])
+        yield Answer([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
 
 
 def listed(name: str, found: Sequence[Any] | None) -> list[list[int]]:
