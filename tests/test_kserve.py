@@ -160,8 +160,7 @@ def test_a_batch_is_answered(served: Served, client: triton.InferenceServerClien
         PROMPT + completion(served, max_tokens=6),
         "The capital" + completion(served, prompt="The capital", max_tokens=6),
     ]
-    found = [row[0] for row in answer.as_numpy("text_output")]
-    assert [text.decode() if binary else text for text in found] == texts
+    assert [text.decode() if binary else text for text in answer.as_numpy("text_output")] == texts
     assert answer.get_response()["id"] == "mine"
     assert [output["name"] for output in answer.get_response()["outputs"]] == ["text_output"]
 
@@ -169,7 +168,7 @@ def test_a_batch_is_answered(served: Served, client: triton.InferenceServerClien
 def test_compressed_requests_are_read(served: Served, client: triton.InferenceServerClient) -> None:
     for how in ("gzip", "deflate"):
         answer = client.infer("ensemble", asking([PROMPT], 6), request_compression_algorithm=how)
-        assert answer.as_numpy("text_output")[0, 0].decode() == PROMPT + completion(served, max_tokens=6)
+        assert answer.as_numpy("text_output")[0].decode() == PROMPT + completion(served, max_tokens=6)
 
 
 def test_log_probabilities_are_those_of_the_tokens(served: Served, client: triton.InferenceServerClient) -> None:
@@ -178,6 +177,21 @@ def test_log_probabilities_are_those_of_the_tokens(served: Served, client: trito
     expected = httpx.post(f"{served.url}/completions", json=body).json()["choices"][0]["logprobs"]["token_logprobs"]
     np.testing.assert_allclose(answer.as_numpy("output_log_probs"), [[expected]], rtol=1e-6)
     np.testing.assert_allclose(answer.as_numpy("cum_log_probs"), [[sum(expected)]], rtol=1e-5)
+
+
+def test_rows_differ_in_what_they_ask_but_not_in_shape(served: Served, client: triton.InferenceServerClient) -> None:
+    own = [
+        tensor("return_log_probs", [[False], [True]], bool),
+        tensor("exclude_input_in_output", [[True], [False]], bool),
+        tensor("stop_words", [[b"", b""], [b",", b"."]]),
+    ]
+    answer = client.infer("ensemble", [*asking([PROMPT, PROMPT], 6), *own])
+    whole, cut = [text.decode() for text in answer.as_numpy("text_output")]
+    assert whole == completion(served, max_tokens=6)
+    assert cut == PROMPT + completion(served, max_tokens=6, stop=[",", "."])
+    assert answer.as_numpy("cum_log_probs")[0, 0] == 0 > answer.as_numpy("cum_log_probs")[1, 0]
+    with pytest.raises(InferenceServerException, match="num_return_sequences: must be the same in all rows"):
+        client.infer("ensemble", [*asking([PROMPT] * 2, 6), tensor("num_return_sequences", [[1], [2]], np.int32)])
 
 
 def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: triton.InferenceServerClient) -> None:
@@ -222,8 +236,8 @@ def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: trito
         ],
     )
     found, expected = after.as_numpy("OUTPUT"), ensemble.as_numpy("text_output")
-    assert found[1, 0] == expected[1, 0]
-    assert expected[0, 0].startswith(found[0, 0].removesuffix(stop.encode()))
+    assert found[1] == expected[1]
+    assert expected[0].startswith(found[0].removesuffix(stop.encode()))
 
 
 def test_the_asynchronous_client_asks_the_same(served: Served) -> None:
@@ -231,7 +245,7 @@ def test_the_asynchronous_client_asks_the_same(served: Served) -> None:
         async with triton_aio.InferenceServerClient(served.root.removeprefix("http://")) as client:
             asked = [client.infer("ensemble", asking([f"{PROMPT} {i}"], 5, of=triton_aio)) for i in range(8)]
             answers = await asyncio.gather(*asked)
-            return [answer.as_numpy("text_output")[0, 0].decode() for answer in answers]
+            return [answer.as_numpy("text_output")[0].decode() for answer in answers]
 
     found = asyncio.run(ask())
     expected = [generate(served, {"text_input": f"{PROMPT} {i}", "max_tokens": 5}).json() for i in range(8)]
@@ -438,7 +452,7 @@ def test_a_key_is_asked_for_but_not_by_probes() -> None:
             with pytest.raises(InferenceServerException, match="API key"):
                 client.infer("ensemble", asking([PROMPT], 4))
             key = {"Authorization": "Bearer secret"}
-            found = client.infer("ensemble", asking([PROMPT], 4), headers=dict(key)).as_numpy("text_output")[0, 0]
+            found = client.infer("ensemble", asking([PROMPT], 4), headers=dict(key)).as_numpy("text_output")[0]
             assert not found.decode().startswith(PROMPT)  # as the server's option has it
         asked = {"text_input": PROMPT, "max_tokens": 12, "stream": True}
         path = f"{served.root}/v2/models/tensorrt_llm_bls/generate_stream"

@@ -55,7 +55,7 @@ def asking(text: str, tokens: int, **more: tuple[Any, Any]) -> list[triton.Infer
 
 
 def text_of(result: Any) -> str:
-    return result.as_numpy("text_output").flatten()[0].decode()
+    return result.as_numpy("text_output")[0].decode()
 
 
 def completion(served: Served, text: str, tokens: int) -> str:
@@ -127,6 +127,31 @@ def test_a_stream_adds_up_to_the_whole(served: Served, empty_last: bool) -> None
             pieces += [text_of(result)] if response.outputs else []
         client.stop_stream()
     assert len(pieces) > 5 and "".join(pieces) == completion(served, PROMPT, 30)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_and_sequences_have_answers_of_their_own(served: Served, stream: bool) -> None:
+    """As TensorRT-LLM's end_to_end_grpc_client.py puts them together."""
+    texts = [PROMPT, "What is the capital of France?"]
+    inputs = [tensor("text_input", [[text.encode()] for text in texts])]
+    same = {"max_tokens": (12, np.int32), "num_return_sequences": (3, np.int32), "stream": (stream, np.bool_)}
+    same |= {"temperature": (0.9, np.float32), "top_p": (0.95, np.float32), "random_seed": (5, np.uint64)}
+    inputs += [tensor(name, [[value]] * 2, kind) for name, (value, kind) in same.items()]
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with triton.InferenceServerClient(address(served)) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("ensemble", inputs)
+        client.stop_stream()  # once the server has answered
+    found = [[""] * 3 for _ in texts]
+    while not answers.empty():
+        result, error = answers.get()
+        assert error is None
+        row, sequence = result.as_numpy("batch_index")[0][0], result.as_numpy("sequence_index")[0][0]
+        found[row][sequence] += result.as_numpy("text_output")[0].decode()
+    for text, made in zip(texts, found, strict=True):
+        body = {"prompt": text, "max_tokens": 12, "n": 3, "temperature": 0.9, "top_p": 0.95, "top_k": 0, "seed": 5}
+        choices = httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"]
+        assert made == [choice["text"] for choice in choices]
 
 
 @pytest.mark.parametrize(

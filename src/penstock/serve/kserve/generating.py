@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from penstock.core import PenstockError, SamplingParams
 from penstock.core.errors import invalid
@@ -69,7 +69,10 @@ class Told(NamedTuple):
 
 
 class Generating(Model):
-    """A model that generates: whole, or step by step where ``stream`` asks for it."""
+    """A model that generates: whole, or step by step where ``stream`` asks for it.
+
+    Where a request may have many answers, each is of one sequence of one row, as in TensorRT-LLM's.
+    """
 
     names: ClassVar[Names]
     decoupled = True
@@ -96,7 +99,9 @@ class Generating(Model):
 
     async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
         try:
-            streamed = bool(self.names.value(call, 0, "stream"))
+            streamed = bool(self._same(call, "stream"))
+            self._same(call, "num_return_sequences")
+            self._same(call, "beam_width")
             if streamed and not call.streamed:
                 raise invalid("stream", "there is one answer to this request; ask generate_stream or ModelStreamInfer")
             rows = await self.rows(call)
@@ -109,24 +114,29 @@ class Generating(Model):
             async with aclosing(together(streams)) as outputs:
                 async for i, output in outputs:
                     last[i] = output
-                    for made in output.outputs if streamed else ():
+                    for made in output.outputs if call.streamed else ():
                         piece = progress[i, made.index].advance(made)
+                        if not streamed:  # each sequence is told by itself, once it is whole
+                            piece = whole(made) if piece and made.finished else None
                         if piece and (made.finished or self.worth(piece)):
                             left -= made.finished
-                            yield self._answer(call, [Told(i, output, made, piece)], 1, True, not left)
-            if not streamed:
-                told = [
-                    Told(i, last[i], made, Piece(made.text, made.token_ids, made.logprobs or []))
-                    for i in range(len(rows))
-                    for made in last[i].outputs
-                ]
+                            yield self._answer(call, [Told(i, output, made, piece)], 1, streamed, not left)
+            if not call.streamed:
+                told = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
                 yield self._answer(call, told, len(rows), False, True)
         except PenstockError as error:
             raise self.names.told(error) from error
 
-    def excluded(self, call: Call) -> bool:
-        """Whether a whole answer goes without its prompt."""
-        asked = self.names.value(call, 0, "exclude_input_in_output")
+    def _same(self, call: Call, name: str) -> Any:
+        """What all rows have of an input that an answer's shape depends on."""
+        found = {self.names.value(call, index, name) for index in range(call.rows)}
+        if len(found) > 1:
+            raise invalid(name, "must be the same in all rows")
+        return found.pop()
+
+    def excluded(self, call: Call, row: int) -> bool:
+        """Whether a whole answer goes without a row's prompt."""
+        asked = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if asked is None else bool(asked)
 
     def lead(self, call: Call, told: list[Told], rows: int) -> tuple[int, ...]:
@@ -138,13 +148,18 @@ class Generating(Model):
         found = self.own(call, told, rows, streamed)
         found.append(Tensor("batch_index", INT32, lead, [each.row for each in told]))
         found.append(Tensor("sequence_index", INT32, lead, [each.made.index for each in told]))
-        if told[0].made.cumulative_logprob is not None and self.names.value(call, 0, "return_log_probs"):
+        if any(self.names.value(call, each.row, "return_log_probs") for each in told):
             sums = [each.made.cumulative_logprob or 0.0 for each in told]
             found.append(Tensor("cum_log_probs", FP32, lead, [max(value, LEAST) for value in sums]))
             each_one = [[max(next(iter(p.values())).logprob, LEAST) for p in each.piece.positions] for each in told]
             length, elements = padded(each_one, 0.0)
             found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
         return Answer(found, last)
+
+
+def whole(made: CompletionOutput) -> Piece:
+    """All of a sequence."""
+    return Piece(made.text, made.token_ids, made.logprobs or [])
 
 
 def padded(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:

@@ -27,6 +27,8 @@ WHOLE = {
 REAL = {"FP16": "e", "FP32": "f", "FP64": "d"}
 CODES = {"BOOL": "?", **WHOLE, **REAL}
 """By datatype, how ``struct`` writes an element; those of BYTES have a length of their own."""
+LONGEST_NAME = 100
+"""Characters."""
 LENGTH = struct.Struct("<I")
 """Before an element of BYTES."""
 
@@ -120,6 +122,8 @@ def text(name: str, element: bytes) -> str:
 
 
 def _check_datatype(name: str, datatype: Any) -> None:
+    if len(name) > LONGEST_NAME:
+        raise invalid("name", f"of {len(name)} characters is longer than {LONGEST_NAME}", LONGEST_NAME)
     if datatype != BYTES and datatype not in CODES:
         raise invalid(name, f"has the datatype {str(datatype)[:50]!r}, which is none of {BYTES}, {', '.join(CODES)}")
 

@@ -75,12 +75,12 @@ class Text(Generating):
 
     def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
         texts = [self._text(call, each, streamed).encode() for each in told]
-        return [Tensor("text_output", BYTES, self.lead(call, told, rows), texts)]
+        return [Tensor("text_output", BYTES, (len(texts),), texts)]  # in one dimension, as clients of Triton read it
 
     def _text(self, call: Call, told: Told, streamed: bool) -> str:
         if streamed:
             return told.made.text if self._accumulate else told.piece.text
-        return told.made.text if self.excluded(call) else f"{told.output.prompt}{told.made.text}"
+        return told.made.text if self.excluded(call, told.row) else f"{told.output.prompt}{told.made.text}"
 
     def worth(self, piece: Piece) -> bool:
         return bool(piece.text or piece.positions)

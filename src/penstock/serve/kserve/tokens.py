@@ -80,8 +80,13 @@ class Tokens(Generating):
         return Row(list(prompt[:length]), sampling)
 
     def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
-        without = streamed or self.excluded(call)
-        found = [[*([] if without else each.output.prompt_token_ids), *each.piece.token_ids] for each in told]
+        found = [
+            [
+                *([] if streamed or self.excluded(call, each.row) else each.output.prompt_token_ids),
+                *each.piece.token_ids,
+            ]
+            for each in told
+        ]
         filling = next((x for n in ("pad_id", "end_id") if (x := self.names.value(call, 0, n)) is not None), None)
         length, elements = padded(found, end_of(self._service) if filling is None else filling)
         lead = self.lead(call, told, rows)
@@ -203,7 +208,7 @@ class Postprocessing(Model):
             return [self._service.gateway.preparer.tokenizer.decode(row).encode() for row in rows]
 
         texts = await asyncio.to_thread(decoded) if len(tokens.elements) > AT_ONCE else decoded()
-        yield Answer([Tensor("OUTPUT", BYTES, tuple(lead), texts)])
+        yield Answer([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
 
 
 def listed(name: str, found: Sequence[Any] | None) -> list[list[int]]:
