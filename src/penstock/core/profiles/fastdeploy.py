@@ -75,7 +75,7 @@ PROFILE = Profile(
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
-        "use_warmup": ignored("memory is counted, and buffers for the largest step are made at the start"),
+        "use_warmup": Alias("use_warmup", on),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
         "swap_space": Alias(read=_swap),
