@@ -160,6 +160,12 @@ def test_values_of_sampling(served: Served, llm: LLM, name: str, value: float, o
     assert found.json()["result"] == text
 
 
+def test_a_prompt_is_openai_s(served: Served) -> None:
+    """Also with a field that only this dialect has: then it is no field of the request's."""
+    error = ask(served, "/completions", prompt="a", topp=0.5).json()["error"]
+    assert error["message"] == "topp: no such field; did you mean top_p?"
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 

@@ -18,12 +18,11 @@ from .schema import OWN, names_of, parse
 
 NAME = "paddlenlp"
 """Of the profile."""
-OF_OPENAI = ("model", "prompt")
-"""Of these, what OpenAI's clients send has one, and under the profile nothing else is told apart."""
 
 
 class PaddleNLP(Dialect):
-    """Spoken where a request has a field that only PaddleNLP has."""
+    """Spoken where a request has a field that only PaddleNLP has; under its profile also where it names no model, which
+    OpenAI's clients do. It has no ``prompt``: a request with one is OpenAI's, whatever else is wrong with it."""
 
     shape = PaddleNLPShape()
 
@@ -32,9 +31,8 @@ class PaddleNLP(Dialect):
         self._preferred = service.options.compat == NAME
 
     def speaks(self, request: HttpRequest, found: dict[str, Any]) -> bool:
-        if not OWN.isdisjoint(found):
-            return True
-        return self._preferred and not any(name in found for name in OF_OPENAI)
+        own = not OWN.isdisjoint(found) or (self._preferred and "model" not in found)
+        return own and "prompt" not in found
 
     def completion(self, request: HttpRequest, found: dict[str, Any], size: int) -> Response:
         record, named = record_of(request.scope), found.get("req_id")
