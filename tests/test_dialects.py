@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_what_is_wrong_is_told_in_each_shape(served: Served, name: str) -> None:
     words = answer.json()
     for key in filter(None, where.split(".")):
         words = words[key]
-    assert "top" in str(words) and "7" in str(words)
+    assert re.search("top_?p", str(words))
     broken = httpx.post(served.root + path, content=b"{", headers=headers, timeout=60)
     assert broken.status_code == 400 and "JSON" in broken.text
 

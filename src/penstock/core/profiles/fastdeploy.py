@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 
-from . import Alias, Profile, ignored, on, only, refused
+from . import Alias, Profile, chosen, ignored, on, only, refused
 
 LENGTH = 2048
 LONG = 0.04
@@ -75,7 +75,7 @@ PROFILE = Profile(
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
-        "use_warmup": Alias("use_warmup", on),
+        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
         "swap_space": Alias(read=_swap),
