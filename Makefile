@@ -11,7 +11,7 @@ serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
 test: .venv/tools lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 exactness: .venv/tools
 	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py

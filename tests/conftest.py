@@ -10,16 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock import demo
 
-APART = {"test_exactness", "test_sampler", "test_ops", "test_demo_corpus"}
-"""Files whose tests share nothing that is dear."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes run the tests, those of a file share its servers and models, and so a process."""
-    for item in items:
-        if (name := item.path.stem) not in APART:
-            item.add_marker(pytest.mark.xdist_group(name))
-
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
