@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import re
 import sys
@@ -41,12 +40,7 @@ TAGGED = {
 }
 
 
-WITH_XGRAMMAR = pytest.mark.skipif(
-    importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed: pip install 'penstock[xgrammar]'"
-)
-
-
-@pytest.fixture(scope="module", params=["llguidance", pytest.param("xgrammar", marks=WITH_XGRAMMAR)])
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -319,7 +313,6 @@ REFUSED_BY_XGRAMMAR: dict[str, dict[str, Any]] = {
 }
 
 
-@WITH_XGRAMMAR
 @pytest.mark.parametrize("named", REFUSED_BY_XGRAMMAR)
 @pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
 def test_nothing_is_passed_over(llm: LLM, named: str) -> None:
@@ -328,7 +321,6 @@ def test_nothing_is_passed_over(llm: LLM, named: str) -> None:
     assert caught.value.failure.code is Code.UNSUPPORTED
 
 
-@WITH_XGRAMMAR
 @pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
 @pytest.mark.parametrize(
     "pattern",
@@ -346,7 +338,6 @@ def test_patterns_mean_what_they_say(llm: LLM, pattern: str) -> None:
     assert ended and all(re.fullmatch(pattern, text) for text in ended), ended
 
 
-@WITH_XGRAMMAR
 @pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
 def test_a_form_that_is_too_much_ends_its_request_alone(llm: LLM) -> None:
     """Be it to compile, which ends in time, or to follow. Others go on."""

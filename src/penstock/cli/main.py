@@ -11,10 +11,8 @@ from penstock import __version__
 from penstock.core import PenstockError
 from penstock.core.settings import nearest
 
-from .flags import add_profile
-
 COMMANDS = {
-    "serve": "answer over HTTP, with OpenAI's API",
+    "serve": "answer over HTTP and gRPC, in OpenAI's protocol and six others",
     "chat": "talk to a model in the terminal",
     "generate": "continue a prompt, or answer a question with --chat",
     "run-batch": "answer a file of requests in OpenAI's batch format",
@@ -39,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     try:
         if arguments and arguments[0] in parsers:
+            from .flags import add_profile  # not for --help alone
+
             module = _module(arguments[0])
             module.add_arguments(parsers[arguments[0]])
             arguments = getattr(module, "expanded", list)(arguments)

@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from starlette.requests import Request
+
 from penstock.core import Code, PenstockError
 from penstock.core.options import ServerOptions
 from penstock.frontend.gateway import Gateway
 
+from .body import read_body
 from .metrics import Metrics
 
 LEAST_BODY, BYTES_A_TOKEN = 2**20, 64
@@ -49,6 +52,13 @@ class Service:
         Raises ``PenstockError`` (``unavailable``) while there is no engine to tell how long its context is.
         """
         return self.options.max_body_size or max(LEAST_BODY, BYTES_A_TOKEN * self.gateway.engine.check().max_model_len)
+
+    async def read(self, request: Request) -> bytes:
+        """A request's body.
+
+        Raises ``PenstockError`` where it is too large, or its client falls silent or goes in the middle of it.
+        """
+        return await read_body(request, self.max_body_size, self.options.client_timeout)
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a client asks for as a model, nothing for the model as it is.

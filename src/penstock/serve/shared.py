@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from .body import read_body, read_object
+from .body import read_object
 from .record import record_of
 from .service import Service
 from .shape import Shape
@@ -47,7 +47,7 @@ def add_shared_routes(
     """
 
     async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        body = await service.read(request)
         found = read_object(body)
         spoken = next(dialect for dialect in dialects if dialect.speaks(request, found))
         record_of(request.scope).shape = spoken.shape

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 
-from .body import read_body, read_object
+from .body import read_object
 from .generation import generate
 from .openai import schema
 from .openai.answers import encode, error_of
@@ -81,7 +81,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def create(request: Request) -> Response:
         record = record_of(request.scope)
         record.shape = shape
-        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        body = await service.read(request)
         found = {name: value for name, value in read_object(body).items() if name not in UNTOLD}
         wanted = parse(found, GenerateRequest)
         if wanted.return_token_ids:

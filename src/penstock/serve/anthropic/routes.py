@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from penstock.core import Failure
-from penstock.serve.body import convert, read_body, read_object
+from penstock.serve.body import convert, read_object
 from penstock.serve.openai.chat import Answering as Chatting
 from penstock.serve.openai.chat_prompt import ChatPrompt
 from penstock.serve.record import Record, record_of
@@ -84,7 +84,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """What Anthropic's clients call."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        body = await service.read(request)
         return convert(read_object(body), schema), len(body)
 
     async def create_message(request: Request) -> Response:

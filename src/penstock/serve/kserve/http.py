@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.body import read_body, read_object
+from penstock.serve.body import read_object
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
 from penstock.serve.shape import Shape
@@ -58,7 +58,7 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
     engine = service.gateway.engine
 
     async def body_of(request: Request) -> bytes:
-        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        body = await service.read(request)
         encoding = request.headers.get("content-encoding", "identity").lower()
         return body if encoding == "identity" else decompressed(body, encoding, service.max_body_size)
 

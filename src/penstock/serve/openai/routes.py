@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.core import Failure, SamplingParams
 from penstock.core.errors import invalid
-from penstock.serve.body import read_body, read_object
+from penstock.serve.body import read_object
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import DEFAULT_NAME, Service
@@ -114,7 +114,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """Everything else OpenAI's clients call; what they send is described in the app's OpenAPI document."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        body = await service.read(request)
         return parse(read_object(body), schema), len(body)
 
     async def create_embedding(request: Request) -> Response:

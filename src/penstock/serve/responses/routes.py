@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
-from penstock.serve.body import read_body, read_object
+from penstock.serve.body import read_object
 from penstock.serve.openai.answers import encode, error_of
 from penstock.serve.openai.chat import Answering as Chatting
 from penstock.serve.record import Record, record_of
@@ -117,7 +117,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """What OpenAI's client calls for a response."""
 
     async def create_response(request: Request) -> Response:
-        body = await read_body(request, service.max_body_size, service.options.client_timeout)
+        body = await service.read(request)
         wanted = read(read_object(body))
         answering = Answering(service, record_of(request.scope), wanted, len(body))
         streamed = bool(wanted.stream)
