@@ -1,0 +1,62 @@
+"""Every row of the tables for those who come from another system has a test, which names it: ``@pytest.mark.row``."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SYSTEMS = sorted(path.stem for path in (ROOT / "docs/dialects").glob("*.md"))
+
+
+def rows(text: str) -> list[str]:
+    """Of all tables: the code in a row's first cell, or the cell where it has none."""
+    found: list[str] = []
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith("|") and any(re.fullmatch(r"\|[-|: ]+\|", above) for above in table_above(lines, i)):
+            first = line.removeprefix("|").split(" | ")[0].strip().strip("|").strip()
+            found += re.findall(r"`([^`]+)`", first) or [first]
+    return [row for row in found if row]
+
+
+def table_above(lines: list[str], i: int) -> list[str]:
+    """The lines of the table above this one."""
+    start = i
+    while start and lines[start - 1].startswith("|"):
+        start -= 1
+    return lines[start:i]
+
+
+def marked(system: str) -> set[str]:
+    """The rows that tests say they are of."""
+    found: set[str] = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row":
+                of, *names = [ast.literal_eval(argument) for argument in node.args]
+                found |= set(names) if of == system else set()
+    return found
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_row_has_a_test(system: str) -> None:
+    said = rows((ROOT / f"docs/dialects/{system}.md").read_text())
+    assert not [row for row in said if row not in marked(system)]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_test_of_a_row_has_the_row(system: str) -> None:
+    assert not marked(system) - set(rows((ROOT / f"docs/dialects/{system}.md").read_text()))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_chinese_tables_have_the_same_rows(system: str) -> None:
+    """Those that are named by code; words are said in the other language."""
+    english, chinese = (
+        [row for row in re.findall(r"^\| (`.*)$", (ROOT / folder / f"{system}.md").read_text(), flags=re.M)]
+        for folder in ("docs/dialects", "docs/zh/dialects")
+    )
+    first = [[re.findall(r"`([^`]+)`", row.split(" | ")[0]) for row in table] for table in (english, chinese)]
+    assert first[0] == first[1]
