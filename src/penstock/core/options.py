@@ -228,6 +228,20 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     accumulate_tokens: Annotated[
         bool, option("Each answer of a stream of the model tensorrt_llm_bls has all of the text so far.")
     ] = False
+    models: Annotated[
+        str,
+        option(
+            'Further models by name, as JSON: {"NAME": FOLDER}, or {"NAME": {"model": FOLDER, "max_num_seqs": 8}} with '
+            "options of the model and its engine. Each has an engine process of its own."
+        ),
+    ] = ""
+    model_control_mode: Annotated[
+        Literal["none", "explicit"],
+        option("Models are loaded at the start and stay, or are loaded and unloaded by requests, too (KServe's)."),
+    ] = "none"
+    load_model: Annotated[
+        tuple[str, ...], option("Models to load at the start where the control is explicit; * is all, none loads none.")
+    ] = ()
     served_model_name: Annotated[
         tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
     ] = ()

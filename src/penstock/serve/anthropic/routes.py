@@ -17,6 +17,7 @@ from penstock.serve.openai.chat_prompt import ChatPrompt
 from penstock.serve.record import Record, record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
+from penstock.serve.services import Services
 from penstock.serve.shape import Shape
 from penstock.serve.telling import Telling
 
@@ -80,22 +81,23 @@ class Answering:
         yield event("message_stop")
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, services: Services) -> None:
     """What Anthropic's clients call."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await service.read(request)
+        body = await services.read(request)
         return convert(read_object(body), schema), len(body)
 
     async def create_message(request: Request) -> Response:
         wanted, size = await read(request, MessagesRequest)
+        service = services.find(wanted.model)
         answering = Answering(service, record_of(request.scope), wanted, size)
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     async def count_tokens(request: Request) -> Response:
         wanted, size = await read(request, Counted)
-        service.adapter_of(wanted.model)
+        service = services.find(wanted.model)
         prompt: Any = await ChatPrompt(service, chat_of(wanted, _variables(service)), size).prompt()
         return Response(encode(TokenCount(input_tokens=len(prompt["prompt_token_ids"]))), media_type="application/json")
 

@@ -19,6 +19,7 @@ from penstock.serve.openai.chat import Answering as Chatting
 from penstock.serve.record import Record, record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
+from penstock.serve.services import Services
 from penstock.serve.shape import Shape
 from penstock.serve.telling import Telling
 
@@ -113,12 +114,13 @@ ECHOED = (
 """Fields of the request that are told again."""
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, services: Services) -> None:
     """What OpenAI's client calls for a response."""
 
     async def create_response(request: Request) -> Response:
-        body = await service.read(request)
+        body = await services.read(request)
         wanted = read(read_object(body))
+        service = services.find(wanted.model)
         answering = Answering(service, record_of(request.scope), wanted, len(body))
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
