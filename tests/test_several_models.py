@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +187,11 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(
 def test_the_death_of_one_engine_is_not_the_other_s(
     served: Served, client: openai.OpenAI, alone: dict[str, str]
 ) -> None:
-    before = {pid: cmdline(pid) for pid in served.pids["engine"]}
+    newest = max(served.pids["engine"])  # that of the model that was loaded last
     long = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(model="penstock-demo", **long).choices[0].text
     stream = client.completions.create(model="penstock-demo", stream=True, **long)
     first = next(iter(stream)).choices[0].text
-    newest = max(before)  # that of the model that was loaded last
     seen = len(served.lines)
     os.kill(newest, signal.SIGKILL)
     assert first + "".join(chunk.choices[0].text for chunk in stream) == whole
@@ -199,8 +200,34 @@ def test_the_death_of_one_engine_is_not_the_other_s(
     assert said(patient, "small") == alone["small"]
 
 
-def cmdline(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
+def test_one_that_cannot_live_is_not_served_and_the_other_is(
+    served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
+) -> None:
+    stays, seen = min(served.pids["engine"]), len(served.lines)
+
+    def gone() -> bool:
+        for pid in served.pids["engine"]:
+            if pid != stays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return any("small is not served any more" in line for line in served.lines[seen:])
+
+    wait(gone)
+    wait(lambda: states(repository)["small"] == "UNAVAILABLE")
+    with pytest.raises(openai.NotFoundError, match="'small' is not served: its engine has died too often"):
+        said(client, "small")
+    assert said(client, "penstock-demo") == alone["penstock-demo"]
+    assert httpx.get(f"{served.root}/ready").status_code == 200
+    repository.load_model("small")
+    assert said(client, "small") == alone["small"]
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """For what nobody tells of."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_what_is_over_an_engine_goes_with_it(
@@ -234,9 +261,10 @@ def test_without_leave_nobody_loads_or_unloads() -> None:
         httpx.post(f"{served.root}/v2/repository/models/small/load").raise_for_status()
 
 
-def test_a_server_may_begin_with_nothing() -> None:
-    flags = ("--models", json.dumps({"small": str(demo.DRAFT)}), "--model-control-mode", "explicit")
-    with Served(*BLOCKS, *flags) as served:
+def test_a_server_may_begin_with_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(f"model_control_mode: explicit\nmodels:\n  small:\n    model: {demo.DRAFT}\n    max-num-seqs: 8\n")
+    with Served(*BLOCKS, "--config", str(file)) as served:
         assert re.search(r"ready: no model at", "\n".join(served.lines))
         assert not served.pids["engine"]
         answer = httpx.post(f"{served.root}/v2/repository/models/small/load", timeout=60)

@@ -90,9 +90,10 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
-    listening = asyncio.create_task(keeper.listen(heard))
-    await server.serve(sockets=listeners)
-    listening.cancel()
+    async with asyncio.TaskGroup() as group:
+        listening = group.create_task(keeper.listen(heard))
+        await server.serve(sockets=listeners)
+        listening.cancel()
     if rpc:
         await rpc.stopped()
     await keeper.close()
