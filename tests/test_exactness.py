@@ -112,11 +112,13 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         "top_p": rng.choice((1.0, 0.9)),
         "top_k": rng.choice((0, 20)),
         "logprobs": rng.choice((None, 0, 5)),
+        "return_generation_logits": number % 5 == 1,
     }
     more = rng.randint(4, 40)
     if rng.random() < 0.15:  # whose beams must find room in the smallest cache together
         prompt, more = prompt[-20:], min(more, BLOCK)
         drawn = {"n": rng.randint(1, 3), "best_of": 3, "temperature": 0, "use_beam_search": True}
+        drawn["logprobs"] = (None, 0)[number % 2]
     sampling = SamplingParams(
         repetition_penalty=rng.choice((1.0, 1.1)),
         seed=number,
@@ -124,6 +126,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         guided_decoding=form,
         ignore_eos=form is None,
         prompt_logprobs=rng.choice((None, None, None, 2)),
+        return_context_logits=number % 5 == 2,
         **drawn,
     )
     return EngineRequest(
@@ -139,10 +142,11 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
         while left and (rng is None or rng.random() < 0.5):
             engine.add(left.pop(0))
         for delta in engine.step():
-            own = told[delta.request_id].setdefault(delta.sequence, [[], [], []])
+            own = told[delta.request_id].setdefault(delta.sequence, [[], [], [], bytearray()])
             own[0] += delta.token_ids
             own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
             own[2] += delta.prompt_logprobs or []
+            own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
     assert engine.scheduler.device.free == engine.scheduler.device.total
     return {
         name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}

@@ -194,6 +194,7 @@ def draw_scheduler(rng: Random) -> Scheduler:
         max_model_len=LONGEST,
         scheduling_policy=rng.choice(("fcfs", "priority")),
         batch_scheduler_policy=rng.choice(("max_utilization", "max_utilization", "guaranteed_no_evict")),
+        batching_type=rng.choice(("inflight", "inflight", "static")),
         preemption_mode=rng.choice(("recompute", "swap")),
         enable_prefix_caching=rng.random() < 0.5,
         enable_chunked_prefill=chunked,
@@ -286,6 +287,19 @@ def test_a_prefix_is_computed_once(changes: dict[str, Any], found: int) -> None:
     engine.add(msgspec.structs.replace(request(1, [*range(18), 99, 98]), **changes))
     first = next(serve(engine, machine))
     assert [delta.cached_tokens for delta in first] == [found]
+
+
+def test_nobody_joins_a_static_batch() -> None:
+    """Who comes later runs once all of it has ended, be it at different times."""
+    engine, machine = scheduler(batching_type="static"), Machine()
+    for number, tokens in enumerate((2, 6)):
+        engine.add(request(number, 4, max_tokens=tokens))
+    told = []
+    for deltas in serve(engine, machine):
+        if not told:
+            engine.add(request(2, 4, max_tokens=1))
+        told.append({delta.request_id for delta in deltas})
+    assert told == [{"0", "1"}] * 2 + [{"1"}] * 4 + [{"2"}]
 
 
 def test_a_short_prompt_overtakes_long_ones() -> None:

@@ -53,8 +53,16 @@ def draw(rng: Random) -> tuple[list[int], SamplingParams]:
         stop_token_ids=tuple(rng.randrange(2, 300) for _ in range(rng.choice((1, 2, 40)))),
         ignore_eos=True,
         repetition_penalty=rng.choice((1.0, 1.2)),
+        logprobs=0,
         **BEAMS,
     )
+
+
+@torch.inference_mode()
+def likely(model: PreTrainedModel, prompt: list[int], made: list[int]) -> list[float]:
+    """The log probability of each token."""
+    rows = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(-1, torch.tensor(made)[:, None])[:, 0].tolist()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -72,6 +80,10 @@ def test_the_same_beams_as_transformers(config: str, tmp_path_factory: pytest.Te
         for made, score in zip(found, scores, strict=True):
             compared = (made.cumulative_logprob or 0.0) / len(made.token_ids) ** params.length_penalty
             assert compared == pytest.approx(score, abs=1e-3)
+            told = [position[token] for position, token in zip(made.logprobs or [], made.token_ids, strict=True)]
+            assert sum(own.logprob for own in told) == pytest.approx(made.cumulative_logprob, abs=1e-3)
+            if params.repetition_penalty == 1:
+                assert [own.logprob for own in told] == pytest.approx(likely(model, prompt, made.token_ids), abs=1e-3)
     alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs for prompt, params in drawn]
     preemptions = 0
     for more in (
@@ -136,6 +148,7 @@ def test_the_best_of_several_samples(llm: LLM) -> None:
         ({**BEAMS, "n": 2, "top_k": 5}, "top_k"),
         ({**BEAMS, "n": 2, "top_p": 0.5}, "top_p"),
         ({**BEAMS, "n": 2, "logprobs": 1}, "logprobs"),
+        ({**BEAMS, "n": 2, "return_generation_logits": True}, "return_generation_logits"),
         ({**BEAMS, "n": 2, "stop": ["x"]}, "stop"),
         ({**BEAMS, "n": 2, "early_stopping": "soon"}, "early_stopping"),
         ({**BEAMS, "n": 100, "stop_token_ids": tuple(range(20))}, "stop_token_ids"),

@@ -12,34 +12,10 @@ import httpx
 import pytest
 import tritonclient.grpc as triton
 from serving import Served
+from triton_templates import write_templates
 
 from penstock import demo
 from penstock.cli.main import main
-
-TEMPLATES = {
-    "preprocessing": 'name: "preprocessing" backend: "python" max_batch_size: ${triton_max_batch_size}',
-    "postprocessing": 'name: "postprocessing" backend: "python" max_batch_size: ${triton_max_batch_size}',
-    "ensemble": 'name: "ensemble" platform: "ensemble" max_batch_size: ${triton_max_batch_size}',
-    "tensorrt_llm_bls": """name: "tensorrt_llm_bls" backend: "python" max_batch_size: ${triton_max_batch_size}
-model_transaction_policy { decoupled: ${decoupled_mode} }""",
-    "tensorrt_llm": """name: "tensorrt_llm" backend: "${triton_backend}" max_batch_size: ${triton_max_batch_size}
-model_transaction_policy { decoupled: ${decoupled_mode} }
-dynamic_batching { max_queue_delay_microseconds: ${max_queue_delay_microseconds} }
-input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true } ]""",
-}
-KEYS = {
-    "preprocessing": ["tokenizer_dir"],
-    "postprocessing": ["tokenizer_dir"],
-    "ensemble": [],
-    "tensorrt_llm_bls": ["accumulate_tokens"],
-    "tensorrt_llm": [
-        *("max_beam_width", "gpt_model_type=batching_strategy", "gpt_model_path=engine_dir", "batch_scheduler_policy"),
-        *("kv_cache_free_gpu_mem_fraction", "max_tokens_in_paged_kv_cache", "enable_chunked_context"),
-        *("exclude_input_in_output", "enable_kv_cache_reuse", "decoding_mode", "gpu_device_ids", "medusa_choices"),
-    ],
-}
-"""By model, its parameters, and what the template calls their values where that is something else."""
-COUNTED = "instance_group [ { count: ${%s_instance_count} kind: KIND_CPU } ]"
 
 
 @pytest.fixture
@@ -55,18 +31,7 @@ def engine(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def templates(tmp_path: Path) -> Path:
-    for model, text in TEMPLATES.items():
-        lines = [text]
-        if model in ("preprocessing", "postprocessing"):
-            lines.append(COUNTED % model)
-        if model == "tensorrt_llm_bls":
-            lines.append(COUNTED % "bls")
-        for key in KEYS[model]:
-            name, _, value = key.partition("=")
-            lines.append(f'parameters: {{ key: "{name}" value: {{ string_value: "${{{value or name}}}" }} }}')
-        (tmp_path / "models" / model).mkdir(parents=True)
-        (tmp_path / "models" / model / "config.pbtxt").write_text("\n".join(lines))
-    return tmp_path / "models"
+    return write_templates(tmp_path / "models")
 
 
 def fill(templates: Path, model: str, values: str) -> subprocess.CompletedProcess[str]:
@@ -149,6 +114,9 @@ def test_a_repository_becomes_settings(
         "max_num_seqs": 128,
         "max_num_batched_tokens": 10000,
         "max_model_len": 768,
+        "max_prompt_len": 512,
+        "max_beam_width": 1,
+        "batching_type": "inflight",
         "kv_cache_free_memory_fraction": 0.95,
         "batch_scheduler_policy": "guaranteed_no_evict",
         "enable_chunked_prefill": True,
@@ -156,15 +124,15 @@ def test_a_repository_becomes_settings(
         "accumulate_tokens": False,
     }
     assert found.items() >= expected.items()
-    for name in (str(engine), "max_beam_width"):
-        assert f"{name} has no meaning here" in caplog.text
+    assert f"{engine} has no meaning here" in caplog.text
     assert config(capsys, "--model_repo", str(repository), "--max-num-seqs", "3")["max_num_seqs"] == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"batching_strategy": "V1"}, "gpt_model_type: 'V1' is wrong: requests join"),
+        ({"batching_strategy": "V2"}, "gpt_model_type: 'V2' is wrong: it is none of inflight_fused_batching"),
+        ({"normalize_log_probs": "false"}, "normalize_log_probs: 'false' is wrong"),
         ({"kv_cache_free_gpu_mem_fraction": "1.0"}, "kv_cache_free_memory_fraction"),
         ({"batch_scheduler_policy": "best"}, "batch_scheduler_policy"),
         ({"enable_chunked_context": "maybe"}, "enable_chunked_context: 'maybe' is wrong"),

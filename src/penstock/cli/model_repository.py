@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +15,14 @@ from penstock.core.profiles import chosen
 from penstock.core.profiles.triton import ONE_ENGINE, switched
 from penstock.core.settings import nearest
 
+from .engine_folder import settings_of
+
 logger = logging.getLogger(__name__)
 
 NAMES = ("--model-repository", "--model_repository", "--model-store", "--model-repo", "--model_repo")
 MODELS = ("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls")
 POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
+BATCHING = {"inflight_fused_batching": "inflight", "inflight_batching": "inflight", "v1": "static"}
 GIB = 2**30
 BLOCK = 64
 """Tokens of a KV block."""
@@ -79,16 +81,14 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
     },
     "tensorrt_llm": {
         "gpt_model_path": setting("engine_dir"),
-        "gpt_model_type": must_be(
-            ("inflight_fused_batching", "inflight_batching"), "requests join those that run at every step"
-        ),
+        "gpt_model_type": setting("batching_type", chosen(BATCHING)),
         "batch_scheduler_policy": setting("batch_scheduler_policy", chosen(POLICIES)),
         "kv_cache_free_gpu_mem_fraction": setting("kv_cache_free_memory_fraction"),
         "max_tokens_in_paged_kv_cache": setting("num_gpu_blocks_override", _blocks),
         "enable_chunked_context": setting("enable_chunked_prefill", switched),
         "enable_kv_cache_reuse": setting("enable_prefix_caching", switched),
         "exclude_input_in_output": setting("exclude_input_in_output", switched),
-        "max_beam_width": no_meaning("a request may have as many beams as it asks for, up to 128"),
+        "max_beam_width": setting("max_beam_width"),
         "decoding_mode": must_be(
             ("auto", "top_k", "top_p", "top_k_top_p", "beam_search"), "each request says how it decodes"
         ),
@@ -98,7 +98,7 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
         "sink_token_length": must_be(("0",), "a model's attention is its own"),
         "gpu_device_ids": must_be(("0",), "--device says where the model runs"),
         "kv_cache_host_memory_bytes": setting("swap_space", lambda text: int(text) / GIB),
-        "normalize_log_probs": no_meaning("log probabilities are sums"),
+        "normalize_log_probs": must_be(("true",), "log probabilities are those of a whole distribution"),
         **dict.fromkeys(
             ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
             no_meaning("it is for TensorRT-LLM's executor"),
@@ -120,8 +120,6 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
     },
 }
 """By model and the key that the parameter has in its ``config.pbtxt``."""
-BUILT = {"max_batch_size": "max_num_seqs", "max_num_tokens": "max_num_batched_tokens"}
-"""Limits that an engine was built with, which are kept to."""
 
 
 @dataclass
@@ -163,7 +161,10 @@ def read(repository: Path) -> Flags:
     engine, tokenizer = found.flags.pop("engine_dir", None), found.flags.get("tokenizer")
     if engine is None:
         raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
-    return _limits(Path(engine), tokenizer) | found.flags | {"model": _checkpoint(Path(engine), tokenizer)}
+    built = settings_of(Path(engine))
+    if "model" not in built:
+        built["model"] = _checkpoint(Path(engine), tokenizer)
+    return built | found.flags
 
 
 def _add(found: Found, file: Path) -> None:
@@ -230,17 +231,6 @@ def _checkpoint(engine: Path, tokenizer: str | None) -> str:
 
 def _has_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) and not any(folder.glob("rank*"))
-
-
-def _limits(engine: Path, tokenizer: str | None) -> dict[str, Any]:
-    """What an engine was built for: its context, and how much at a time."""
-    try:
-        built = json.loads((engine / "config.json").read_text(encoding="utf-8")).get("build_config", {})
-    except (OSError, ValueError):
-        return {}
-    found = {ours: built[theirs] for theirs, ours in BUILT.items() if built.get(theirs)}
-    length = built.get("max_seq_len") or built.get("max_input_len", 0) + built.get("max_output_len", 0)
-    return found | ({"max_model_len": length} if length else {})
 
 
 def _arguments(flags: Flags) -> Iterator[str]:

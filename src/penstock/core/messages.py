@@ -85,6 +85,10 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For each new token, itself first, then the likeliest alternatives."""
     prompt_logprobs: list[list[Logprob]] | None = None
     """Once, with the first token: for each prompt token but the first."""
+    context_logits: bytes | None = None
+    """Likewise once: scores after each prompt token, ``[prompt tokens, vocabulary]`` float32."""
+    generation_logits: bytes | None = None
+    """Scores that each new token was chosen by, ``[tokens, vocabulary]`` float32."""
     cumulative_logprob: float | None = None
     """Of all tokens of a beam together."""
     embedding: bytes | None = None

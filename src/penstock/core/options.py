@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .errors import invalid
+from .sampling import MOST_SEQUENCES
 
 
 def option(help: str, unit: str = "", **bounds: Any) -> msgspec.Meta:
@@ -45,6 +46,10 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal["max_utilization", "guaranteed_no_evict"],
         option("Admit what fits now and preempt if it grows too much, or admit only what fits to its very end."),
     ] = "max_utilization"
+    batching_type: Annotated[
+        Literal["inflight", "static"],
+        option("Let requests join those that run at any step, or only once all of these have ended."),
+    ] = "inflight"
     preemption_mode: Annotated[
         Literal["recompute", "swap"],
         option("Compute a preempted sequence again, or keep its blocks in host memory while there is room."),
@@ -225,6 +230,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     exclude_input_in_output: Annotated[
         bool, option("Whole answers of KServe's models go without their prompt, where a request does not say.")
     ] = False
+    max_beam_width: Annotated[
+        int, option("Beams that a request to KServe's models may ask for.", ge=1, le=MOST_SEQUENCES)
+    ] = MOST_SEQUENCES
+    max_logits_size: Annotated[
+        int,
+        option("Of all scores that a request to KServe's models may ask to be told; 0 tells none.", "bytes", ge=0),
+    ] = 16 * 2**20
     accumulate_tokens: Annotated[
         bool, option("Each answer of a stream of the model tensorrt_llm_bls has all of the text so far.")
     ] = False

@@ -24,11 +24,11 @@ MOST = {
 NOT_TOGETHER = {
     "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
     "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
-    "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs"),
+    "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "return_generation_logits"),
 }
 """What a request cannot ask for along with each of these: what might leave no token that a form or the end of a thought
 allows, or go on where a form has ended; and what a search for the likeliest sequences does without."""
-NOTHING: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None,)}
+NOTHING: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None, 0)}
 """Values that ask for nothing."""
 MOST_CONTINUATIONS = 1024
 """Beams by stop tokens: so many continuations a search may have to look at beyond those it goes on with."""
@@ -95,6 +95,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Likeliest alternatives to give with each generated token, besides its own; 0 gives its own only."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+
+    return_context_logits: bool = False
+    """Give the scores of what may follow each prompt token, as the model makes them."""
+    return_generation_logits: bool = False
+    """The same scores that each generated token was chosen by, before anything is applied to them."""
 
     detokenize: bool = True
     skip_special_tokens: bool = True

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Code, Failure, FinishReason, TokenDelta
+from penstock.core import Code, Failure, FinishReason, Logprob, TokenDelta
 
 from .guided import Guide
 from .plan import Candidates
 from .sequence import Sequence
 
+Path = tuple["Path", Logprob] | None
+"""How likely each token of a beam was: that of the last one, behind those before it."""
 NEVER = np.float32(-1e9)
 """The log probability of a beam that only fills a place."""
 
@@ -28,6 +30,7 @@ class Branch(NamedTuple):
     """Which beam it comes from."""
     token: int
     guide: Guide | None
+    path: Path
 
 
 class Found(NamedTuple):
@@ -38,6 +41,7 @@ class Found(NamedTuple):
     logprob: float
     token_ids: list[int]
     """All that were generated."""
+    path: Path
     stopped: bool
     """Whether it ended by itself, and not because it is as long as it may be."""
     stop_token: int | None
@@ -58,6 +62,7 @@ class Beams:
         self.keep = max(2, 1 + len(first.stops)) * self._width
         """Continuations that are looked at: enough to go on where the best ones all come to an end."""
         self._logprobs = [np.float32(0), *[NEVER] * (self._width - 1)]  # before they part all are the same
+        self._paths: list[Path] = [None] * self._width
         self.guide: Guide | None = None
         """What the search has begun with, since it has."""
         self._told: dict[int, Candidates] = {}
@@ -81,7 +86,7 @@ class Beams:
         self._told.clear()
         going: list[tuple[np.float32, Branch]] = []
         ended: list[Found] = []
-        for rank, (logprob, parent, token) in enumerate(candidates):
+        for rank, (logprob, parent, token, own, place) in enumerate(candidates):
             if rank >= self._width and len(going) >= self._width:
                 break
             guide, complete = beams[parent].guide, False
@@ -91,12 +96,13 @@ class Beams:
             if guide and not stops:
                 guide = guide.copy()
                 complete = not guide.take(token) or guide.complete
+            path = self._paths[parent], Logprob(token, float(own), place)
             if not (stops or complete or full):
-                going.append((logprob, Branch(parent, token, guide)))
+                going.append((logprob, Branch(parent, token, guide, path)))
             elif rank < self._width:
                 score = np.float32(logprob / length**self._power)
                 tokens = [*beams[parent].tokens[first.prompt_length :], token]
-                ended.append(Found(score, float(logprob), tokens, stops or complete, token if stops else None))
+                ended.append(Found(score, float(logprob), tokens, path, stops or complete, token if stops else None))
         if not (self._early is True and len(self.found) == self._width):
             self.found = sorted((*self.found, *ended), key=lambda found: -found.score)[: self._width]
         if not going or self._over(going[0][0], length, first.longest - first.prompt_length):
@@ -105,18 +111,23 @@ class Beams:
         going += [(NEVER, going[0][1])] * (self._width - len(going))
         self._logprobs = [logprob for logprob, _ in going]
         branches = [branch for _, branch in going]
+        self._paths = [branch.path for branch in branches]
         return [
             branch if at == branches.index(branch) or not branch.guide else branch._replace(guide=branch.guide.copy())
             for at, branch in enumerate(branches)
         ]
 
-    def _best(self) -> list[tuple[np.float32, int, int]]:
-        """The best continuations of all beams: log probability, beam and token of each; of equals the first ones."""
+    def _best(self) -> list[tuple[np.float32, int, int, np.float32, int]]:
+        """The best continuations of all beams, of equals the first ones: log probability, beam and token of each, and
+        the token's own log probability and rank."""
         logprobs = np.concatenate([self._logprobs[beam] + told.logprobs for beam, told in self._told.items()])
+        own = np.concatenate([told.logprobs for told in self._told.values()])
+        places = np.concatenate([1 + np.arange(len(told.token_ids)) for told in self._told.values()])
         parents = np.repeat(list(self._told), [len(told.token_ids) for told in self._told.values()])
         tokens = np.concatenate([told.token_ids for told in self._told.values()])
         best = np.lexsort((tokens, parents, -logprobs))[: self.keep]
-        return list(zip(logprobs[best], parents[best].tolist(), tokens[best].tolist(), strict=True))
+        told = (logprobs[best], parents[best].tolist(), tokens[best].tolist(), own[best], places[best].tolist())
+        return list(zip(*told, strict=True))
 
     def deltas(self, first: Sequence) -> list[TokenDelta]:
         """What the search has found, each sequence in one piece. Where there are fewer than were asked for, the last
@@ -125,7 +136,8 @@ class Beams:
         Args:
             first: its first beam, which knows what is to be told of the prompt.
         """
-        wanted, request_id = first.request.sampling.told, first.request.request_id
+        sampling, request_id = first.request.sampling, first.request.request_id
+        wanted = sampling.told
         if not self.found:
             failure = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
             return [
@@ -138,8 +150,10 @@ class Beams:
                 request_id=request_id,
                 sequence=index,
                 token_ids=list(found.token_ids),
+                logprobs=None if sampling.logprobs is None else _unrolled(found.path),
                 cumulative_logprob=found.logprob,
                 prompt_logprobs=first.prompt_logprobs if index == 0 else None,
+                context_logits=b"".join(first.context_logits) if first.context_logits and index == 0 else None,
                 finished=FinishReason.STOP if found.stopped else FinishReason.LENGTH,
                 stop_token=found.stop_token,
                 cached_tokens=first.cached or 0,
@@ -156,3 +170,12 @@ class Beams:
             return True
         possible = longest if self._early == "never" and self._power > 0 else length
         return bool(best / possible**self._power <= self.found[-1].score)
+
+
+def _unrolled(path: Path) -> list[list[Logprob]]:
+    """From the first token on."""
+    found: list[list[Logprob]] = []
+    while path:
+        path, last = path
+        found.append([last])
+    return found[::-1]

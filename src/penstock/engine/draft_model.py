@@ -75,7 +75,8 @@ class DraftModel:
                 if self._names[block] != name:
                     break
                 own.computed += self._block_size
-        own.tokens, own.guide, own.prompt_logprobs = list(sequence.tokens), None, None
+        own.tokens, own.guide = list(sequence.tokens), None
+        own.prompt_logprobs = own.context_logits = None
         own.computed = min(own.computed, len(own.tokens) - 1)
         own.planned = len(own.tokens)  # from there on they are guesses
         self._own[sequence.row] = own
@@ -96,4 +97,5 @@ class DraftModel:
 
 def _plain(request: EngineRequest) -> EngineRequest:
     """Without what only costs time."""
-    return msgspec.structs.replace(request, sampling=request.sampling.replace(logprobs=None, guided_decoding=None))
+    sampling = request.sampling.replace(logprobs=None, return_generation_logits=False, guided_decoding=None)
+    return msgspec.structs.replace(request, sampling=sampling)

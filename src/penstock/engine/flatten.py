@@ -107,11 +107,17 @@ def prompt_tokens(item: Item) -> list[int]:
     return sequence.tokens[item.start + 1 : min(item.start + item.length + 1, sequence.prompt_length)]
 
 
+def context_wanted(item: Item) -> int:
+    """Of how many of an item's tokens, its first ones, the scores are to be told, as they are the prompt's."""
+    sequence = item.sequence
+    return 0 if sequence.context_logits is None else max(0, min(item.length, sequence.prompt_length - item.start))
+
+
 def scores_wanted(item: Item) -> int:
     """Of how many of an item's tokens, its last ones: all where its prompt is to be told or its mean to be taken, else
     one where it is due a draw or a vector, and one for each guess."""
     pooled = item.sequence.pooled
-    if prompt_tokens(item) or (pooled and pooled.of_all):
+    if prompt_tokens(item) or context_wanted(item) or (pooled and pooled.of_all):
         return item.length
     ends = item.start + item.length == item.sequence.prompt_length
     return ends if pooled else bool(item.samples) + len(item.draft)

@@ -46,7 +46,7 @@ class Plan:
 
 
 class Candidates(NamedTuple):
-    """What a beam may go on with: the likeliest tokens, in any order."""
+    """What a beam may go on with: the likeliest tokens, the best first."""
 
     token_ids: np.ndarray
     """``[candidates]`` int64."""
@@ -60,6 +60,8 @@ class Draw(NamedTuple):
     token_ids: list[int]
     """One, after those of its draft that it would have drawn itself."""
     logprobs: list[list[Logprob]] | None = None
+    logits: list[bytes] | None = None
+    """Of each token the scores it was chosen by, ``[vocabulary]`` float32, where they are wanted."""
     candidates: Candidates | None = None
     """Of a beam, which draws none itself."""
 
@@ -71,6 +73,8 @@ class Outcome(NamedTuple):
     """One for each sequence of each item's ``samples``, in their order."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
     """By item: of the prompt tokens after each computed one, where they are wanted."""
+    context_logits: dict[int, bytes] = {}  # noqa: RUF012 - likewise
+    """By item: scores after each of its prompt tokens, ``[tokens, vocabulary]`` float32, where they are wanted."""
     hidden: Any = None
     """A tensor ``[tokens, hidden]``, for heads that guess from it."""
     states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise

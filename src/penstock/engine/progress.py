@@ -35,21 +35,24 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
             token_ids += guide.forced()
         if finished:
             del token_ids[i:]
-    if draw.logprobs:
-        del draw.logprobs[len(token_ids) :]
+    for told in (draw.logprobs, draw.logits):
+        if told:
+            del told[len(token_ids) :]
     delta = TokenDelta(
         request_id=sequence.request.request_id,
         sequence=sequence.index,
         token_ids=token_ids,
         logprobs=draw.logprobs,
         prompt_logprobs=sequence.prompt_logprobs,
+        context_logits=None if sequence.context_logits is None else b"".join(sequence.context_logits),
+        generation_logits=None if draw.logits is None else b"".join(draw.logits),
         finished=finished,
         failure=failure,
         stop_token=stop_token,
         cached_tokens=sequence.cached or 0,
         queued=sequence.queued,
     )
-    sequence.prompt_logprobs = None
+    sequence.prompt_logprobs = sequence.context_logits = None
     sequence.queued = 0.0
     return delta
 
@@ -72,4 +75,5 @@ def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
 def _may_jump(sequence: Sequence) -> bool:
     """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
     sampling = sequence.request.sampling
-    return not sequence.pending and sampling.logprobs is None and not sampling.stop
+    told = sampling.logprobs is not None or sampling.return_generation_logits
+    return not sequence.pending and not told and not sampling.stop

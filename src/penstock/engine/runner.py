@@ -15,7 +15,7 @@ from penstock.core import Logprob
 from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
-from .flatten import Flattener, prompt_tokens, scores_wanted
+from .flatten import Flattener, context_wanted, prompt_tokens, scores_wanted
 from .guided import Masks
 from .plan import Draw, Item, Outcome, Plan
 from .sampler import logprobs, sample, wants_likeliest
@@ -110,6 +110,7 @@ class Runner:
         last_rows: list[int] = []
         sequences: list[Sequence] = []
         prompts: dict[int, list[list[Logprob]]] = {}
+        context: dict[int, bytes] = {}
         states: dict[int, np.ndarray] = {}
         row = 0
         for i, item in enumerate(plan.items):
@@ -119,6 +120,8 @@ class Runner:
             told = prompt_tokens(item)
             if told:
                 prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
+            if count := context_wanted(item):
+                context[i] = b"".join(self._logits(hidden[row : row + count]))
             row += self._flatten.rows_of(item)
             for sequence in item.samples:
                 guessed = len(item.draft)
@@ -129,7 +132,7 @@ class Runner:
                     sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
         draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
         drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
-        return Outcome(drawn, prompts, hidden if self._whole else None, states)
+        return Outcome(drawn, prompts, context, hidden if self._whole else None, states)
 
     def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
         """Most want no more than the likeliest token, for which scores need not be kept."""
@@ -153,16 +156,22 @@ class Runner:
             told += logprobs(scores, chosen, [wanted] * len(chosen))
         return told
 
+    def _logits(self, hidden: Tensor) -> Iterator[bytes]:
+        """Of rows of hidden states the scores, float32."""
+        for start in range(0, len(hidden), ROWS_AT_ONCE):
+            yield self._model.scores(hidden[start : start + ROWS_AT_ONCE]).numpy(force=True).tobytes()
+
 
 def _agreed(draws: Iterator[Draw], draft: list[int]) -> Draw:
     """What a sequence drew for itself: as long as that is what was guessed, the draw after it counts, too."""
     if not draft:
         return next(draws)
     first, *later = [next(draws) for _ in range(1 + len(draft))]
-    token_ids, told = list(first.token_ids), list(first.logprobs or [])
+    token_ids, told, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
     for guessed, draw in zip(draft, later, strict=True):
         if token_ids[-1] != guessed:
             break
         token_ids += draw.token_ids
         told += draw.logprobs or []
-    return Draw(token_ids, told if first.logprobs is not None else None)
+        logits += draw.logits or []
+    return Draw(token_ids, None if first.logprobs is None else told, None if first.logits is None else logits)

@@ -44,10 +44,14 @@ def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
     listed = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
     wanted = [sequences[i].request.sampling.logprobs or 0 for i in listed]
     told = dict(zip(listed, logprobs(scores[listed], chosen[listed], wanted), strict=True)) if listed else {}
-    return [
-        Draw([], candidates=found[i]) if i in found else Draw([token], [told[i]] if i in told else None)
-        for i, token in enumerate(token_ids)
-    ]
+
+    def draw(i: int, sequence: Sequence) -> Draw:
+        if i in found:
+            return Draw([], candidates=found[i])
+        logits = [scores[i].numpy(force=True).tobytes()] if sequence.request.sampling.return_generation_logits else None
+        return Draw([token_ids[i]], [told[i]] if i in told else None, logits)
+
+    return [draw(i, sequence) for i, sequence in enumerate(sequences)]
 
 
 def candidates(
@@ -142,7 +146,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 def wants_likeliest(sequence: Sequence) -> bool:
     """Whether its next token is the one of the best score as it is, and nothing else is asked for."""
     sampling = sequence.request.sampling
-    if sequence.beams:
+    if sequence.beams or sampling.return_generation_logits:
         return False
     return sampling.greedy and sampling.logprobs is None and not any(needed(sampling) for needed, _ in ADJUSTMENTS)
 

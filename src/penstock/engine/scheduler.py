@@ -279,7 +279,8 @@ class Scheduler:
             if count and self._make_room(sequence, count, plan):
                 self._put(sequence, count, plan)
                 budget -= count
-        if self.waiting and self.preemptions == preempted:
+        joins = not self.running or self.options.batching_type == "inflight"
+        if self.waiting and joins and self.preemptions == preempted:
             self._admit(plan, budget)
         if self.speculation:
             self._guess(plan)
@@ -300,6 +301,8 @@ class Scheduler:
                 self._computed(first, item.start, end)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
+            if first.context_logits is not None and i in outcome.context_logits:
+                first.context_logits.append(outcome.context_logits[i])
             if first.pooled and first.state is not State.FINISHED and i in outcome.states:
                 deltas += self._told(first, pool(first, outcome.states[i]))
             for sequence, draw in zip(item.samples, drawn, strict=True):

@@ -38,6 +38,7 @@ class Sequence:
         "cached",
         "chain",
         "computed",
+        "context_logits",
         "guessing",
         "guide",
         "host_blocks",
@@ -112,6 +113,8 @@ class Sequence:
         """What becomes the prompt's vector, where that is all that is wanted."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
         """Those of the prompt so far; None where they are not wanted or given already."""
+        self.context_logits: list[bytes] | None = [] if sampling.return_context_logits else None
+        """Likewise the scores after the prompt's tokens."""
 
     @property
     def generated(self) -> int:
@@ -128,6 +131,8 @@ class Sequence:
         self.computed = self.planned = 0
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
+        if self.context_logits is not None:
+            self.context_logits = []
         if self.pooled:
             self.pooled.reset()
 
@@ -147,7 +152,8 @@ class Sequence:
     @property
     def wants_all(self) -> bool:
         """Whether something is wanted of each of its prompt's tokens, which those found in a cache do not tell."""
-        return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.of_all)
+        told = self.prompt_logprobs is not None or self.context_logits is not None
+        return told or (self.pooled is not None and self.pooled.of_all)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""
@@ -155,7 +161,7 @@ class Sequence:
         twin.tokens, twin.chain = list(self.tokens), list(self.chain)
         twin.computed, twin.planned, twin.cached = self.computed, self.planned, self.cached
         twin.blocks = blocks
-        twin.prompt_logprobs = None
+        twin.prompt_logprobs = twin.context_logits = None
         twin.guide = self.guide.copy() if self.guide else None
         twin.seen_in_prompt = self.seen_in_prompt
         return twin

@@ -71,6 +71,11 @@ class Assembler:
             output.cumulative_logprob = delta.cumulative_logprob
         if delta.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *map(self._position, delta.prompt_logprobs)]
+        if delta.context_logits is not None:
+            self.output.context_logits = delta.context_logits
+        if delta.generation_logits is not None:
+            output.generation_logits = output.generation_logits or bytearray()
+            output.generation_logits += delta.generation_logits
         stop = None
         if text:
             piece, stop = text.add(delta, len(output.token_ids))
@@ -124,10 +129,16 @@ def _one_by_one(delta: TokenDelta) -> Iterator[TokenDelta]:
     last = len(delta.token_ids) - 1
     for i, token in enumerate(delta.token_ids):
         told = None if delta.logprobs is None else delta.logprobs[i : i + 1]
-        part = msgspec.structs.replace(delta, token_ids=[token], logprobs=told)
+        scores = _nth(delta.generation_logits, i, last + 1)
+        part = msgspec.structs.replace(delta, token_ids=[token], logprobs=told, generation_logits=scores)
         if i < last:
             part = msgspec.structs.replace(part, finished=None, failure=None, stop_token=None)
-        yield part if i == 0 else msgspec.structs.replace(part, prompt_logprobs=None)
+        yield part if i == 0 else msgspec.structs.replace(part, prompt_logprobs=None, context_logits=None)
+
+
+def _nth(rows: bytes | None, i: int, count: int) -> bytes | None:
+    """One of so many rows of the same size."""
+    return None if rows is None else rows[i * len(rows) // count : (i + 1) * len(rows) // count]
 
 
 class _Text:

@@ -39,6 +39,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[Position] | None = None
+    generation_logits: bytearray | None = None
+    """The scores that each of ``token_ids`` was chosen by, ``[tokens, vocabulary]`` float32."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``cancelled`` or ``error``; None while it goes on."""
     stop_reason: int | str | None = None
@@ -71,6 +73,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[Position | None] | None = None
     """For each prompt token; None for the first, which nothing predicts."""
+    context_logits: bytes | None = None
+    """Scores of what may follow each prompt token, ``[prompt tokens, vocabulary]`` float32."""
     embedding: bytes | None = None
     """The prompt's vector, float32, where that was asked for."""
     num_cached_tokens: int = 0

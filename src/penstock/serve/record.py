@@ -22,6 +22,8 @@ class Record:
     """When it came, in seconds."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Counts of tokens; times in seconds."""
+    client: str = ""
+    """Its connection, where what is asked of it may end others of its requests."""
     failure: Failure | None = None
     """What its client was told, or would have been."""
     shape: Shape | None = None

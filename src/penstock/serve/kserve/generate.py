@@ -9,7 +9,7 @@ from penstock.core.settings import nearest
 
 from .inference import Asked
 from .model import VERSION, Answer, Model
-from .tensors import BOOL, Tensor, from_json, to_json
+from .tensors import Tensor, from_json, in_json, to_json
 
 
 def from_fields(model: Model, found: dict[str, Any]) -> Asked:
@@ -27,9 +27,12 @@ def from_fields(model: Model, found: dict[str, Any]) -> Asked:
     asked_as = fields.pop("id", "")
     if not isinstance(asked_as, str | int):
         raise invalid("id", "must be text or a number")
-    types = {spec.name: spec.datatype for spec in model.inputs} | dict.fromkeys(model.not_yet, BOOL)
+    types = {spec.name: spec.datatype for spec in model.inputs}
     inputs: list[Tensor] = []
     for name, value in fields.items():
+        if name in model.not_yet:
+            model.check_not_yet(name, bool(value))
+            continue
         if name not in types:
             raise invalid(name[:100], f"no such input of model '{model.name}'{nearest(name[:100], types)}")
         if value is not None:
@@ -38,12 +41,11 @@ def from_fields(model: Model, found: dict[str, Any]) -> Asked:
     return Asked(inputs, str(asked_as))
 
 
-def to_fields(model: Model, asked: Asked, answer: Answer) -> dict[str, Any]:
+async def to_fields(model: Model, asked: Asked, answer: Answer) -> dict[str, Any]:
     """An answer with outputs as fields: those of one element as it is, others as a list."""
     found: dict[str, Any] = {"id": asked.id} if asked.id else {}
     found |= {"model_name": model.name, "model_version": VERSION}
     found |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
     for tensor in answer.outputs:
-        elements = to_json(tensor)
-        found[tensor.name] = elements[0] if len(elements) == 1 else elements
+        found[tensor.name] = to_json(tensor)[0] if len(tensor.elements) == 1 else await in_json(tensor)
     return found

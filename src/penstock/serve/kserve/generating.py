@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from penstock.core import PenstockError, SamplingParams
+from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.frontend.prompts import Prompt
@@ -16,14 +16,24 @@ from penstock.serve.service import Service
 
 from .model import Answer, Call, Model
 from .sampling import Names
+from .stopping import Running
 from .tensors import BOOL, FP32, INT32, UINT64, Spec, Tensor
 
 T = TypeVar("T")
 
 NOT_YET = {
-    "return_context_logits": "not supported yet; return_log_probs is",
-    "return_generation_logits": "not supported yet; return_log_probs is",
-    "stop": "not supported yet; end the stream to cancel its requests",
+    **dict.fromkeys(
+        ("lora_task_id", "lora_weights", "lora_config"),
+        "not supported yet; OpenAI's API takes the name of an adapter (--lora-modules) as the model's",
+    ),
+    **dict.fromkeys(
+        ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "image_input", "image_bytes_input"),
+        "not supported yet; prompts are text or token ids",
+    ),
+    **dict.fromkeys(
+        ("draft_input_ids", "draft_logits", "num_draft_tokens", "use_draft_logits"),
+        "not supported yet; --speculative-config guesses ahead on the server",
+    ),
 }
 SAMPLING = (
     Spec("end_id", INT32, optional=True),
@@ -35,6 +45,8 @@ SAMPLING = (
     Spec("frequency_penalty", FP32, optional=True),
     Spec("random_seed", UINT64, optional=True),
     Spec("return_log_probs", BOOL, optional=True),
+    Spec("return_context_logits", BOOL, optional=True),
+    Spec("return_generation_logits", BOOL, optional=True),
     Spec("exclude_input_in_output", BOOL, optional=True),
     Spec("beam_width", INT32, optional=True),
     Spec("num_return_sequences", INT32, optional=True),
@@ -44,10 +56,14 @@ SAMPLING = (
 TOLD = (
     Spec("cum_log_probs", FP32, (-1,)),
     Spec("output_log_probs", FP32, (-1, -1)),
+    Spec("context_logits", FP32, (-1, -1)),
+    Spec("generation_logits", FP32, (-1, -1, -1)),
     Spec("batch_index", INT32, (-1,)),
     Spec("sequence_index", INT32, (-1,)),
 )
 """Outputs likewise."""
+FP32_BYTES = 4
+NOTHING = Piece("", [], [])
 LEAST = -3.4e38
 """Of a logarithm in FP32."""
 
@@ -81,6 +97,7 @@ class Generating(Model):
     def __init__(self, service: Service) -> None:
         self._service = service
         self._tokenizer = service.gateway.preparer.tokenizer
+        self._running = Running()
 
     def parameters(self) -> dict[str, str]:
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
@@ -99,33 +116,85 @@ class Generating(Model):
 
     async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
         try:
+            if self._same(call, "stop"):
+                self._stop(call)
+                if not call.streamed:
+                    yield Answer([])
+                return
             streamed = bool(self._same(call, "stream"))
             self._same(call, "num_return_sequences")
-            self._same(call, "beam_width")
+            self._check_beams(self._same(call, "beam_width"))
             if streamed and not call.streamed:
                 raise invalid("stream", "there is one answer to this request; ask generate_stream or ModelStreamInfer")
             rows = await self.rows(call)
+            await self._check_scores(rows)
             streams = [
                 generate(self._service, call.record, row.prompt, row.sampling, priority=call.priority) for row in rows
             ]
-            left = sum(row.sampling.n for row in rows)
             last: dict[int, RequestOutput] = {}
-            progress = {(i, k): Progress() for i, row in enumerate(rows) for k in range(row.sampling.n)}
-            async with aclosing(together(streams)) as outputs:
-                async for i, output in outputs:
-                    last[i] = output
-                    for made in output.outputs if call.streamed else ():
-                        piece = progress[i, made.index].advance(made)
-                        if not streamed:  # each sequence is told by itself, once it is whole
-                            piece = whole(made) if piece and made.finished else None
-                        if piece and (made.finished or self.worth(piece)):
-                            left -= made.finished
-                            yield self._answer(call, [Told(i, output, made, piece)], 1, streamed, not left)
+            left = {(i, k): Progress() for i, row in enumerate(rows) for k in range(row.sampling.n)}
+            with self._running.one(call.record.client, call.id) as own, own.until_stopped():
+                async with aclosing(together(streams)) as outputs:
+                    async for i, output in outputs:
+                        last[i] = output
+                        for told in self._news(i, rows[i], output, left, streamed) if call.streamed else ():
+                            yield self._answer(call, [told], 1, streamed, not left)
+            if len(last) < len(rows):
+                raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
             if not call.streamed:
-                told = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
-                yield self._answer(call, told, len(rows), False, True)
+                every = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
+                yield self._answer(call, every, len(rows), False, True)
+                return
+            for number, (i, k) in enumerate(left, 1):  # which were stopped
+                made = last[i].outputs[k]
+                told = Told(i, last[i], made, NOTHING if streamed else whole(made))
+                yield self._answer(call, [told], 1, streamed, number == len(left))
         except PenstockError as error:
             raise self.names.told(error) from error
+
+    def _news(
+        self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], Progress], streamed: bool
+    ) -> Iterator[Told]:
+        """What answers of their own are made for: sequences of a row that have ended, which are ``left`` no more, and
+        where it is streamed what is new of others."""
+        for made in output.outputs:
+            progress = left.get((index, made.index))
+            if progress is None or (piece := progress.advance(made)) is None:
+                continue
+            if made.finished:
+                del left[index, made.index]
+            if made.finished or (streamed and self._worth(row, piece)):
+                yield Told(index, output, made, piece if streamed else whole(made))
+
+    def _stop(self, call: Call) -> None:
+        if not (call.record.client and call.id):
+            raise invalid("id", "is missing, or this is not gRPC: stop ends a request of its connection, by its id")
+        self._running.stop(call.record.client, call.id)
+
+    def _check_beams(self, beams: int | None) -> None:
+        if (beams or 0) > (most := self._service.options.max_beam_width):
+            raise invalid("beam_width", f"must be at most {most}, is {beams} (max_beam_width)", most)
+
+    async def _check_scores(self, rows: Sequence[Row]) -> None:
+        """Raise ``PenstockError`` (``invalid``) where all that a request wants to be told of scores is too much."""
+        gateway, most = self._service.gateway, self._service.options.max_logits_size
+        engine, size = gateway.engine.check(), 0
+        for row in rows:
+            tokens = 0
+            if row.sampling.return_context_logits:
+                tokens += len(await gateway.encode(row.prompt))
+            if row.sampling.return_generation_logits:
+                tokens += row.sampling.n * min(row.sampling.max_tokens or 0, engine.max_model_len)
+            size += tokens * engine.vocabulary * FP32_BYTES
+            if size > most:
+                context = row.sampling.return_context_logits
+                words = f"is for {size} bytes of scores or more, and at most {most} are told (max_logits_size)"
+                raise invalid("return_context_logits" if context else "return_generation_logits", words, most)
+
+    def _worth(self, row: Row, piece: Piece) -> bool:
+        """Whether a step brought what an answer of its own is made for."""
+        sampling = row.sampling
+        return sampling.return_context_logits or sampling.return_generation_logits or self.worth(piece)
 
     def _same(self, call: Call, name: str) -> Any:
         """What all rows have of an input that an answer's shape depends on."""
@@ -154,12 +223,44 @@ class Generating(Model):
             each_one = [[max(next(iter(p.values())).logprob, LEAST) for p in each.piece.positions] for each in told]
             length, elements = padded(each_one, 0.0)
             found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
-        return Answer(found, last)
+        return Answer(found + self._scores(told, lead), last)
+
+    def _scores(self, told: list[Told], lead: tuple[int, ...]) -> list[Tensor]:
+        """Those that were asked for: the prompt's with the first tokens of a row, the others each with its token."""
+        context = [
+            each.output.context_logits or b""
+            for each in told
+            if each.made.index == 0 and len(each.piece.token_ids) == len(each.made.token_ids)
+        ]
+        generated = [each.made.generation_logits for each in told]
+        if not (any(context) or any(generated)):
+            return []
+        found, width = [], self._service.gateway.engine.check().vocabulary
+        if any(context):
+            length, elements = rows_of(context, width)
+            found.append(Tensor("context_logits", FP32, (*lead[:-1], length, width), elements))
+        if any(generated):
+            length, elements = rows_of([scores_of(each, width) for each in told], width)
+            found.append(Tensor("generation_logits", FP32, (*lead, length, width), elements))
+        return found
 
 
 def whole(made: CompletionOutput) -> Piece:
     """All of a sequence."""
     return Piece(made.text, made.token_ids, made.logprobs or [])
+
+
+def scores_of(told: Told, width: int) -> bytes:
+    """Of the tokens that are told, each with so many."""
+    first = len(told.made.token_ids) - len(told.piece.token_ids)
+    return bytes((told.made.generation_logits or bytearray())[first * width * FP32_BYTES :])
+
+
+def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]:
+    """The greatest number of rows of so many numbers in FP32, and all parts one after the other with as many."""
+    most = max(map(len, parts))
+    raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(most, b"\0") for part in parts])
+    return most // (width * FP32_BYTES), memoryview(raw).cast("f")
 
 
 def padded(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:

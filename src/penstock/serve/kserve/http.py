@@ -24,7 +24,7 @@ from .generate import from_fields, to_fields
 from .inference import Asked, answers, check_memory
 from .model import VERSION, Answer, Model
 from .registry import Registry
-from .tensors import from_bytes, from_json, to_bytes, to_json
+from .tensors import from_bytes, from_json, in_json, to_bytes
 
 HEADER_LENGTH = "inference-header-content-length"
 COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -101,7 +101,7 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
                 found = answers(registry, model, asked, record_of(request.scope), streamed)
                 async with aclosing(found):
                     async for answer in found:
-                        told = to_fields(model, asked, answer)
+                        told = await to_fields(model, asked, answer)
                         yield event(told) if streamed else msgspec.json.encode(told)
 
             return Reply(model.service, pieces(), SHAPE, streamed)
@@ -177,7 +177,7 @@ class InferReply(Reply):
             found = answers(registry, model, asked, record_of(request.scope), streamed=False)
             async with aclosing(found):
                 async for answer in found:
-                    head, binary = written(model, asked, answer)
+                    head, binary = await written(model, asked, answer)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
@@ -234,7 +234,7 @@ def parse(body: bytes, header_length: str | None) -> Asked:
     return Asked(inputs, found.get("id", ""), outputs, found.get("parameters", {}))
 
 
-def written(model: Model, asked: Asked, answer: Answer) -> tuple[bytes, bytes | None]:
+async def written(model: Model, asked: Asked, answer: Answer) -> tuple[bytes, bytes | None]:
     """The JSON of an answer, and the bytes behind it; None where nothing was wanted so."""
     default, raw = bool(asked.parameters.get("binary_data_output", False)), []
     outputs = []
@@ -244,7 +244,7 @@ def written(model: Model, asked: Asked, answer: Answer) -> tuple[bytes, bytes | 
             raw.append(to_bytes(tensor))
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = to_json(tensor)
+            told["data"] = await in_json(tensor)
         outputs.append(told)
     found: dict[str, Any] = {"id": asked.id} if asked.id else {}
     found |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}

@@ -47,7 +47,7 @@ async def answers(
     priority = asked.parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority < 2**31:
         raise invalid("priority", "must be a whole number from 0 on")
-    call = model.call(record, asked.inputs, streamed, priority)
+    call = model.call(record, asked.inputs, streamed, priority, asked.id)
     with registry.counts.counted(model, record, call):
         async with aclosing(model.answers(call)) as found:
             async for answer in found:

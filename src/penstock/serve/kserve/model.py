@@ -32,6 +32,8 @@ class Call:
     streamed: bool
     """Whether any number of answers is right; otherwise it is one."""
     priority: int = 0
+    id: str = ""
+    """What its client calls it."""
 
     @property
     def rows(self) -> int:
@@ -120,7 +122,9 @@ class Model:
             "parameters": {name: {"string_value": value} for name, value in self.parameters().items()},
         }
 
-    def call(self, record: Record, given: Iterable[Tensor], streamed: bool, priority: int = 0) -> Call:
+    def call(
+        self, record: Record, given: Iterable[Tensor], streamed: bool, priority: int = 0, asked_as: str = ""
+    ) -> Call:
         """A request with these inputs.
 
         Raises ``PenstockError``: ``invalid`` for inputs that are unknown, missing, or of a wrong type or shape,
@@ -131,9 +135,7 @@ class Model:
         batches = set()
         for tensor in given:
             if tensor.name in self.not_yet:
-                if _asks(tensor):
-                    words = f"{tensor.name}: {self.not_yet[tensor.name]}"
-                    raise PenstockError(Code.UNSUPPORTED, words, tensor.name)
+                self.check_not_yet(tensor.name, any(tensor.elements))
                 continue
             if (spec := specs.get(tensor.name)) is None:
                 words = f"unexpected inference input for model '{self.name}'{nearest(tensor.name, specs)}"
@@ -147,7 +149,12 @@ class Model:
         if len(batches) > 1:
             told = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
             raise invalid("shape", f"inputs differ in their batch's dimension: {told}")
-        return Call(record, found, batches.pop() if batches else None, streamed, priority)
+        return Call(record, found, batches.pop() if batches else None, streamed, priority, asked_as)
+
+    def check_not_yet(self, name: str, asked: bool) -> None:
+        """Raise ``PenstockError`` (``unsupported``) where an input that is not there yet is more than zeros."""
+        if asked:
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: {self.not_yet[name]}", name)
 
     def _rows(self, spec: Spec, tensor: Tensor) -> int | None:
         """The batch's dimension of an input; None where there is none."""
@@ -185,11 +192,6 @@ def _in_range(tensor: Tensor) -> Tensor:
         if (most := max(tensor.elements)) > high:
             raise invalid(tensor.name, f"must be at most {high}, is {most}", high)
     return tensor
-
-
-def _asks(tensor: Tensor) -> bool:
-    """Whether it is more than zeros, or nothing."""
-    return any(tensor.elements)
 
 
 def _in_config(spec: Spec) -> str:

@@ -267,7 +267,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def recorded(self, context: Any, method: str, model: str, quiet: bool = False) -> AsyncIterator[Record]:
         """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        record = Record(given if GOOD_ID.fullmatch(given) else uuid4().hex)
+        record = Record(given if GOOD_ID.fullmatch(given) else uuid4().hex, client=context.peer())
         try:
             yield record
         except PenstockError as error:

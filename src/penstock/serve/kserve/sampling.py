@@ -94,6 +94,8 @@ def sampling_of(call: Call, index: int, names: Names, **own: Any) -> SamplingPar
         given["n"] = 1 if returned is None else returned
     if value("return_log_probs"):
         given["logprobs"] = 0
+    for name in ("return_context_logits", "return_generation_logits"):
+        given[name] = bool(value(name))
     end = value("end_id")
     if end is not None:
         given["ignore_eos"] = True

@@ -5,11 +5,14 @@ Source: the protocol's required API and its binary tensor data extension.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from penstock.core.errors import invalid
 
@@ -29,13 +32,15 @@ CODES = {"BOOL": "?", **WHOLE, **REAL}
 """By datatype, how ``struct`` writes an element; those of BYTES have a length of their own."""
 LONGEST_NAME = 100
 """Characters."""
+AT_ONCE = 65_536
+"""Elements that are written into JSON in one go: more would hold up the streams."""
 LENGTH = struct.Struct("<I")
 """Before an element of BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Elements in row order: ``bytes``, ``bool``, ``int`` or ``float``."""
+    """Elements in row order: ``bytes``, ``bool``, ``int`` or ``float``; many of FP32 as a view of their bytes."""
 
     name: str
     datatype: str
@@ -99,6 +104,8 @@ def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> 
 
 def to_bytes(tensor: Tensor) -> bytes:
     """Its elements, little-endian."""
+    if isinstance(tensor.elements, memoryview):
+        return tensor.elements.tobytes()
     if tensor.datatype == BYTES:
         return b"".join([LENGTH.pack(len(element)) + element for element in tensor.elements])
     return struct.pack(f"<{len(tensor.elements)}{CODES[tensor.datatype]}", *tensor.elements)
@@ -111,6 +118,18 @@ def to_json(tensor: Tensor) -> list[Any]:
     if tensor.datatype in REAL:
         return [value if math.isfinite(value) else math.copysign(3.4e38, value) for value in tensor.elements]
     return list(tensor.elements)
+
+
+async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
+    """The same, written already where there are many, with turns for others in between."""
+    if len(tensor.elements) <= AT_ONCE:
+        return to_json(tensor)
+    pieces = []
+    for start in range(0, len(tensor.elements), AT_ONCE):
+        part = replace(tensor, elements=tensor.elements[start : start + AT_ONCE])
+        pieces.append(msgspec.json.encode(to_json(part))[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def text(name: str, element: bytes) -> str:

@@ -50,6 +50,7 @@ class Tokens(Generating):
         Spec("runtime_top_p", FP32, optional=True),
         Spec("len_penalty", FP32, optional=True),
         Spec("streaming", BOOL, optional=True),
+        Spec("stop", BOOL, optional=True),
         Spec("embedding_bias", FP32, (-1,), optional=True),
         *SAMPLING,
     )

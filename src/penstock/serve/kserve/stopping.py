@@ -1,0 +1,55 @@
+"""Requests that end early because their client says so in another one: TensorRT-LLM's input ``stop``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stoppable:
+    """One that runs, in the task it was made in."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._task.cancel()
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """What is within ends where it stands once it is stopped. Being cancelled otherwise is handed on."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            self._task.uncancel()
+
+
+class Running:
+    """Those that run, by their client and what it calls them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[Stoppable]] = {}
+
+    @contextmanager
+    def one(self, client: str, name: str) -> Iterator[Stoppable]:
+        own = Stoppable()
+        others = self._found.setdefault((client, name), [])
+        others.append(own)
+        try:
+            yield own
+        finally:
+            others.remove(own)
+            if not others:
+                del self._found[client, name]
+
+    def stop(self, client: str, name: str) -> None:
+        """End all that are called so; that there is none any more is no matter."""
+        for own in self._found.get((client, name), ()):
+            own.stop()

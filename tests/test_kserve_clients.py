@@ -1,0 +1,258 @@
+"""The calls that TensorRT-LLM's client scripts make: ``end_to_end_grpc_client.py``, ``inflight_batcher_llm_client.py``.
+
+They are NVIDIA's, and users keep them. What is here calls the library in the same order with the same tensors.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from serving import Served
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+PROMPT = "Once upon a time"
+
+
+class UserData:
+    """Where answers arrive."""
+
+    def __init__(self) -> None:
+        self.completed: queue.Queue[Any] = queue.Queue()
+
+
+def callback(user_data: UserData, result: Any, error: Any) -> None:
+    user_data.completed.put(result if error is None else error)
+
+
+def prepare_tensor(name: str, array: np.ndarray) -> triton.InferInput:
+    made = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+    made.set_data_from_numpy(array)
+    return made
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    flags = ("--grpc-port", "0", "--max-beam-width", "4")
+    with Served("--num-gpu-blocks-override", "400", *flags) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(url=served.find(r"gRPC at (\S+)")[1], verbose=False) as client:
+        yield client
+
+
+def completion(served: Served, **fields: Any) -> Any:
+    """What OpenAI's dialect answers."""
+    body = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True} | fields
+    return httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"][0]
+
+
+def found(user_data: UserData) -> Iterator[Any]:
+    """Answers that are there once the stream is closed."""
+    while not user_data.completed.empty():
+        yield user_data.completed.get(block=False)
+
+
+# --- end_to_end_grpc_client.py --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_from_end_to_end(
+    served: Served, client: triton.InferenceServerClient, model: str, streaming: bool
+) -> None:
+    rows = np.array([[PROMPT]]).astype(object)
+    inputs = [
+        prepare_tensor("text_input", rows),
+        prepare_tensor("max_tokens", np.ones_like(rows).astype(np.int32) * 16),
+        prepare_tensor("bad_words", np.array([[""]], dtype=object)),
+        prepare_tensor("stop_words", np.array([[""]], dtype=object)),
+        prepare_tensor("stream", np.array([[streaming]], dtype=bool)),
+        prepare_tensor("beam_width", np.array([[1]], dtype=np.int32)),
+        prepare_tensor("temperature", np.array([[1.0]], dtype=np.float32)),
+        prepare_tensor("repetition_penalty", np.array([[1.0]], dtype=np.float32)),
+        prepare_tensor("return_context_logits", np.array([[False]], dtype=bool)),
+        prepare_tensor("return_generation_logits", np.array([[False]], dtype=bool)),
+    ]
+    user_data = UserData()
+    client.start_stream(callback=partial(callback, user_data))
+    client.async_stream_infer(model, inputs, request_id="1")
+    client.stop_stream()
+    text = ""
+    for result in found(user_data):
+        assert not isinstance(result, InferenceServerException), result
+        output = result.as_numpy("text_output")
+        assert output is not None and result.as_numpy("cum_log_probs") is None
+        text += output[0].decode("utf-8")
+    assert text == ("" if streaming else PROMPT) + completion(served, max_tokens=16)["text"]
+
+
+# --- inflight_batcher_llm_client.py ---------------------------------------------------------------------------------
+
+
+def prepare_inputs(ids: list[int], tokens: int, streaming: bool, **more: np.ndarray) -> list[triton.InferInput]:
+    return [
+        prepare_tensor("input_ids", np.array([ids], dtype=np.int32)),
+        prepare_tensor("input_lengths", np.array([[len(ids)]], dtype=np.int32)),
+        prepare_tensor("request_output_len", np.array([[tokens]], dtype=np.uint32).astype(np.int32)),
+        prepare_tensor("beam_width", np.array([[1]], dtype=np.int32)),
+        prepare_tensor("temperature", np.array([[1.0]], dtype=np.float32)),
+        prepare_tensor("streaming", np.array([[streaming]], dtype=bool)),
+        *[prepare_tensor(name, value) for name, value in more.items()],
+    ]
+
+
+def prepare_stop_signals() -> list[triton.InferInput]:
+    return [
+        prepare_tensor("input_ids", np.zeros([1, 1], dtype=np.int32)),
+        prepare_tensor("input_lengths", np.zeros([1, 1], dtype=np.int32)),
+        prepare_tensor("request_output_len", np.array([[0]], dtype=np.int32)),
+        prepare_tensor("stop", np.array([[True]], dtype=bool)),
+    ]
+
+
+def endless() -> dict[str, np.ndarray]:
+    return {"end_id": np.array([[-1]], dtype=np.int32)}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_tokens_in_flight(served: Served, client: triton.InferenceServerClient, streaming: bool) -> None:
+    expected = completion(served, max_tokens=12)
+    ids = expected["prompt_token_ids"]
+    inputs = prepare_inputs(ids, 12, streaming, return_log_probs=np.array([[True]], dtype=bool))
+    user_data = UserData()
+    if streaming:
+        client.start_stream(callback=partial(callback, user_data))
+        client.async_stream_infer("tensorrt_llm", inputs, request_id="7")
+        client.stop_stream()
+        answers = list(found(user_data))
+    else:
+        client.async_infer(
+            "tensorrt_llm",
+            inputs,
+            request_id="7",
+            callback=partial(callback, user_data),
+            parameters={"Streaming": False},
+        )
+        answers = [user_data.completed.get(timeout=60)]
+    made: list[int] = []
+    for result in answers:
+        assert not isinstance(result, InferenceServerException), result
+        assert result.get_response().id == "7"
+        length = result.as_numpy("sequence_length")[0][0]
+        made += result.as_numpy("output_ids")[0][0][:length].tolist()
+    assert made == ([] if streaming else ids) + expected["token_ids"]
+
+
+@pytest.mark.row("triton", "stop")
+def test_a_stream_is_stopped(served: Served, client: triton.InferenceServerClient) -> None:
+    """By a request of the same id: the answers end where they are, and the last one says so."""
+    ids = completion(served, max_tokens=1)["prompt_token_ids"]
+    user_data, last = UserData(), "triton_final_response"
+    client.start_stream(callback=partial(callback, user_data))
+    client.async_stream_infer("tensorrt_llm", prepare_inputs(ids, 1900, True, **endless()), request_id="11")
+    other = prepare_inputs(ids, 40, True, **endless())
+    client.async_stream_infer("tensorrt_llm", other, request_id="12")
+    answers = [user_data.completed.get(timeout=60)]
+    client.async_stream_infer("tensorrt_llm", prepare_stop_signals(), request_id="11", parameters={"Streaming": True})
+    client.stop_stream()
+    answers += found(user_data)
+    by_id: dict[str, list[Any]] = {"11": [], "12": []}
+    for answer in answers:
+        assert not isinstance(answer, InferenceServerException), answer
+        by_id[answer.get_response().id].append(answer)
+    ends = [answer.get_response().parameters[last].bool_param for answer in by_id["11"]]
+    assert ends == [False] * (len(ends) - 1) + [True]
+    made = {name: sum(int(a.as_numpy("sequence_length")[0][0]) for a in own) for name, own in by_id.items()}
+    assert made["11"] < 1900 and made["12"] == 40, "and others go on"
+
+
+def test_an_answer_is_stopped(served: Served, client: triton.InferenceServerClient) -> None:
+    """Two calls of one connection: the stopped one has what was there, the other nothing."""
+    ids = completion(served, max_tokens=1)["prompt_token_ids"]
+    user_data = UserData()
+    ask: Callable[..., Any] = partial(client.async_infer, "tensorrt_llm", callback=partial(callback, user_data))
+    ask(inputs=prepare_inputs(ids, 1900, False, **endless()), request_id="21")
+    running(served)
+    ask(inputs=prepare_stop_signals(), request_id="21")
+    answers = [user_data.completed.get(timeout=60) for _ in range(2)]
+    lengths = [int(found[0][0]) for a in answers if (found := a.as_numpy("sequence_length")) is not None]
+    assert len(lengths) == 1 and len(ids) < lengths[0] < 1900
+
+
+def test_a_client_cancels(served: Served, client: triton.InferenceServerClient) -> None:
+    ids = completion(served, max_tokens=1)["prompt_token_ids"]
+    user_data = UserData()
+    future = client.async_infer(
+        "tensorrt_llm",
+        prepare_inputs(ids, 1900, False, **endless()),
+        request_id="31",
+        callback=partial(callback, user_data),
+    )
+    running(served)
+    future.cancel()
+    assert user_data.completed.get(timeout=60).status() == "StatusCode.CANCELLED"
+    idle(served)
+
+
+def test_a_stop_that_stops_nothing(served: Served, client: triton.InferenceServerClient) -> None:
+    """The request has ended, is another client's, or cannot be named."""
+    assert client.infer("tensorrt_llm", prepare_stop_signals(), request_id="41").get_response().id == "41"
+    with pytest.raises(InferenceServerException, match="id: is missing, or this is not gRPC"):
+        client.infer("tensorrt_llm", prepare_stop_signals())
+    asked = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1, "stop": True, "id": "41"}
+    answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/generate", json=asked)
+    assert answer.status_code == 400 and re.match("id: is missing", answer.json()["error"])
+    ids = completion(served, max_tokens=1)["prompt_token_ids"]
+    user_data = UserData()
+    client.async_infer(
+        "tensorrt_llm",
+        prepare_inputs(ids, 1900, False, **endless()),
+        request_id="51",
+        callback=partial(callback, user_data),
+    )
+    running(served)
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1], channel_args=own) as other:
+        other.infer("tensorrt_llm", prepare_stop_signals(), request_id="51")
+    assert user_data.completed.get(timeout=60).as_numpy("sequence_length")[0][0] == len(ids) + 1900
+
+
+def test_beams_up_to_what_the_server_takes(served: Served, client: triton.InferenceServerClient) -> None:
+    ids = completion(served, max_tokens=1)["prompt_token_ids"]
+    inputs = prepare_inputs(ids, 5, False)
+    inputs[3] = prepare_tensor("beam_width", np.array([[4]], dtype=np.int32))
+    assert client.infer("tensorrt_llm", inputs).as_numpy("output_ids").shape[:2] == (1, 4)
+    inputs[3] = prepare_tensor("beam_width", np.array([[5]], dtype=np.int32))
+    with pytest.raises(InferenceServerException, match=r"beam_width: must be at most 4, is 5 \(max_beam_width\)"):
+        client.infer("tensorrt_llm", inputs)
+
+
+def running(served: Served) -> None:
+    """Wait until a request runs."""
+    _until(served, lambda value: value > 0)
+
+
+def idle(served: Served) -> None:
+    _until(served, lambda value: value == 0)
+
+
+def _until(served: Served, true: Callable[[float], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        page = httpx.get(f"{served.root}/metrics").text
+        (value,) = re.findall(r"^penstock:num_requests_open\S* (\S+)$", page, flags=re.M)
+        if true(float(value)):
+            return
+        assert time.monotonic() < deadline, page

@@ -1,0 +1,312 @@
+"""What the document on Triton and TensorRT-LLM prints, run as it is printed.
+
+Only paths, hosts, ports and the number of devices are others: ``/workspace`` is a folder of the test's, laid out as the
+document has it, with the model in the box under the name of the document's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from serving import Served
+from triton_templates import write_templates
+
+from penstock import demo
+
+ROOT = Path(__file__).parents[1]
+CONVERT = """
+python convert_checkpoint.py --model_dir /workspace/models/Qwen1.5-14B-Chat \\
+--output_dir /workspace/models/Qwen1.5-14B-Chat-1tp-bf16-trt \\
+--dtype bfloat16 \\
+--tp_size 1
+"""
+BUILD = """
+trtllm-build --checkpoint_dir /workspace/models/Qwen1.5-14B-Chat-1tp-bf16-trt \\
+--output_dir /workspace/models/Qwen1.5-14B-Chat-1tp-bf16-trt-engine-2 \\
+--gpt_attention_plugin bfloat16 \\
+--gemm_plugin bfloat16 \\
+--max_num_tokens 10000 \\
+--use_custom_all_reduce enable \\
+--paged_kv_cache enable \\
+--workers 1 \\
+--use_paged_context_fmha enable \\
+--multiple_profiles enable \\
+--max_input_len 1024 \\
+--max_output_len 1024 \\
+--max_batch_size 256
+"""
+QUANTIZE = """
+cd /workspace/TensorRT-LLM/examples/quantization/
+python quantize.py --model_dir /workspace/models/Qwen1.5-14B-Chat \\
+--dtype bfloat16 \\
+--qformat fp8 \\
+--kv_cache_dtype fp8 \\
+--output_dir /workspace/models/Qwen1.5-14B-Chat-1tp-fp8-kvfp8 \\
+--calib_size 512 \\
+--calib_dataset /workspace/datas
+"""
+BUILD_QUANTIZED = """
+trtllm-build --checkpoint_dir /workspace/models/Qwen1.5-14B-Chat-1tp-fp8-kvfp8 \\
+--output_dir /workspace/models/Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2 \\
+--gemm_plugin disable \\
+--max_num_tokens 10000 \\
+--use_custom_all_reduce enable \\
+--paged_kv_cache enable \\
+--workers 1 \\
+--use_paged_context_fmha enable \\
+--multiple_profiles enable \\
+--max_input_len 1024 \\
+--max_output_len 1024 \\
+--max_batch_size 256
+"""
+FILL = """
+# 指定Tokenizer文件路径
+export HF_LLAMA_MODEL=/workspace/models/Qwen1.5-14B-Chat
+# 指定模型TensorRT引擎路径
+export ENGINE_PATH=/workspace/models/Qwen1.5-14B-Chat-1tp-bf16-trt-engine-2
+# 指定模型部署配置文件路径
+export TEMPLATE_PATH=/workspace/models/qwen2-14b-trt-engine-h20-1tp
+cd /workspace/tensorrtllm_backend
+
+# 修改配置文件
+python3 tools/fill_template.py -i ${TEMPLATE_PATH}/preprocessing/config.pbtxt \\
+tokenizer_dir:${HF_LLAMA_MODEL},triton_max_batch_size:256,preprocessing_instance_count:1
+
+python3 tools/fill_template.py -i ${TEMPLATE_PATH}/postprocessing/config.pbtxt \\
+tokenizer_dir:${HF_LLAMA_MODEL},triton_max_batch_size:256,postprocessing_instance_count:1
+
+python3 tools/fill_template.py -i ${TEMPLATE_PATH}/tensorrt_llm_bls/config.pbtxt \\
+triton_max_batch_size:256,decoupled_mode:False,bls_instance_count:1,accumulate_tokens:False
+
+python3 tools/fill_template.py -i ${TEMPLATE_PATH}/ensemble/config.pbtxt \\
+triton_max_batch_size:256
+
+python3 tools/fill_template.py -i ${TEMPLATE_PATH}/tensorrt_llm/config.pbtxt \\
+triton_backend:tensorrtllm,triton_max_batch_size:256,decoupled_mode:True,\\
+max_beam_width:1,engine_dir:${ENGINE_PATH},\\
+kv_cache_free_gpu_mem_fraction:0.95,\\
+exclude_input_in_output:True,\\
+batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:0,\\
+enable_chunked_context:True,batch_scheduler_policy:max_utilization
+
+# 查看一些关键配置文件是否修改成功。
+echo ${TEMPLATE_PATH}
+cat ${TEMPLATE_PATH}/tensorrt_llm/config.pbtxt | grep -C 5 "kv_cache_free_gpu_mem_fraction"
+cat ${TEMPLATE_PATH}/tensorrt_llm/config.pbtxt | grep -C 5 "inflight_fused_batching"
+cat ${TEMPLATE_PATH}/tensorrt_llm/config.pbtxt | grep -C 5 "batch_scheduler_policy"
+cat ${TEMPLATE_PATH}/tensorrt_llm/config.pbtxt | grep -C 5 "enable_chunked_context"
+"""
+SERVE = """
+exec tritonserver --model-repository /workspace/models/qwen2-14b-trt-engine-h20-1tp \\
+--log-info true \\
+--log-verbose 4"""
+LAUNCH = """
+cd /workspace/tensorrtllm_backend
+exec python3 scripts/launch_triton_server.py --world_size=1 \\
+--tritonserver=/opt/tritonserver/bin/tritonserver --log --log-file=triton.log \\
+--model_repo=/workspace/models/qwen2-14b-trt-engine-h20-1tp --tensorrt_llm_model_name=tensorrt_llm"""
+ANYWHERE = ' --grpc-port 0 --metrics-port 0 "$@"'
+SMALL = {"PENSTOCK_NUM_GPU_BLOCKS_OVERRIDE": "200"}
+"""In place of 95 % of the machine's free memory."""
+GENERATE = """
+curl -X POST HOST/v2/models/ensemble/generate -d \\
+'{"text_input": "如何保持正能量?","parameters": {"max_tokens": 100,"bad_words":[""],"stop_words":[""]}}'
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the package's commands on the path, and the scripts where the document calls them."""
+    folder = tmp_path_factory.mktemp("workspace")
+    for name in ("tensorrtllm_backend", "TensorRT-LLM"):
+        shutil.copytree(ROOT / "deploy" / name, folder / name)
+    (folder / "models").mkdir()
+    (folder / "models" / "Qwen1.5-14B-Chat").symlink_to(demo.CHAT)
+    write_templates(folder / "models" / "qwen2-14b-trt-engine-h20-1tp")
+    (folder / "bin").mkdir()
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    lines = {name: f'-c "from {where[0]} import {where[1]} as main; raise SystemExit(main())"' for name, where in
+             ((name, where.split(":")) for name, where in scripts.items())}  # fmt: skip
+    for name, call in {**lines, "python": "", "python3": ""}.items():
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {call} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+def environment(workspace: Path) -> dict[str, str]:
+    return {**os.environ, **SMALL, "PATH": f"{workspace / 'bin'}:{os.environ['PATH']}"}
+
+
+def bash(workspace: Path, text: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", text.replace("/workspace", str(workspace))]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(workspace), cwd=workspace)
+
+
+@pytest.fixture(scope="module")
+def repository(workspace: Path) -> str:
+    """What the document's commands make; the answer of the last ones."""
+    said = bash(workspace, f"set -e; cd /workspace/TensorRT-LLM/examples/qwen; {CONVERT}")
+    assert said.returncode == 0, said.stderr
+    said = bash(workspace, f"set -e; {BUILD}")
+    assert said.returncode == 0, said.stderr
+    said = bash(workspace, f"set -e; {FILL}")
+    assert said.returncode == 0 and not said.stderr, said.stderr
+    return said.stdout
+
+
+def served_by(workspace: Path, text: str) -> Served:
+    command = ("bash", "-c", text.replace("/workspace", str(workspace)) + ANYWHERE, "bash")
+    return Served(command=command, environment=environment(workspace))
+
+
+@pytest.fixture(scope="module")
+def served(workspace: Path, repository: str) -> Iterator[Served]:
+    with served_by(workspace, SERVE) as served:
+        yield served
+
+
+def test_the_folders_are_as_documented(workspace: Path, repository: str) -> None:
+    found = {}
+    for name in ("Qwen1.5-14B-Chat-1tp-bf16-trt", "Qwen1.5-14B-Chat-1tp-bf16-trt-engine-2"):
+        found[name] = json.loads((workspace / "models" / name / "config.json").read_text())
+    checkpoint, engine = found.values()
+    assert checkpoint.items() >= {"dtype": "bfloat16", "logits_dtype": "float32", "hidden_act": "silu"}.items()
+    assert engine["pretrained_config"] == checkpoint
+    limits = {"max_input_len": 1024, "max_output_len": 1024, "max_batch_size": 256, "max_num_tokens": 10000}
+    assert engine["build_config"].items() >= limits.items()
+    plugins = {"gpt_attention_plugin": "bfloat16", "gemm_plugin": "bfloat16", "multiple_profiles": "enable"}
+    assert engine["build_config"]["plugin_config"].items() >= plugins.items()
+
+
+@pytest.mark.row("triton", "kv_cache_free_gpu_mem_fraction", "batching_strategy", "batch_scheduler_policy")
+@pytest.mark.row("triton", "enable_chunked_context")
+def test_the_files_are_filled(repository: str) -> None:
+    where, *lines = repository.splitlines()
+    assert where.endswith("/models/qwen2-14b-trt-engine-h20-1tp")
+    for name, value in {
+        "kv_cache_free_gpu_mem_fraction": "0.95",
+        "gpt_model_type": "inflight_fused_batching",
+        "batch_scheduler_policy": "max_utilization",
+        "enable_chunked_context": "True",
+    }.items():
+        line = f'parameters: {{ key: "{name}" value: {{ string_value: "{value}" }} }}'
+        assert line in lines
+
+
+def test_fp8_is_refused_by_name_and_eight_bits_are_there(workspace: Path) -> None:
+    """The machine has none, and neither do the kernels: the command says what comes nearest, and that works."""
+    said = bash(workspace, QUANTIZE)
+    assert said.returncode == 2
+    assert "--qformat: 'fp8' is not there" in said.stderr and "int8_sq" in said.stderr
+    eight = QUANTIZE.replace("--qformat fp8", "--qformat int8_sq")
+    said = bash(workspace, eight)
+    assert said.returncode == 2 and "--kv_cache_dtype: 'fp8' is not there, only int8" in said.stderr
+    said = bash(workspace, eight.replace("--kv_cache_dtype fp8", "--kv_cache_dtype int8") + BUILD_QUANTIZED)
+    assert said.returncode == 0, said.stderr
+    engine = workspace / "models" / "Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2" / "config.json"
+    found = json.loads(engine.read_text())["pretrained_config"]["quantization"]
+    assert found == {"quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN", "kv_cache_quant_algo": "INT8"}
+
+
+def test_several_devices_are_refused_by_name(workspace: Path, repository: str) -> None:
+    two = CONVERT.replace("--tp_size 1", "--tp_size 2").replace("1tp", "2tp")
+    said = bash(workspace, f"cd /workspace/TensorRT-LLM/examples/qwen; {two}")
+    assert said.returncode == 2 and "--tp_size: '2' is wrong: a model runs on one device here" in said.stderr
+    said = bash(workspace, LAUNCH.replace("--world_size=1", "--world_size=2"))
+    assert said.returncode == 2 and "--world_size: '2' is wrong: a model runs on one device here" in said.stderr
+
+
+def curl(served: Served, text: str) -> str:
+    return subprocess.run(["bash", "-c", text.replace("HOST", served.root)], capture_output=True, text=True).stdout
+
+
+def test_a_request_is_answered(served: Served) -> None:
+    found = json.loads(curl(served, GENERATE))
+    expected = {"model_name": "ensemble", "model_version": "1", "sequence_id": 0}
+    expected |= {"sequence_start": False, "sequence_end": False}
+    assert found.items() >= expected.items()
+    assert found["text_output"] and "如何" not in found["text_output"]  # exclude_input_in_output:True
+
+
+def test_a_stream_is_answered(served: Served) -> None:
+    whole = json.loads(curl(served, GENERATE))["text_output"]
+    asked = GENERATE.replace("ensemble/generate", "ensemble/generate_stream").replace("100,", '100,"stream": true,')
+    events = curl(served, asked.replace("curl", "curl -N")).split("\n\n")
+    assert events.pop() == "" and len(events) > 3
+    pieces = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(piece["text_output"] for piece in pieces) == whole
+    assert {piece["model_name"] for piece in pieces} == {"ensemble"}
+
+
+FIELDS: dict[str, Any] = {
+    "text_input": "如何保持正能量?",
+    "max_tokens": 20,
+    "stop_words": ["。"],
+    "return_log_probs": True,
+    "top_k": 5,
+    "top_p": 0.9,
+    "temperature": 0.7,
+}
+
+
+def test_every_parameter_of_the_document_is_taken(served: Served) -> None:
+    found = json.loads(curl(served, f"curl -X POST HOST/v2/models/ensemble/generate -d '{json.dumps(FIELDS)}'"))
+    assert found["cum_log_probs"] < 0 and sum(np.atleast_1d(found["output_log_probs"])) == pytest.approx(
+        found["cum_log_probs"], rel=1e-5
+    )
+    assert "。" not in found["text_output"]
+
+
+def test_the_other_paths_answer(served: Served) -> None:
+    metadata = json.loads(curl(served, "curl HOST/v2/models/ensemble"))
+    assert {"name", "versions", "platform", "inputs", "outputs"} == metadata.keys()
+    config = json.loads(curl(served, "curl HOST/v2/models/tensorrt_llm/config"))
+    assert config["model_transaction_policy"] == {"decoupled": True} and config["backend"] == "tensorrtllm"
+    metrics = served.find(r"health and metrics at (\S+)")[1]
+    assert "nv_inference_request_success" in curl(served, f"curl {metrics}/metrics")
+
+
+def test_the_client_script_s_calls_are_answered(served: Served) -> None:
+    """As ``end_to_end_grpc_client.py`` makes them; more of them are in ``test_kserve_clients.py``."""
+    answers: list[Any] = []
+    with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as client:
+        client.start_stream(callback=lambda result, error: answers.append(error or result))
+        inputs = []
+        for name, kind, value in (
+            ("text_input", "BYTES", np.array([["如何保持正能量?".encode()]], object)),
+            ("max_tokens", "INT32", np.array([[100]], np.int32)),
+            ("stream", "BOOL", np.array([[True]])),
+        ):
+            inputs.append(triton.InferInput(name, [1, 1], kind).set_data_from_numpy(value))
+        client.async_stream_infer("ensemble", inputs, request_id="1")
+        client.stop_stream()
+    text = "".join(answer.as_numpy("text_output")[0].decode() for answer in answers)
+    assert text == json.loads(curl(served, GENERATE))["text_output"]
+
+
+@pytest.mark.row("triton", "--world_size", "--tritonserver", "--log", "--log-file", "--model_repo")
+def test_the_launcher_starts_the_same(workspace: Path, served: Served) -> None:
+    with served_by(workspace, LAUNCH) as launched:
+        for name in ("--tritonserver", "--log", "--log_file"):
+            launched.find(rf"{name} has no meaning here and is ignored")
+        assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
+
+
+def test_help_lists_the_flags(workspace: Path) -> None:
+    for command in ("tritonserver --help", "python3 /workspace/tensorrtllm_backend/scripts/launch_triton_server.py -h"):
+        said = bash(workspace, command)
+        assert said.returncode == 0
+        for flag in ("--model-repository", "--log-verbose", "--world_size", "--multi-model"):
+            assert re.search(rf"{flag}\b", said.stdout), flag

@@ -1,0 +1,152 @@
+"""TensorRT-LLM's commands before serving: what they note, what they refuse, and that a server keeps to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_triton_profile import config, filled
+from triton_templates import write_templates
+
+from penstock import demo
+
+COMMANDS = {"convert_checkpoint.py": "convert_checkpoint", "quantize.py": "quantize", "trtllm-build": "build"}
+
+
+def run(command: str, **flags: Any) -> subprocess.CompletedProcess[str]:
+    """A flag that is true stands without a value."""
+    code = f"from penstock.cli.trtllm import {COMMANDS[command]} as main; raise SystemExit(main())"
+    words = [word for name, value in flags.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+
+
+def made(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]:
+    """The ``config.json`` that it writes, and what it says to standard error."""
+    said = run(command, output_dir=folder, **flags)
+    assert said.returncode == 0, said.stderr
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    return json.loads((folder / "config.json").read_text()), said.stderr
+
+
+@pytest.mark.row("triton", "convert_checkpoint.py --model_dir --output_dir", "--dtype")
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_a_checkpoint_is_named(tmp_path: Path, dtype: str) -> None:
+    found, _ = made("convert_checkpoint.py", tmp_path / "new" / "checkpoint", model_dir=demo.CHAT, dtype=dtype)
+    known = json.loads((demo.CHAT / "config.json").read_text())
+    assert "holds no weights" in found["about"] and found["checkpoint"] == str(demo.CHAT)
+    assert (found["architecture"], found["dtype"]) == ("Qwen3ForCausalLM", dtype)
+    assert found["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
+    assert found["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": None}
+    assert found["num_hidden_layers"] == known["num_hidden_layers"] and found["vocab_size"] == known["vocab_size"]
+
+
+@pytest.mark.row("triton", "quantize.py --model_dir --output_dir", "--qformat", "--kv_cache_dtype")
+@pytest.mark.row("triton", "--calib_size", "--calib_dataset")
+@pytest.mark.parametrize(
+    ("qformat", "algorithm", "quantization"),
+    [
+        ("full_prec", None, "none"),
+        ("int8_wo", "W8A16", "wint8"),
+        ("int4_wo", "W4A16", "wint4"),
+        ("int8_sq", "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN", "w8a8"),
+    ],
+)
+def test_formats_are_those_of_the_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, qformat: str, algorithm: str | None, quantization: str
+) -> None:
+    calibration = {"calib_size": 512, "calib_dataset": "/workspace/datas"}
+    flags = {"model_dir": demo.CHAT, "qformat": qformat, "kv_cache_dtype": "int8", "dtype": "float32", **calibration}
+    found, said = made("quantize.py", tmp_path / "checkpoint", **flags)
+    assert found["quantization"] == {"quant_algo": algorithm, "kv_cache_quant_algo": "INT8"}
+    for name in calibration:
+        assert f"--{name} has no meaning here and is ignored" in said
+    made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint")
+    repository = filled(write_templates(tmp_path / "models"), tmp_path / "engine")
+    settings = config(capsys, "--model-repository", str(repository))
+    expected = {"model": str(demo.CHAT), "quantization": quantization, "kv_cache_dtype": "int8", "dtype": "float32"}
+    assert settings.items() >= expected.items()
+
+
+LIMITS = {
+    "max_batch_size": ("max_num_seqs", 7),
+    "max_num_tokens": ("max_num_batched_tokens", 300),
+    "max_input_len": ("max_prompt_len", 100),
+    "max_seq_len": ("max_model_len", 500),
+    "max_beam_width": ("max_beam_width", 3),
+}
+
+
+@pytest.mark.row("triton", "trtllm-build --checkpoint_dir --output_dir", "--max_batch_size", "--max_num_tokens")
+@pytest.mark.row("triton", "--max_input_len", "--max_output_len", "--max_seq_len", "--max_beam_width", "engine_dir")
+def test_limits_act(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made("convert_checkpoint.py", tmp_path / "checkpoint", model_dir=demo.CHAT)
+    given = {name: value for name, (_, value) in LIMITS.items()}
+    found, _ = made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", **given)
+    assert found["build_config"].items() >= given.items()
+    assert found["pretrained_config"]["checkpoint"] == str(demo.CHAT)
+    repository = filled(write_templates(tmp_path / "a"), tmp_path / "engine", triton_max_batch_size="7")
+    text = (repository / "tensorrt_llm" / "config.pbtxt").read_text()
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # of max_beam_width
+    settings = config(capsys, "--model-repository", str(repository))
+    assert {ours: settings[ours] for ours, _ in LIMITS.values()} == dict(LIMITS.values())
+    both = {"max_input_len": 60, "max_output_len": 40}
+    made("trtllm-build", tmp_path / "other", checkpoint_dir=tmp_path / "checkpoint", **both)
+    repository = filled(write_templates(tmp_path / "b"), tmp_path / "other")
+    assert config(capsys, "--model-repository", str(repository))["max_model_len"] == 100
+
+
+SWITCHES = {
+    **{"gpt_attention_plugin": "bfloat16", "gemm_plugin": "disable", "context_fmha": "enable", "workers": "2"},
+    **{"use_custom_all_reduce": "enable", "reduce_fusion": "enable", "use_paged_context_fmha": "enable"},
+    **{"multiple_profiles": "enable", "gather_all_token_logits": True},
+}
+
+
+@pytest.mark.row("triton", "--gpt_attention_plugin", "--gemm_plugin", "--context_fmha", "--use_custom_all_reduce")
+@pytest.mark.row("triton", "--reduce_fusion", "--use_paged_context_fmha", "--multiple_profiles", "--workers")
+@pytest.mark.row("triton", "--gather_all_token_logits", "--gather_context_logits", "--gather_generation_logits")
+def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
+    made("convert_checkpoint.py", tmp_path / "checkpoint", model_dir=demo.CHAT)
+    found, said = made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", **SWITCHES)
+    assert found["build_config"]["plugin_config"] == SWITCHES
+    for name in SWITCHES:
+        assert f"--{name} has no meaning here and is ignored: " in said
+    flags = {"gather_context_logits": True, "gather_generation_logits": True}
+    _, said = made("trtllm-build", tmp_path / "other", checkpoint_dir=tmp_path / "checkpoint", **flags)
+    assert said.count("each request says whether it wants them") == 2
+
+
+@pytest.mark.row("triton", "--tp_size", "--pp_size", "--paged_kv_cache", "--use_fp8_context_fmha")
+@pytest.mark.parametrize(
+    ("command", "flags", "words"),
+    [
+        ("convert_checkpoint.py", {"tp_size": 2}, "--tp_size: '2' is wrong: a model runs on one device here"),
+        ("convert_checkpoint.py", {"pp_size": 4}, "--pp_size: '4' is wrong: a model runs on one device here"),
+        ("convert_checkpoint.py", {"dtype": "fp8"}, "--dtype: 'fp8' is none of auto, float32, float16, bfloat16"),
+        ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere holds no checkpoint"),
+        ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
+        ("quantize.py", {"qformat": "fp8"}, "--qformat: 'fp8' is not there"),
+        ("quantize.py", {"qformat": "int4_awq"}, "int4_wo keeps weights in 4 bits"),
+        ("quantize.py", {"qformat": "int8_w0"}, "did you mean int8_wo?"),
+        ("quantize.py", {"kv_cache_dtype": "fp8"}, "--kv_cache_dtype: 'fp8' is not there, only int8"),
+        ("quantize.py", {"tp_size": 2}, "--tp_size: '2' is wrong"),
+        ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache always has pages"),
+        ("trtllm-build", {"use_fp8_context_fmha": "enable"}, "there is no FP8 here"),
+        ("trtllm-build", {"max_batch_size": 0}, "--max_batch_size: must be at least 1, is 0"),
+        ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "is none that convert_checkpoint.py or quantize.py"),
+        ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
+        ("trtllm-build", {"output_dir": demo.CHAT}, "already; name a folder that is empty or new"),
+    ],
+)
+def test_what_cannot_be_is_named(tmp_path: Path, command: str, flags: dict[str, Any], words: str) -> None:
+    needed: dict[str, Any] = {"model_dir": demo.CHAT}
+    if command == "trtllm-build":
+        made("convert_checkpoint.py", tmp_path / "checkpoint", model_dir=demo.CHAT)
+        needed = {"checkpoint_dir": tmp_path / "checkpoint"}
+    said = run(command, **{"output_dir": tmp_path / "new", **needed, **flags})
+    assert said.returncode == 2 and words in said.stderr, said.stderr
+    assert said.stderr.startswith(f"{command}: ") and not (tmp_path / "new").exists()
