@@ -61,7 +61,8 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     service = Service(gateway, options, start.names, Metrics(start.names[0], profile.metrics if profile else None))
     models = kserve.registry_of(service, paddlenlp.OverGrpc(service))
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
-    state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
+    only_state = listeners if options.port < 0 else listeners[1:]
+    state_ports = frozenset(listener.getsockname()[1] for listener in only_state)
     server = Server(
         uvicorn.Config(
             build(service, models, state_ports),
