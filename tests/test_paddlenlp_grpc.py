@@ -49,6 +49,7 @@ def told(client: triton.InferenceServerClient, content: bytes) -> list[dict[str,
         client.stop_stream()
 
 
+@pytest.mark.row("paddlenlp", "model", "IN", "OUT")
 def test_pieces_are_those_of_http(served: Served, client: triton.InferenceServerClient) -> None:
     pieces = told(client, json.dumps([ASKED | {"req_id": "a", "return_usage": True}]).encode())
     assert [piece["send_idx"] for piece in pieces] == list(range(len(pieces)))
@@ -58,6 +59,17 @@ def test_pieces_are_those_of_http(served: Served, client: triton.InferenceServer
     whole = requests.post(f"{served.url}/completions", json=ASKED | {"return_usage": True}, timeout=60).json()
     assert "".join(piece["token"] for piece in pieces) == whole["result"]
     assert pieces[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.row("paddlenlp", "stream")
+def test_stream_means_nothing_and_what_paddlenlp_s_client_sends_is_taken(client: triton.InferenceServerClient) -> None:
+    theirs = {
+        "max_dec_len": 12, "min_dec_len": 1, "topp": 0.0, "temperature": 0.95, "frequency_score": 0.0,
+        "penalty_score": 1.0, "presence_score": 0.0, "req_id": "theirs", "response_timeout": 120, "text": ASKED["text"],
+    }  # fmt: skip
+    pieces = told(client, json.dumps([theirs | {"stream": False}]).encode())
+    assert len(pieces) > 1 and pieces == told(client, json.dumps([theirs | {"stream": True}]).encode())
+    assert [p["token"] for p in pieces] == [p["token"] for p in told(client, json.dumps([ASKED]).encode())]
 
 
 def test_whoever_asks_for_one_answer_gets_it_whole(client: triton.InferenceServerClient) -> None:

@@ -217,7 +217,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, option("System whose names of settings, values by default and ports are taken, too (docs/dialects).")
     ] = ""
     host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
-    port: Annotated[int, option("TCP port; 0 takes any that is free.", ge=0, le=65535)] = 8000
+    port: Annotated[
+        int, option("TCP port for HTTP; -1 is none where there is gRPC, 0 any that is free.", ge=-1, le=65535)
+    ] = 8000
     health_port: Annotated[
         int, option("TCP port that answers health checks only; -1 is none, 0 any that is free.", ge=-1, le=65535)
     ] = -1
@@ -286,6 +288,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool, option("Let clients load adapters from any folder of the server, and unload them.")
     ] = False
     allowed_origins: Annotated[tuple[str, ...], option("Origins of web pages that may ask; * is any.")] = ("*",)
+
+    def __post_init__(self) -> None:
+        if self.port < 0 and self.grpc_port < 0:
+            raise invalid("port", "is -1, which turns HTTP off, and no grpc_port is given: nothing would be served")
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):

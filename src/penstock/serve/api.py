@@ -51,7 +51,8 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
     keeper = Keeper(services, report)
     models = kserve.Registry(services, keeper, [paddlenlp.OverGrpc(services)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
-    state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
+    only_state = listeners if options.port < 0 else listeners[1:]
+    state_ports = frozenset(listener.getsockname()[1] for listener in only_state)
     server = Server(
         uvicorn.Config(
             build(services, models, state_ports),

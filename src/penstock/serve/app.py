@@ -57,11 +57,11 @@ def build(services: Services, models: kserve.Registry, state_ports: frozenset[in
 
     async def no_key(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NO_KEY
-        await refuse(send, NO_KEY, shapes.of(scope).error)
+        await refuse(send, NO_KEY, shapes.of(scope))
 
     async def not_here(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NOT_HERE
-        await refuse(send, NOT_HERE, shapes.of(scope).error)
+        await refuse(send, NOT_HERE, shapes.of(scope))
 
     for kind in (PenstockError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
@@ -123,7 +123,7 @@ class _Refused(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).failure = self._failure
-        await refuse(send, self._failure, self._shapes.of(scope).error, self._status, self._more)
+        await refuse(send, self._failure, self._shapes.of(scope), self._status, self._more)
 
 
 def _told(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:

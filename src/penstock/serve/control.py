@@ -46,7 +46,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     configuration: Configuration
     sockets: tuple[int, ...]
-    """File descriptors to accept connections on: the first for everything, others for how the server is doing."""
+    """File descriptors to accept connections on: the first for everything, unless HTTP is off, others for how the
+    server is doing."""
     grpc_address: str = ""
     """Host and port for gRPC, which the supervisor keeps free; nothing for none."""
 

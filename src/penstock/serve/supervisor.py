@@ -113,11 +113,13 @@ class Supervisor:
                 facts = facts or {"kv_blocks": ready.blocks, "kernels": ready.fingerprint}
         await self._workers.met()
         facts = {"seconds": time.monotonic() - self._begun, **facts}
-        url, *others = [url_of(self._configuration.server, listener) for listener in listeners]
+        options = self._configuration.server
+        urls = [url_of(options, listener) for listener in listeners]
+        where = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
         names = ", ".join(name for model in self._engines.serving for name in model.names) or "no model"
-        logger.info("ready: %s at %s/v1", names, url, extra={"facts": facts})
-        for other in others:
-            logger.info("health and metrics at %s", other)
+        logger.info("ready: %s %s", names, where, extra={"facts": facts})
+        for url in urls:
+            logger.info("health and metrics at %s", url)
         if self._grpc_address:
             logger.info("gRPC at %s", self._grpc_address)
         await self._engines.lost.wait()
@@ -145,7 +147,7 @@ class Supervisor:
 @contextlib.contextmanager
 def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
     """Sockets that accept connections, so that none is refused while API processes start, or start again: the first for
-    everything, others for how the server is doing.
+    everything, unless HTTP is off, others for how the server is doing.
 
     Raises ``PenstockError`` (``invalid``) where an address cannot be had.
     """

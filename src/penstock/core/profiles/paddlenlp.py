@@ -66,9 +66,8 @@ def _port(text: str) -> int:
 
 
 def _http_port(text: str) -> int:
-    if text == "-1":
-        raise ValueError("this turns HTTP off, which cannot be done here yet")
-    return _port(text)
+    """-1 turns HTTP off."""
+    return -1 if text == "-1" else _port(text)
 
 
 def _elsewhere(read: Callable[[str], object] = str) -> Alias:

@@ -49,7 +49,7 @@ PROFILE = Profile(
     flags={
         "http_port": Alias("port"),
         "http_address": Alias("host"),
-        "allow_http": only("true", "gRPC alone is not served"),
+        "allow_http": Alias(read=off("port")),
         "grpc_port": Alias("grpc_port"),
         "grpc_address": ignored("gRPC listens where HTTP does (--host)"),
         "allow_grpc": Alias(read=off("grpc_port")),
