@@ -273,6 +273,89 @@ def test_a_server_may_begin_with_nothing(tmp_path: Path) -> None:
         httpx.post(f"{served.root}/v1/completions", json=asked).raise_for_status()
 
 
+def parameters(**values: str) -> str:
+    return " ".join(f'parameters {{ key: "{key}" value {{ string_value: "{v}" }} }}' for key, v in values.items())
+
+
+def steps(*models: str) -> str:
+    each = " ".join(f'step [ {{ model_name: "{model}" model_version: -1 }} ]' for model in models)
+    return f'platform: "ensemble" ensemble_scheduling {{ {each} }}'
+
+
+@pytest.fixture
+def two_engines(tmp_path: Path) -> Path:
+    """A repository for ``--multi-model``: TensorRT-LLM's five models, and copies of three over another engine."""
+    tokenizer = parameters(tokenizer_dir=str(demo.CHAT))
+    engine = 'backend: "tensorrtllm" model_transaction_policy { decoupled: true } max_batch_size: 8 '
+    files = {
+        "preprocessing": tokenizer,
+        "postprocessing": tokenizer,
+        "tensorrt_llm": engine + parameters(gpt_model_path=str(demo.CHAT), kv_cache_free_gpu_mem_fraction="0.2"),
+        "ensemble": steps("preprocessing", "tensorrt_llm", "postprocessing"),
+        "tensorrt_llm_bls": "",
+        "small": engine + parameters(gpt_model_path=str(demo.DRAFT), kv_cache_free_gpu_mem_fraction="0.1"),
+        "small_ensemble": steps("preprocessing", "small", "postprocessing"),
+        "small_bls": parameters(tensorrt_llm_model_name="small", accumulate_tokens="false"),
+    }
+    for name, text in files.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(f'name: "{name}" {text}')
+    return tmp_path
+
+
+@pytest.mark.row("triton", "--multi-model", "--tensorrt_llm_model_name", "--load-model", "--model-control-mode none")
+def test_a_repository_may_have_several_engines(two_engines: Path, alone: dict[str, str]) -> None:
+    """TensorRT-LLM calls this the orchestrator mode: a front process, and workers for each model."""
+    launched = ["--multi-model", "--tensorrt_llm_model_name=tensorrt_llm,small", "--model_repo", str(two_engines)]
+    control = ["--model-control-mode=explicit", "--load-model=ensemble", "--load-model", "small_ensemble"]
+    ports = ["--grpc-port", "0", "--metrics-port", "0", *BLOCKS]
+    with Served("--compat", "triton", *launched, *control, *ports) as served:
+        address = served.find(r"gRPC at (\S+)")[1]
+        with triton.InferenceServerClient(address) as repository, httpx.Client(base_url=served.root) as http:
+            names = KSERVE | {"small", "small_ensemble", "small_bls", "model"}
+            assert states(repository) == dict.fromkeys(names, "READY")
+            fields = {"text_input": PROMPT, "max_tokens": TOKENS, "exclude_input_in_output": True}
+            over = {"ensemble": "penstock-demo", "tensorrt_llm_bls": "penstock-demo"}
+            over |= {"small_ensemble": "small", "small_bls": "small"}
+            for name, wanted in over.items():
+                answer = http.post(f"/v2/models/{name}/generate", json=fields, timeout=60).json()
+                assert answer["text_output"] == alone[wanted] and answer["model_name"] == name
+            repository.unload_model("small")
+            gone = dict.fromkeys(("small", "small_ensemble", "small_bls"), "UNAVAILABLE")
+            assert states(repository) == dict.fromkeys(names, "READY") | gone
+            repository.load_model("small_bls")
+            assert states(repository) == dict.fromkeys(names, "READY")
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "words"),
+    [
+        ({}, ["--tensorrt_llm_model_name=small,large"], "has no engine 'large'; it has small, tensorrt_llm"),
+        ({"small_bls": parameters(tensorrt_llm_model_name="smal")}, [], "is over smal, and the engines are"),
+        ({"mine": ""}, [], "the model 'mine' is none of TensorRT-LLM's"),
+        ({"small": 'backend: "tensorrtllm"'}, [], "does not say where its engine is"),
+        ({}, ["--load-model=small"], "goes with --model-control-mode explicit"),
+    ],
+)
+def test_a_repository_that_cannot_be_is_refused(
+    two_engines: Path, change: dict[str, str], flags: list[str], words: str
+) -> None:
+    for name, text in change.items():
+        (two_engines / name).mkdir(exist_ok=True)
+        (two_engines / name / "config.pbtxt").write_text(f'name: "{name}" {text}')
+    command = [*SERVE, "--compat", "triton", "--model-repository", str(two_engines), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_a_folder_of_checkpoints_is_a_repository(tmp_path: Path, alone: dict[str, str]) -> None:
+    for name, folder in zip(NAMES, (demo.CHAT, demo.DRAFT), strict=True):
+        (tmp_path / name).symlink_to(folder)
+    with Served("--model-repository", str(tmp_path), *BLOCKS) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none")
+        assert {name: said(client, name) for name in NAMES} == alone
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

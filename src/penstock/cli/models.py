@@ -36,21 +36,22 @@ def served(configuration: Configuration) -> tuple[ServedModel, ...]:
     if configuration.engine.model or not options.models:
         names = options.served_model_name or (configuration.engine.model or DEMO,)
         found.append(ServedModel(names=names, configuration=configuration, kserve={}))
-    further = _parsed(options.models)
-    found += [_further(configuration, name, given) for name, given in further.items()]
-    if len(found) == 1 or not found[0].kserve:
-        own = {} if len(found) == 1 else {name: "ensemble" for name in found[0].names if "/" not in name}
-        found[0] = msgspec.structs.replace(found[0], kserve=dict(zip(KSERVE, KSERVE, strict=True)) | own)
-    wanted = _wanted(configuration, [model.name for model in found])
-    found = [msgspec.structs.replace(model, at_start=model.name in wanted) for model in found]
+    found += [_further(configuration, name, given) for name, given in _parsed(options.models).items()]
+    named = [{name: "ensemble" for name in model.names if "/" not in name} if found[1:] else {} for model in found]
+    named[0] |= dict(zip(KSERVE, KSERVE, strict=True))
+    found = [
+        model if model.kserve else msgspec.structs.replace(model, kserve=own)
+        for model, own in zip(found, named, strict=True)
+    ]
     _check_names(found)
-    return tuple(found)
+    wanted = _wanted(configuration, found)
+    return tuple(msgspec.structs.replace(model, at_start=model.name in wanted) for model in found)
 
 
 def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
     """A model with options of its own, and those of the first that are not its own."""
     known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
-    kserve = given.get("kserve", {name: "ensemble"})
+    kserve = given.get("kserve", {})
     changes: dict[str, dict[str, Any]] = {"model": {}, "engine": {}}
     for key in OWN:
         changes[known[key].section][key] = known[key].default
@@ -82,17 +83,18 @@ def _parsed(text: str) -> dict[str, dict[str, Any]]:
     return {name: {"model": given} if isinstance(given, str) else given for name, given in found.items()}
 
 
-def _wanted(configuration: Configuration, names: list[str]) -> list[str]:
-    """Of these names, those of models that are loaded at the start."""
-    options = configuration.server
+def _wanted(configuration: Configuration, models: list[ServedModel]) -> list[str]:
+    """Names of the models that are loaded at the start."""
+    options, names = configuration.server, [model.name for model in models]
     if options.model_control_mode == "none":
         if options.load_model:
             raise invalid("load_model", "goes with --model-control-mode explicit; otherwise all models are loaded")
         return names
+    owners = {name: model.name for model in models for name in (*model.kserve, *model.names)}
     for name in options.load_model:
-        if name not in (*names, "*"):
-            raise invalid("load_model", f"there is no model {name!r}{nearest(name, names)}")
-    return names if "*" in options.load_model else list(options.load_model)
+        if name not in (*owners, "*"):
+            raise invalid("load_model", f"there is no model {name!r}{nearest(name, owners)}")
+    return names if "*" in options.load_model else [owners[name] for name in options.load_model]
 
 
 def _check_names(models: list[ServedModel]) -> None:
