@@ -84,6 +84,8 @@ def completion(served: Served, **fields: Any) -> str:
 # --- What a server tells of itself ----------------------------------------------------------------------------------
 
 
+@pytest.mark.row("triton", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/NAME[/versions/1]", "/config")
+@pytest.mark.row("triton", "/ready", "/v2/repository/index")
 def test_a_server_tells_what_it_is(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live() and client.is_server_ready()
     assert {"generate", "binary_tensor_data"} <= set(client.get_server_metadata()["extensions"])
@@ -112,6 +114,7 @@ def test_models_that_are_not_here_are_named(client: triton.InferenceServerClient
         client.infer(name, asking([PROMPT], 1), model_version=version)
 
 
+@pytest.mark.row("triton", "…/load", "…/unload")
 def test_models_stay_loaded(client: triton.InferenceServerClient) -> None:
     client.load_model("ensemble")
     with pytest.raises(InferenceServerException, match="failed to poll from model repository"):
@@ -123,6 +126,7 @@ def test_models_stay_loaded(client: triton.InferenceServerClient) -> None:
     assert client.is_model_ready("ensemble")
 
 
+@pytest.mark.row("triton", "/v2/logging", "/v2/trace/setting")
 def test_settings_are_told_and_kept(client: triton.InferenceServerClient) -> None:
     assert client.get_log_settings()["log_info"] is True
     assert client.update_log_settings({"log_info": True}) == client.get_log_settings()
@@ -133,6 +137,7 @@ def test_settings_are_told_and_kept(client: triton.InferenceServerClient) -> Non
         client.update_trace_settings(settings={"trace_rate": "5"})
 
 
+@pytest.mark.row("triton", "/stats")
 def test_requests_are_counted(served: Served, client: triton.InferenceServerClient) -> None:
     def counts() -> tuple[int, int, int]:
         (found,) = client.get_inference_statistics("tensorrt_llm_bls")["model_stats"]
@@ -152,6 +157,7 @@ def test_requests_are_counted(served: Served, client: triton.InferenceServerClie
 # --- infer ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("triton", "…/infer")
 @pytest.mark.parametrize("binary", [True, False])
 def test_a_batch_is_answered(served: Served, client: triton.InferenceServerClient, binary: bool) -> None:
     outputs = [triton.InferRequestedOutput("text_output", binary_data=binary)]
@@ -171,6 +177,7 @@ def test_compressed_requests_are_read(served: Served, client: triton.InferenceSe
         assert answer.as_numpy("text_output")[0].decode() == PROMPT + completion(served, max_tokens=6)
 
 
+@pytest.mark.row("triton", "return_log_probs")
 def test_log_probabilities_are_those_of_the_tokens(served: Served, client: triton.InferenceServerClient) -> None:
     answer = client.infer("ensemble", [*asking([PROMPT], 6), tensor("return_log_probs", [[True]], bool)])
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "logprobs": 0}
@@ -179,6 +186,7 @@ def test_log_probabilities_are_those_of_the_tokens(served: Served, client: trito
     np.testing.assert_allclose(answer.as_numpy("cum_log_probs"), [[sum(expected)]], rtol=1e-5)
 
 
+@pytest.mark.row("triton", "exclude_input_in_output")
 def test_rows_differ_in_what_they_ask_but_not_in_shape(served: Served, client: triton.InferenceServerClient) -> None:
     own = [
         tensor("return_log_probs", [[False], [True]], bool),
@@ -194,6 +202,7 @@ def test_rows_differ_in_what_they_ask_but_not_in_shape(served: Served, client: t
         client.infer("ensemble", [*asking([PROMPT] * 2, 6), tensor("num_return_sequences", [[1], [2]], np.int32)])
 
 
+@pytest.mark.row("triton", "QUERY", "REQUEST_OUTPUT_LEN", "BAD_WORDS_DICT", "STOP_WORDS_DICT")
 def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: triton.InferenceServerClient) -> None:
     texts, stop = [PROMPT, "What is the capital of France? It is"], "a"
     before = client.infer(
@@ -255,6 +264,7 @@ def test_the_asynchronous_client_asks_the_same(served: Served) -> None:
 # --- generate, generate_stream --------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("triton", "text_input", "max_tokens", "…/generate")
 def test_generate_as_the_document_has_it(served: Served) -> None:
     asked = '{"text_input": "如何保持正能量?","parameters": {"max_tokens": 20,"bad_words":[""],"stop_words":[""]}}'
     headers = {"content-type": "application/x-www-form-urlencoded"}  # as curl -d sends it
@@ -267,6 +277,7 @@ def test_generate_as_the_document_has_it(served: Served) -> None:
     assert found["text_output"] == prompt + completion(served, prompt=prompt, max_tokens=20)
 
 
+@pytest.mark.row("triton", "…/generate_stream", '"stream": true', "stream")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_a_stream_adds_up_to_the_whole(served: Served, model: str) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 30, "bad_words": "", "stop_words": "", "return_log_probs": True}
@@ -279,6 +290,8 @@ def test_a_stream_adds_up_to_the_whole(served: Served, model: str) -> None:
     assert pieces[-1]["cum_log_probs"] == whole["cum_log_probs"]
 
 
+@pytest.mark.row("triton", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty")
+@pytest.mark.row("triton", "frequency_penalty", "random_seed", "num_return_sequences", "beam_width", "length_penalty")
 def test_sampling_is_that_of_the_engine(served: Served) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 20, "exclude_input_in_output": True}
     drawn = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.5}
@@ -297,6 +310,8 @@ def test_sampling_is_that_of_the_engine(served: Served) -> None:
     assert beams["text_output"] == [choice["text"] for choice in choices]
 
 
+@pytest.mark.row("triton", "bad_words", "stop_words", "end_id", "embedding_bias_words", "embedding_bias_weights")
+@pytest.mark.row("triton", "guided_decoding_guide_type", "guided_decoding_guide")
 def test_words_ends_and_biases_act(served: Served) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 30, "exclude_input_in_output": True}
     whole = generate(served, fields).json()["text_output"]
@@ -311,6 +326,72 @@ def test_words_ends_and_biases_act(served: Served) -> None:
     assert generate(served, end, "tensorrt_llm").json()["output_ids"][-1] == end["end_id"]
     guided = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no)"}
     assert generate(served, fields | guided).json()["text_output"] in ("yes", "no")
+
+
+@pytest.mark.row("triton", "min_length", "early_stopping", "pad_id", "parameters")
+def test_lengths_paddings_and_priorities(served: Served, client: triton.InferenceServerClient) -> None:
+    fields = {"text_input": PROMPT, "max_tokens": 60, "exclude_input_in_output": True}
+    asked = {"input_ids": [5], "input_lengths": 1, "request_output_len": 5}
+    ids = generate(served, asked, "tensorrt_llm").json()["output_ids"]
+    asked |= {"end_id": ids[2]}
+    assert generate(served, asked, "tensorrt_llm").json()["sequence_length"] == 1 + ids.index(ids[2], 1) <= 3
+    assert generate(served, asked | {"min_length": 4}, "tensorrt_llm").json()["sequence_length"] > 4
+    beams = {"beam_width": 3, "early_stopping": True, "end_id": -1}
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 60, "use_beam_search": True, "best_of": 3, "n": 3}
+    body |= {"early_stopping": True, "length_penalty": 0, "ignore_eos": True}
+    choices = httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"]
+    assert generate(served, fields | beams).json()["text_output"] == [choice["text"] for choice in choices]
+
+    rows = [
+        tensor("input_ids", [[5, 6, 7], [5, 0, 0]], np.int32),
+        tensor("input_lengths", [[3], [1]], np.int32),
+        tensor("request_output_len", [[2], [2]], np.int32),
+        tensor("end_id", [[-1], [-1]], np.int32),
+    ]
+    for more, filling in (([tensor("pad_id", [[9], [9]], np.int32)], [9, 9]), ([], None)):
+        answer = client.infer("tensorrt_llm", rows + more)
+        assert answer.as_numpy("sequence_length").tolist() == [[5], [3]]
+        assert filling is None or answer.as_numpy("output_ids")[1, 0, 3:].tolist() == filling
+
+    def infer(parameters: dict[str, Any]) -> Any:
+        inputs = [
+            {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [PROMPT]},
+            {"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [2]},
+        ]
+        body = {"inputs": inputs, "parameters": parameters}
+        return httpx.post(f"{served.root}/v2/models/ensemble/infer", json=body, timeout=60)
+
+    assert infer({"priority": 3, "timeout": 10, "mine": "a"}).status_code == 200
+    assert infer({"priority": -1}).json() == {"error": "priority: must be a whole number from 0 on"}
+    answer = infer({"binary_data_output": True})
+    assert int(answer.headers["inference-header-content-length"]) < len(answer.content)
+
+
+@pytest.mark.row("triton", "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", "END_ID", "PAD_ID")
+@pytest.mark.row("triton", "TOKENS_BATCH", "SEQUENCE_LENGTH")
+def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerClient) -> None:
+    asked = [
+        tensor("QUERY", [[PROMPT.encode()], [b"Once"]]),
+        tensor("REQUEST_OUTPUT_LEN", [[3], [3]], np.int32),
+        tensor("EMBEDDING_BIAS_WORDS", [[b" fox"], [b" fox"]]),
+        tensor("EMBEDDING_BIAS_WEIGHTS", [[2.5], [0.0]], np.float32),
+        tensor("END_ID", [[7], [8]], np.int32),
+        tensor("PAD_ID", [[9], [9]], np.int32),
+    ]
+    found = client.infer("preprocessing", asked)
+    bias = found.as_numpy("EMBEDDING_BIAS")
+    assert bias.shape[0] == 2 and bias[0].max() == 2.5 and not bias[1].any()
+    assert found.as_numpy("OUT_END_ID").tolist() == [[7], [8]] and found.as_numpy("OUT_PAD_ID").tolist() == [[9], [9]]
+    assert found.as_numpy("INPUT_ID")[1, -1] == 9, "shorter rows are filled with it"
+    lengths = found.as_numpy("REQUEST_INPUT_LEN")
+    ids = tensor("TOKENS_BATCH", found.as_numpy("INPUT_ID")[:, None], np.int32)
+    texts = client.infer("postprocessing", [ids, tensor("SEQUENCE_LENGTH", lengths, np.int32)]).as_numpy("OUTPUT")
+    assert texts.tolist() == [PROMPT.encode(), b"Once"]
+    given = {"input_ids": found.as_numpy("INPUT_ID")[:1], "input_lengths": lengths[:1], "embedding_bias": bias[:1] * 40}
+    given |= {"request_output_len": np.array([[3]])}
+    inputs = [tensor(n, v, np.float32 if n == "embedding_bias" else np.int32) for n, v in given.items()]
+    made = client.infer("tensorrt_llm", inputs).as_numpy("output_ids")[0, 0]
+    assert set(made[-3:].tolist()) == {int(bias[0].argmax())}
 
 
 @pytest.mark.parametrize(
@@ -346,6 +427,7 @@ def test_words_ends_and_biases_act(served: Served) -> None:
         ({"parameters": 3}, "parameters: is no JSON object"),
     ],
 )
+@pytest.mark.row("triton", "errors")
 def test_wrong_requests_are_told_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
     answer = generate(served, {"text_input": PROMPT, "max_tokens": 5} | fields)
     assert answer.status_code == 400 and answer.json().keys() == {"error"}
@@ -368,6 +450,7 @@ def test_wrong_requests_are_told_by_name(served: Served, fields: dict[str, Any],
         (b"{}", {"content-encoding": "gzip"}, "not compressed"),
     ],
 )
+@pytest.mark.row("triton", "shared memory of the system or of CUDA")
 def test_what_is_no_request_is_refused(served: Served, body: bytes, headers: dict[str, str], words: str) -> None:
     answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=headers)
     assert answer.status_code == 400 and words in answer.json()["error"], answer.text

@@ -303,7 +303,7 @@ def two_engines(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.row("triton", "--multi-model", "--tensorrt_llm_model_name", "--load-model", "--model-control-mode none")
+@pytest.mark.row("triton", "--multi-model", "--tensorrt_llm_model_name", "--load-model", "--model-control-mode")
 def test_a_repository_may_have_several_engines(two_engines: Path, alone: dict[str, str]) -> None:
     """TensorRT-LLM calls this the orchestrator mode: a front process, and workers for each model."""
     launched = ["--multi-model", "--tensorrt_llm_model_name=tensorrt_llm,small", "--model_repo", str(two_engines)]

@@ -1,0 +1,261 @@
+"""Each flag and each name in a config.pbtxt that Triton's users know: what it means here, or why it means nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_triton_profile import config, filled
+from triton_templates import write_templates
+
+from penstock import demo
+from penstock.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return filled(write_templates(tmp_path_factory.mktemp("models") / "triton"), demo.CHAT)
+
+
+def changed(repository: Path, folder: Path, model: str, line: str) -> list[str]:
+    """The flags for a copy of the repository with another line in a model's file, in place of what sets the same."""
+    for file in repository.glob("*/config.pbtxt"):
+        text = file.read_text()
+        if file.parent.name == model:
+            key = line.partition("value: ")[0] if line.startswith("parameters") else line.partition(" ")[0]
+            text = "\n".join([kept for kept in text.splitlines() if not kept.startswith(key)] + [line])
+        (folder / file.parent.name).mkdir(parents=True)
+        (folder / file.parent.name / "config.pbtxt").write_text(text)
+    return ["--model-repository", str(folder)]
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters: {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+
+
+# --- Flags ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("triton", "--http-port", "--http-address", "--grpc-port", "--metrics-port", "--allow-grpc false")
+@pytest.mark.row("triton", "--allow-metrics false", "--log-verbose", "--log-info", "--log-warning", "--log-format")
+@pytest.mark.row("triton", "--exit-timeout-secs", "--model-control-mode", "--http_port", "--grpc_port")
+@pytest.mark.row("triton", "--metrics_port", "--exit_timeout", "--tensorrt_llm_model_name")
+@pytest.mark.parametrize(
+    ("arguments", "setting", "value"),
+    [
+        (["--http-port=8200"], "port", 8200),
+        (["--http_port", "8200"], "port", 8200),
+        (["--http-address", "127.0.0.1"], "host", "127.0.0.1"),
+        (["--grpc-port", "8201"], "grpc_port", 8201),
+        (["--grpc_port=8201"], "grpc_port", 8201),
+        (["--metrics-port", "8202"], "metrics_port", 8202),
+        (["--metrics_port=8202"], "metrics_port", 8202),
+        (["--allow-grpc", "false"], "grpc_port", -1),
+        (["--allow-metrics=false"], "metrics_port", -1),
+        (["--log-verbose", "1"], "log_level", "debug"),
+        (["--log-verbose=0"], "log_level", "info"),
+        (["--log-info", "true"], "log_level", "info"),
+        (["--log-info", "false"], "log_level", "warning"),
+        (["--log-info", "0", "--log-warning", "0"], "log_level", "error"),
+        (["--log-verbose", "4", "--log-info", "false"], "log_level", "debug"),
+        (["--log-format", "ISO8601"], "log_format", "text"),
+        (["--exit-timeout-secs", "7"], "drain_timeout", 7),
+        (["--exit_timeout", "7"], "drain_timeout", 7),
+        (["--model-control-mode", "none"], "model", ""),
+        (["--model-control-mode=explicit"], "model", ""),
+        (["--tensorrt_llm_model_name", "tensorrt_llm"], "model", ""),
+    ],
+)
+def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], setting: str, value: Any) -> None:
+    assert config(capsys, *arguments)[setting] == value
+
+
+@pytest.mark.row("triton", "--log-file", "--grpc-address", "--metrics-address", "--load-model", "--id")
+@pytest.mark.row("triton", "--strict-readiness", "--exit-on-error", "--disable-auto-complete-config")
+@pytest.mark.row("triton", "--strict-model-config", "--repository-poll-secs", "--trace-config")
+@pytest.mark.row("triton", "--backend-directory", "--backend-config", "--cuda-memory-pool-byte-size")
+@pytest.mark.row("triton", "--pinned-memory-pool-byte-size", "--buffer-manager-thread-count")
+@pytest.mark.row("triton", "--model-load-thread-count", "--http-thread-count", "--grpc-infer-thread-count")
+@pytest.mark.row("triton", "--allow-gpu-metrics", "--allow-cpu-metrics", "--metrics-interval-ms", "--metrics-config")
+@pytest.mark.row("triton", "--multi-model", "--tritonserver", "--force", "--log", "--oversubscribe", "--no-mpi")
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--log-file=a.log", "--grpc-address=0.0.0.0", "--metrics-address=0.0.0.0", "--load-model=ensemble", "--id=a"),
+        *("--strict-readiness=true", "--exit-on-error=false", "--disable-auto-complete-config"),
+        *("--strict-model-config=true", "--repository-poll-secs=15", "--trace-config=level=TIMESTAMPS"),
+        *("--backend-directory=/b", "--backend-config=python,a=b", "--cuda-memory-pool-byte-size=0:64"),
+        *("--pinned-memory-pool-byte-size=64", "--buffer-manager-thread-count=2", "--model-load-thread-count=2"),
+        *("--http-thread-count=8", "--grpc-infer-thread-count=2", "--allow-gpu-metrics=false"),
+        *("--allow-cpu-metrics=false", "--metrics-interval-ms=2000", "--metrics-config=summary_latencies=true"),
+        *("--multi-model", "--tritonserver=/opt/tritonserver", "--force", "--log", "--oversubscribe", "--no-mpi"),
+    ],
+)
+def test_a_flag_without_a_meaning_is_told(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, flag: str
+) -> None:
+    name = flag.partition("=")[0]
+    assert main(["config", "--compat", "triton", flag]) == 0
+    ignored = capsys.readouterr().out.rpartition("\nignored\n")[2]
+    underscored = f"--{name[2:].replace('-', '_')}"
+    assert re.search(rf"^  {underscored} +\S", ignored, flags=re.M), ignored
+    assert f"{underscored} has no meaning here and is ignored: " in caplog.text
+
+
+@pytest.mark.row("triton", "--allow-http false", "--grpc-use-ssl", "--http-restricted-api", "--world_size")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--allow-http", "false"], "gRPC alone is not served"),
+        (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
+        (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
+        (["--world_size", "4"], "a model runs on one device here; only 1 is possible"),
+        (["--tensorrt_llm_model_name", "a,b"], "models have the names that they have in TensorRT-LLM"),
+        (["--model-control-mode", "poll"], "models are loaded once, at the start; only none and explicit"),
+        (["--rate-limit", "execution_count"], "requests wait in one queue"),
+        (["--log-error", "false"], "errors are always told"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(["config", "--compat", "triton", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.row("triton", "--model-repository", "--model-store", "--model_repo")
+@pytest.mark.parametrize("flag", ["--model-repository", "--model-store", "--model_repo", "--model-repo"])
+def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], repository: Path, flag: str) -> None:
+    assert config(capsys, flag, str(repository))["model"] == str(demo.CHAT)
+    assert config(capsys, f"{flag}={repository}", "--model", "/other")["model"] == "/other"
+
+
+# --- config.pbtxt ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("triton", "tokenizer_dir", "triton_max_batch_size", "tensorrt_llm", "max_tokens_in_paged_kv_cache")
+@pytest.mark.row("triton", "kv_cache_free_gpu_mem_fraction", "batch_scheduler_policy", "batching_strategy")
+@pytest.mark.row("triton", "enable_chunked_context", "enable_kv_cache_reuse", "kv_cache_host_memory_bytes")
+@pytest.mark.row("triton", "exclude_input_in_output", "accumulate_tokens", "max_beam_width", "engine_dir")
+@pytest.mark.parametrize(
+    ("model", "key", "value", "setting", "expected"),
+    [
+        ("preprocessing", "tokenizer_dir", str(demo.CHAT), "tokenizer", str(demo.CHAT)),
+        ("tensorrt_llm", "gpt_model_path", str(demo.DRAFT), "model", str(demo.DRAFT)),
+        ("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "0.4", "kv_cache_free_memory_fraction", 0.4),
+        ("tensorrt_llm", "max_tokens_in_paged_kv_cache", "6400", "num_gpu_blocks_override", 100),
+        ("tensorrt_llm", "batch_scheduler_policy", "MAX_UTILIZATION", "batch_scheduler_policy", "max_utilization"),
+        ("tensorrt_llm", "gpt_model_type", "inflight_batching", "batching_type", "inflight"),
+        ("tensorrt_llm", "gpt_model_type", "V1", "batching_type", "static"),
+        ("tensorrt_llm", "enable_chunked_context", "false", "enable_chunked_prefill", False),
+        ("tensorrt_llm", "enable_kv_cache_reuse", "false", "enable_prefix_caching", False),
+        ("tensorrt_llm", "kv_cache_host_memory_bytes", str(2**31), "swap_space", 2.0),
+        ("tensorrt_llm", "exclude_input_in_output", "true", "exclude_input_in_output", True),
+        ("tensorrt_llm", "max_beam_width", "4", "max_beam_width", 4),
+        ("tensorrt_llm_bls", "accumulate_tokens", "true", "accumulate_tokens", True),
+    ],
+)
+def test_a_name_means(
+    capsys: pytest.CaptureFixture[str],
+    repository: Path,
+    tmp_path: Path,
+    model: str,
+    key: str,
+    value: str,
+    setting: str,
+    expected: Any,
+) -> None:
+    assert config(capsys, *changed(repository, tmp_path / "models", model, parameter(key, value)))[setting] == expected
+    assert config(capsys, "--model-repository", str(repository))["max_num_seqs"] == 128, "triton_max_batch_size"
+
+
+@pytest.mark.row("triton", "gpu_device_ids", "decoding_mode", "normalize_log_probs", "add_special_tokens")
+@pytest.mark.row("triton", "skip_special_tokens", "max_attention_window_size", "sink_token_length")
+@pytest.mark.row("triton", "medusa_choices", "eagle_choices", "tensorrt_llm_draft_model_name")
+@pytest.mark.parametrize(
+    ("model", "key", "good", "wrong", "words"),
+    [
+        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "--device says where the model runs"),
+        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "medusa", "each request says how it decodes"),
+        ("tensorrt_llm", "normalize_log_probs", "true", "false", "possible is true"),
+        ("tensorrt_llm", "max_attention_window_size", "", "512", "a model's attention is its own"),
+        ("tensorrt_llm", "sink_token_length", "0", "4", "a model's attention is its own"),
+        ("tensorrt_llm", "medusa_choices", "", "[0]", "--speculative-config"),
+        ("tensorrt_llm", "eagle_choices", "", "[0]", "--speculative-config"),
+        ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "", "draft", "--speculative-config"),
+        ("preprocessing", "add_special_tokens", "True", "False", "prompts begin as the tokenizer has them begin"),
+        ("postprocessing", "skip_special_tokens", "True", "False", "special tokens are no text of an answer"),
+        ("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "0.9", "1.0", "kv_cache_free_memory_fraction"),
+        ("tensorrt_llm", "gpt_model_type", "v1", "V2", "it is none of inflight_fused_batching"),
+    ],
+)
+def test_a_name_can_be_few_things(
+    capsys: pytest.CaptureFixture[str],
+    repository: Path,
+    tmp_path: Path,
+    model: str,
+    key: str,
+    good: str,
+    wrong: str,
+    words: str,
+) -> None:
+    config(capsys, *changed(repository, tmp_path / "good", model, parameter(key, good)))
+    asked = changed(repository, tmp_path / "wrong", model, parameter(key, wrong))
+    assert main(["config", "--compat", "triton", *asked]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.row("triton", "decoupled_mode", "max_queue_delay_microseconds", "bls_instance_count")
+@pytest.mark.row("triton", "preprocessing_instance_count", "postprocessing_instance_count")
+@pytest.mark.parametrize(
+    ("model", "line", "words"),
+    [
+        ("tensorrt_llm", "model_transaction_policy { decoupled: false }", "decoupled has no meaning here"),
+        (
+            "tensorrt_llm",
+            "dynamic_batching { max_queue_delay_microseconds: 100 }",
+            "max_queue_delay_microseconds has no meaning here",
+        ),
+        *[
+            (model, "instance_group [ { count: 4 kind: KIND_CPU } ]", "instance_group has no meaning here")
+            for model in ("tensorrt_llm_bls", "preprocessing", "postprocessing")
+        ],
+        ("tensorrt_llm", parameter("lora_cache_host_memory_bytes", "9"), "lora_cache_host_memory_bytes has no meaning"),
+        ("tensorrt_llm", parameter("recv_poll_period_ms", "9"), "recv_poll_period_ms has no meaning here"),
+        ("tensorrt_llm", parameter("executor_worker_path", "/a"), "executor_worker_path has no meaning here"),
+    ],
+)
+def test_a_name_without_a_meaning_is_told(
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    repository: Path,
+    tmp_path: Path,
+    model: str,
+    line: str,
+    words: str,
+) -> None:
+    config(capsys, *changed(repository, tmp_path / "models", model, line))
+    assert re.search(rf"{model}/config.pbtxt: {words}", caplog.text), caplog.text
+
+
+@pytest.mark.row("triton", "triton_backend")
+def test_backends_and_batches_of_other_models_change_nothing(
+    capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path
+) -> None:
+    usual = config(capsys, "--model-repository", str(repository))
+    folder = tmp_path / "models"
+    changed(repository, folder, "", "")
+    for model, old, new in (("ensemble", ": 256", ": 7"), ("tensorrt_llm", '"tensorrtllm"', '"python"')):
+        file = folder / model / "config.pbtxt"
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+    assert config(capsys, "--model-repository", str(folder)) == usual
+
+
+@pytest.mark.row("triton", "a folder whose model is none of the five")
+def test_other_models_are_refused(capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path) -> None:
+    arguments = changed(repository, tmp_path / "models", "", "")
+    (tmp_path / "models" / "resnet").mkdir()
+    (tmp_path / "models" / "resnet" / "config.pbtxt").write_text('name: "resnet" backend: "onnxruntime"')
+    assert main(["config", "--compat", "triton", *arguments]) == 2
+    assert "the model 'resnet' is none of ensemble, preprocessing" in capsys.readouterr().err
