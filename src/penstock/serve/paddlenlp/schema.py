@@ -140,5 +140,6 @@ def names_of(found: dict[str, Any]) -> dict[str, str]:
     for ours, theirs in THEIRS.items():
         if ours not in found:
             names[ours] = next((name for name in SAME.get(theirs, ()) if found.get(name) is not None), theirs)
-    names["prompt"] = next((name for name in PROMPTS if name in found), PROMPTS[0])
+    if "prompt" not in found:
+        names["prompt"] = next((name for name in PROMPTS if name in found), PROMPTS[0])
     return names
