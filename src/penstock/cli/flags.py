@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.core import logs
 from penstock.core.profiles import Alias, Profile, load
 from penstock.core.settings import Setting, settings
 
@@ -52,8 +53,12 @@ def add_options(
                 _add(group, setting)
 
 
-def configure(args: argparse.Namespace) -> Configured:
-    """The whole configuration: defaults, file, environment, and the flags that were given.
+def configure(args: argparse.Namespace, process: str = "") -> Configured:
+    """The whole configuration: defaults, file, environment, and the flags that were given. What is ignored of them is
+    said in the log.
+
+    Args:
+        process: under which this one writes to the log, which is then set up as the configuration has it.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
@@ -62,6 +67,8 @@ def configure(args: argparse.Namespace) -> Configured:
     theirs = {name: THEIRS + name for name in profile.flags} if profile else {}
     aliases = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
     found = read(flags, args.config, profile=profile, aliases=aliases)
+    if process:
+        logs.set_up(found.configuration.log, process)
     for name, why in found.ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
     return found

@@ -33,7 +33,6 @@ def expanded(arguments: list[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
-    from penstock.core import logs
     from penstock.frontend.hub import resolve
     from penstock.serve.supervisor import Supervisor
 
@@ -41,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, "model", args.model_tag) != args.model_tag:
             raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
-    configuration = configure(args).configuration
-    logs.set_up(configuration.log, "serve")
+    configuration = configure(args, "serve").configuration
     model, source = configuration.engine.model, configuration.model
     folder = resolve(
         model,

@@ -46,19 +46,12 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
     """
     configuration = start.configuration
     options, drain = configuration.server, configuration.engine.drain_timeout
-    model = configuration.model
-    preparer = Preparer(
-        configuration.engine.model,
-        model.tokenizer,
-        model.chat_template,
-        model.tool_call_parser,
-        model.reasoning_parser,
-        model.pooling_type,
-    )
+    preparer = Preparer(configuration.engine.model, configuration.model)
     preparer.tokenizer.check_template()
     gateway = Gateway(start.engine, preparer)
     profile = load(options.compat)
-    service = Service(gateway, options, start.names, Metrics(start.names[0], profile.metrics if profile else None))
+    metrics = Metrics(start.names[0], configuration.engine, profile.metrics if profile else None)
+    service = Service(gateway, options, start.names, metrics)
     models = kserve.registry_of(service, paddlenlp.OverGrpc(service))
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])

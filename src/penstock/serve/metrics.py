@@ -12,13 +12,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.core import Failure
+from penstock.core import Failure, SamplingParams
+from penstock.core.options import EngineOptions
+from penstock.core.profiles import Figure
 from penstock.engine import wire
 from penstock.frontend.outputs import RequestOutput
 
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+OF_CACHE = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
+"""Options that are told of the KV cache."""
+PLAIN = ("counter", "gauge")
+"""Kinds of metrics that are one number."""
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -26,10 +32,12 @@ class Metrics:
     """Of the requests of one model.
 
     Args:
-        others: further names, each with the one of ours (without ``penstock:``) that it is for.
+        options: of its engine.
+        others: another system's names, as in its profile.
     """
 
-    def __init__(self, model: str, others: Mapping[str, str] | None = None) -> None:
+    def __init__(self, model: str, options: EngineOptions, others: Mapping[str, str | Figure] | None = None) -> None:
+        self._options = options
         self._others = others or {}
         self._labels = {"model_name": model}
 
@@ -44,6 +52,8 @@ class Metrics:
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found there.")
+        self._requests = counter("requests", "Requests that came to be answered.")
+        self._hit_requests = counter("prefix_cache_hit_requests", "Requests with prompt tokens found there.")
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
         self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", PER_TOKEN)
         self._per_token = histogram(
@@ -51,6 +61,10 @@ class Metrics:
         )
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
         self._queued = histogram("request_queue_time_seconds", "From arrival until it ran first.", WHOLE)
+        self._ran = histogram("request_inference_time_seconds", "From when it ran first to the last token.", WHOLE)
+        self._prefilled = histogram("request_prefill_time_seconds", "From when it ran first to the first token.", WHOLE)
+        self._decoded = histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
+        self._asked_for = histogram("request_params_max_tokens", "Tokens that a request allows, if it says.", TOKENS)
         self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
         name = ["model_name"]
@@ -63,6 +77,12 @@ class Metrics:
             "penstock:num_requests_open", "Requests being answered.", name, multiprocess_mode="livesum"
         ).labels(**self._labels)
 
+    def came(self, sampling: SamplingParams) -> None:
+        """A request is there to be answered."""
+        self._requests.inc()
+        if sampling.max_tokens is not None:
+            self._asked_for.observe(sampling.max_tokens)
+
     def began(self, output: RequestOutput) -> None:
         """The first token of a request is there."""
         times, prompt = output.times, len(output.prompt_token_ids)
@@ -70,6 +90,7 @@ class Metrics:
         self._prompt_tokens.inc(prompt)
         self._cache_queries.inc(prompt)
         self._cache_hits.inc(output.num_cached_tokens)
+        self._hit_requests.inc(bool(output.num_cached_tokens))
         self._first_token.observe(times.first_token - times.arrived)
         self._queued.observe(times.queued)
 
@@ -88,6 +109,10 @@ class Metrics:
         self._generations.observe(tokens)
         if times.first_token is not None and times.last_token is not None:
             self._whole.observe(times.last_token - times.arrived)
+            began = times.arrived + times.queued
+            self._ran.observe(times.last_token - began)
+            self._prefilled.observe(times.first_token - began)
+            self._decoded.observe(times.last_token - times.first_token)
             each = max(len(made.token_ids) for made in output.outputs)
             if each > 1:
                 self._per_token.observe((times.last_token - times.first_token) / (each - 1))
@@ -99,24 +124,37 @@ class Metrics:
         """The page, with what the engine told last."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
-        registry.register(_Engine(stats, self._labels))
+        registry.register(_Engine(stats, self._labels, self._options))
         others = CollectorRegistry()
-        others.register(_Renamed(registry, self._others))
+        others.register(_Others(registry, self._others, self._labels, self._options))
         page: bytes = generate_latest(registry) + generate_latest(others)
         return page
 
 
-class _Renamed:
-    """Metrics under other names."""
+class _Others:
+    """Metrics under other names, and figures that are made of ours."""
 
-    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        names: Mapping[str, str | Figure],
+        labels: dict[str, str],
+        options: EngineOptions,
+    ) -> None:
         self._registry = registry
         self._names = names
+        self._labels = labels
+        self._options = options
 
     def collect(self) -> Iterable[Metric]:
         ours = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
         for name, own in self._names.items():
-            if family := ours.get(own):
+            if not isinstance(own, str):
+                totals = {of: sum(s.value for s in found.samples) for of, found in ours.items() if found.type in PLAIN}
+                figure = GaugeMetricFamily(name, "Made of ours.", labels=list(self._labels))
+                figure.add_metric(list(self._labels.values()), own(totals, self._options))
+                yield figure
+            elif family := ours.get(own):
                 renamed = Metric(name, family.documentation, family.type)
                 renamed.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
                 yield renamed
@@ -125,9 +163,10 @@ class _Renamed:
 class _Engine:
     """The engine's own figures."""
 
-    def __init__(self, stats: wire.Stats, labels: dict[str, str]) -> None:
+    def __init__(self, stats: wire.Stats, labels: dict[str, str], options: EngineOptions) -> None:
         self._stats = stats
         self._labels = labels
+        self._options = options
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats
@@ -143,6 +182,11 @@ class _Engine:
             family = GaugeMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
+        cache = {name: str(getattr(self._options, name)) for name in OF_CACHE} | {"num_gpu_blocks": str(stats.blocks)}
+        labels = self._labels | cache
+        info = GaugeMetricFamily("penstock:cache_config_info", "How the KV cache is set up.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        yield info
         counters = {"num_preemptions": ("Preemptions since the engine started.", stats.preemptions)}
         if stats.accepted_at:
             counters |= {

@@ -96,18 +96,23 @@ class OpenAI(Dialect):
         return True
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = parse(found, CompletionRequest)
+        wanted = self._read(found, CompletionRequest)
         answering = completions.Answering(self._service, record_of(request.scope), wanted)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = parse(found, ChatRequest)
+        wanted = self._read(found, ChatRequest)
         answering = chat.Answering(self._service, record_of(request.scope), wanted, size)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    def _read(self, found: dict[str, Any], schema: type[T]) -> T:
+        if self._service.options.require_model and found.get("model") is None:
+            raise invalid("model", f"is missing; it is {self._service.name}")
+        return parse(found, schema)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
