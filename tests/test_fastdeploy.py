@@ -208,6 +208,15 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
-    for wrong, words in (({"splitwise_role": "decode"}, "splitwise_role"), ({"max_num_sequences": 1}, "did you mean")):
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"splitwise_role": "decode"}, "splitwise_role: 'decode' is wrong: separate prefill and decode"),
+        ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
+        ({"quantization": "block_wise_fp8"}, "quantization: Invalid enum value"),
+        ({"max_waiting_time": -3}, "max_queue_time: Expected `float` >= 0.0"),
+        ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: 'maybe' is wrong"),
+        ({"speculative_config": {"method": "mtp", "model": "x"}}, "speculative_config: the method mtp takes no model"),
+    ]
+    for wrong, words in refusals:
         with pytest.raises(PenstockError, match=words):
             LLM(compat="fastdeploy", **wrong)

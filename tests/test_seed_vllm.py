@@ -317,13 +317,14 @@ def test_the_schema_is_kept_to(shell: Shell, served: Served) -> None:
 
 @pytest.mark.row("vllm", "USE_OPENAI=1", "model")
 def test_a_request_must_name_the_model(served: Served) -> None:
-    for path, asked in {"completions": {"prompt": "x"}, "chat/completions": {"messages": []}}.items():
+    paths: dict[str, dict[str, Any]] = {"completions": {"prompt": "x"}, "chat/completions": {"messages": []}}
+    for path, asked in (paths | {"embeddings": {"input": "x"}}).items():
         for given in ({}, {"model": None}):
             missing = httpx.post(f"{served.url}/{path}", json=asked | given)
             assert missing.status_code == 400 and missing.json()["error"]["param"] == "model", path
             assert missing.json()["error"]["message"] == "model: is missing; it is model-name"
         for name, status in (("another", 404), (["model-name"], 400)):
-            wrong = httpx.post(f"{served.url}/{path}", json=asked | {"model": name, "stream": True})
+            wrong = httpx.post(f"{served.url}/{path}", json=asked | {"model": name})
             assert wrong.status_code == status and wrong.json()["error"]["param"] == "model", path
     assert httpx.post(f"{served.root}/generate", json={"prompt": "x", "max_tokens": 2}).status_code == 200
 

@@ -15,6 +15,7 @@ from penstock.core.profiles import Alias, Profile, load
 from penstock.core.settings import Setting, settings
 
 from .configuration import Configured, read
+from .parser import Parser
 
 TITLES = {
     "model": "model options",
@@ -90,7 +91,7 @@ def add_profile(
     """
     if "compat" not in (parser.get_default("options") or ()):
         return
-    looking = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
     known, _ = looking.parse_known_args(arguments)
     if profile := load(known.compat):

@@ -71,7 +71,7 @@ def expanded(arguments: list[str]) -> list[str]:
     Raises ``PenstockError`` (``invalid``) where the document cannot be read, contradicts itself or needs a folder that
     is not there.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="penstock serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--service-json", "--service_json")
     found, rest = parser.parse_known_args(arguments[1:])
     if found.service_json is None:

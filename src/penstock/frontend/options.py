@@ -47,7 +47,8 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
     try:
         return convert(plain, schema)
     except ValidationError as error:
-        raise invalid("options", str(error)) from error
+        words, _, path = str(error).partition(" - at `$.")
+        raise invalid(path.rstrip("`") or "options", words) from error
 
 
 def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from penstock.frontend.outputs import RequestOutput
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 OF_CACHE = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
 """Options that are told of the KV cache."""
 PLAIN = ("counter", "gauge")
 """Kinds of metrics that are one number."""
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 class Metrics:
@@ -148,9 +148,9 @@ class _Others:
 
     def collect(self) -> Iterable[Metric]:
         ours = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
+        totals = {name: sum(s.value for s in found.samples) for name, found in ours.items() if found.type in PLAIN}
         for name, own in self._names.items():
             if not isinstance(own, str):
-                totals = {of: sum(s.value for s in found.samples) for of, found in ours.items() if found.type in PLAIN}
                 figure = GaugeMetricFamily(name, "Made of ours.", labels=list(self._labels))
                 figure.add_metric(list(self._labels.values()), own(totals, self._options))
                 yield figure

@@ -94,7 +94,7 @@ PROFILE = Profile(
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
-        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True})),
+        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
         "swap_space": Alias(read=_swap),

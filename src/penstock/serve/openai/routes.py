@@ -96,23 +96,25 @@ class OpenAI(Dialect):
         return True
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = self._read(found, CompletionRequest)
+        wanted = _parse(self._service, found, CompletionRequest)
         answering = completions.Answering(self._service, record_of(request.scope), wanted)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = self._read(found, ChatRequest)
+        wanted = _parse(self._service, found, ChatRequest)
         answering = chat.Answering(self._service, record_of(request.scope), wanted, size)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
-    def _read(self, found: dict[str, Any], schema: type[T]) -> T:
-        if self._service.options.require_model and found.get("model") is None:
-            raise invalid("model", f"is missing; it is {self._service.name}")
-        return parse(found, schema)
+
+def _parse(service: Service, found: dict[str, Any], schema: type[T]) -> T:
+    """As ``parse``, where the model may have to be named."""
+    if service.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
+        raise invalid("model", f"is missing; it is {service.name}")
+    return parse(found, schema)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -120,7 +122,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
         body = await service.read(request)
-        return parse(read_object(body), schema), len(body)
+        return _parse(service, read_object(body), schema), len(body)
 
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)
