@@ -148,7 +148,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         bool, option("No space or line break between the parts of any JSON, as requests can ask, too.")
     ] = False
     guided_decoding_disable_additional_properties: Annotated[
-        bool, option("Objects of guided_json whose properties are listed have no others, unless the schema allows it.")
+        bool, option("Objects of a JSON Schema have no properties but those it lists, where it says nothing of others.")
     ] = False
     speculative_config: Annotated[
         str,
