@@ -241,6 +241,17 @@ def test_llm_gives_log_probabilities_only_where_they_are_asked_for() -> None:
     assert len(llm.generate("Once", best, use_tqdm=False)[0].outputs) == 1, "which looks at them itself"
 
 
+def test_a_log_that_is_moved_away_begins_anew(shell: Shell, served: Served, client: openai.OpenAI) -> None:
+    log = shell.folder / "log"
+    (log / "fastdeploy.log").rename(log / "fastdeploy.log.1")
+    before = len(served.lines)
+    client.completions.create(model="default", prompt="x", max_tokens=1)
+    served.find("POST /v1/completions", after=before)
+    (line,) = (log / "fastdeploy.log").read_text().splitlines()
+    assert "api: POST /v1/completions" in line
+    assert re.search(BLOCKS, (log / "fastdeploy.log.1").read_text())
+
+
 def test_a_log_that_cannot_be_written_is_told(shell: Shell) -> None:
     Path(shell.folder, "file").touch()
     ran = shell.run("penstock serve --compat fastdeploy --log-file file/fastdeploy.log")

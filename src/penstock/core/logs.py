@@ -24,9 +24,8 @@ def set_up(options: LogOptions, process: str) -> None:
 
     Raises ``PenstockError`` (``invalid``) where the file cannot be written.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if options.log_file:
-        handlers.append(_file(Path(options.log_file)))
+    handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
+    handlers.append(logging.StreamHandler(sys.stderr))
     for handler in handlers:
         handler.setFormatter(AsJson(process) if options.log_format == "json" else ForPeople(process))
     logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
@@ -35,9 +34,12 @@ def set_up(options: LogOptions, process: str) -> None:
 
 
 def _file(path: Path) -> logging.Handler:
+    """Whoever moves the file away finds a new one there."""
+    from logging.handlers import WatchedFileHandler  # which takes some time to load
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        return WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
 
