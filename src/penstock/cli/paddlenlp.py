@@ -23,6 +23,7 @@ from penstock.core.profiles import load
 from penstock.core.profiles.paddlenlp import OLD, model_named
 
 from .flags import TITLES, add_options, configure
+from .parser import Parser
 
 MODEL_NAME = "model_name"
 MODELS = "/models/"
@@ -73,7 +74,7 @@ def download_model() -> int:
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=name, description=about, allow_abbrev=False)
+    return Parser(prog=name, description=about, allow_abbrev=False)
 
 
 def _told(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
