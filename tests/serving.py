@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-READY = r"ready: (\S+) at (http[^\s\"]+)"
+READY = r"ready: (.+) at (http[^\s\"]+)"
 SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
 TO_START = 60.0
 TO_STOP = 60.0

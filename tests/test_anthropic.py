@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 from serving import Served
 
@@ -45,33 +49,53 @@ def streamed(client: anthropic.Anthropic, **fields: Any) -> Any:
         return stream.get_final_message()
 
 
+def whole(client: anthropic.Anthropic, **fields: Any) -> Any:
+    return client.messages.create(**fields)
+
+
+BOTH = pytest.mark.parametrize("ask", [whole, streamed])
+
+
+@pytest.mark.row("anthropic", "messages.create", "messages.stream", "messages.count_tokens", "base_url", "system")
+@pytest.mark.row("anthropic", "text", "max_tokens", "temperature", "stream", "usage")
 def test_a_message_is_answered_as_openais_is(served: Served, client: anthropic.Anthropic) -> None:
     system = [{"type": "text", "text": "You are a pirate."}]
-    whole = client.messages.create(**PLAIN, system=system, messages=CAPITAL)
+    message = client.messages.create(**PLAIN, system=system, messages=CAPITAL)
     told = streamed(client, **PLAIN, system=system, messages=CAPITAL)
     other = openai.OpenAI(base_url=served.url, api_key="secret").chat.completions.create(
         **BODY, **GREEDY, messages=[{"role": "system", "content": "You are a pirate."}, *CAPITAL]
     )
-    assert whole.content[0].text == told.content[0].text == other.choices[0].message.content
-    assert (whole.stop_reason, whole.role, whole.type) == ("end_turn", "assistant", "message")
+    assert message.content[0].text == told.content[0].text == other.choices[0].message.content
+    assert (message.stop_reason, message.role, message.type) == ("end_turn", "assistant", "message")
     assert other.usage is not None
-    for usage in (whole.usage, told.usage):
+    for usage in (message.usage, told.usage):
         assert usage.input_tokens + usage.cache_read_input_tokens == other.usage.prompt_tokens
         assert usage.output_tokens == other.usage.completion_tokens
     count = client.messages.count_tokens(model="default", system=system, messages=CAPITAL)
     assert count.input_tokens == other.usage.prompt_tokens
+    within: Any = [{"role": "system", "content": system}, *CAPITAL]
+    assert client.messages.create(**PLAIN, messages=within).content[0].text == message.content[0].text
 
 
-@pytest.mark.parametrize("ask", [lambda client, **fields: client.messages.create(**fields), streamed])
+@pytest.mark.row("anthropic", "stop_sequences", "stop_reason", "max_tokens")
+@BOTH
 def test_why_a_message_ends(client: anthropic.Anthropic, ask: Any) -> None:
     stopped = ask(client, **PLAIN, messages=CAPITAL, stop_sequences=["Canada"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Canada")
     assert "Canada" not in stopped.content[0].text
     cut = ask(client, **PLAIN | {"max_tokens": 2}, messages=CAPITAL)
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+    beyond = ask(client, **PLAIN | {"max_tokens": 20_000}, messages=CAPITAL)
+    assert (beyond.stop_reason, beyond.stop_sequence) == ("end_turn", None)
+    empty = client.messages.count_tokens(model="default", messages=[{"role": "user", "content": ""}]).input_tokens
+    nearly: list[Any] = [{"role": "user", "content": "a " * (2046 - empty)}]
+    full = ask(client, **PLAIN, messages=nearly)
+    assert full.stop_reason == "model_context_window_exceeded" and full.usage.output_tokens < PLAIN["max_tokens"]
 
 
-@pytest.mark.parametrize("ask", [lambda client, **fields: client.messages.create(**fields), streamed])
+@pytest.mark.row("anthropic", "tool_use", "tool_result", "tools", "tool_choice", "auto", "any", "tool", "none")
+@pytest.mark.row("anthropic", "disable_parallel_tool_use")
+@BOTH
 def test_tools_are_used_and_their_results_read(client: anthropic.Anthropic, ask: Any) -> None:
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]
     forced = {"type": "tool", "name": "get_weather"}
@@ -85,38 +109,161 @@ def test_tools_are_used_and_their_results_read(client: anthropic.Anthropic, ask:
     assert after.content[0].text
     none = ask(client, **PLAIN, messages=asked, tools=[WEATHER], tool_choice={"type": "none"})
     assert all(block.type == "text" for block in none.content)
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    (called,) = ask(client, **PLAIN, messages=asked, tools=[WEATHER | {"strict": True}], tool_choice=one).content
+    assert (called.type, list(called.input)) == ("tool_use", ["city"])
+    free = ask(client, **PLAIN, messages=asked, tools=[WEATHER], tool_choice={"type": "auto"})
+    assert free.stop_reason in ("end_turn", "tool_use")
 
 
-@pytest.mark.parametrize("ask", [lambda client, **fields: client.messages.create(**fields), streamed])
+@pytest.mark.row("anthropic", "thinking", "enabled", "budget_tokens", "adaptive", "disabled")
+@pytest.mark.row("anthropic", "signature", "redacted_thinking", "usage")
+@BOTH
 def test_thoughts_come_where_they_are_asked_for(client: anthropic.Anthropic, ask: Any) -> None:
-    thinking = {"type": "enabled", "budget_tokens": 20}
-    thought = ask(client, **PLAIN, messages=CAPITAL, thinking=thinking)
+    def kinds(thinking: Any) -> list[str]:
+        more = {"thinking": thinking} if thinking else {}
+        return [block.type for block in ask(client, **PLAIN, messages=CAPITAL, **more).content]
+
+    thought = ask(client, **PLAIN, messages=CAPITAL, thinking={"type": "enabled", "budget_tokens": 20})
     assert [block.type for block in thought.content] == ["thinking", "text"]
-    back = [*CAPITAL, {"role": "assistant", "content": thought.content}, {"role": "user", "content": "Thanks."}]
-    assert ask(client, **PLAIN, messages=back).content[0].type == "text"
-    assert [block.type for block in ask(client, **PLAIN, messages=CAPITAL).content] == ["text"]
+    assert thought.content[0].signature == "" and 0 < thought.usage.output_tokens_details.thinking_tokens <= 20
+    cut = ask(client, **PLAIN, messages=CAPITAL, thinking={"type": "enabled", "budget_tokens": 4})
+    assert len(cut.content[0].thinking) < len(thought.content[0].thinking)
+    assert kinds({"type": "adaptive"}) == ["thinking", "text"]
+    for without in (None, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
+        assert kinds(without) == ["text"]
+    blocks = [block.model_dump() for block in thought.content]
+    redacted = [{"type": "redacted_thinking", "data": "x"}, *blocks]
+    for before in (blocks, redacted):
+        back = [*CAPITAL, {"role": "assistant", "content": before}, {"role": "user", "content": "Thanks."}]
+        assert ask(client, **PLAIN, messages=back).content[0].type == "text"
 
 
-@pytest.mark.parametrize("ask", [lambda client, **fields: client.messages.create(**fields), streamed])
+class City(pydantic.BaseModel, extra="forbid"):
+    name: Literal["Ottawa", "Toronto"]
+
+
+@pytest.mark.row("anthropic", "messages.parse", "output_config.format", "output_config.effort")
+@BOTH
 def test_an_answer_keeps_to_a_schema(client: anthropic.Anthropic, ask: Any) -> None:
     schema = WEATHER["input_schema"]
     wanted = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
     assert list(json.loads(ask(client, **PLAIN, messages=CAPITAL, output_config=wanted).content[0].text)) == ["city"]
+    parsed = client.messages.parse(**PLAIN, messages=CAPITAL, output_format=City).parsed_output
+    assert isinstance(parsed, City)
+    with client.messages.stream(**PLAIN, messages=CAPITAL, output_format=City) as stream:
+        assert stream.get_final_message().parsed_output == parsed
 
 
+@pytest.mark.row("anthropic", "cache_control", "metadata", "service_tier", "auto", "standard_only", "beta.messages")
+@pytest.mark.row("anthropic", "top_p", "top_k")
+@BOTH
+def test_what_changes_no_answer(client: anthropic.Anthropic, ask: Any) -> None:
+    plain = ask(client, **PLAIN, messages=CAPITAL).content[0].text
+    more: dict[str, Any] = {
+        "cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "me"}, "service_tier": "standard_only",
+        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []},
+        "system": [], "stop_sequences": [],
+    }  # fmt: skip
+    assert ask(client, **BODY, **more, messages=CAPITAL).content[0].text == plain
+    beta = client.beta.messages.create(**PLAIN, messages=CAPITAL, betas=["some-beta"])  # type: ignore[arg-type]
+    assert beta.content[0].text == plain  # type: ignore[union-attr]
+
+    def after(**result: Any) -> str:
+        used = {"type": "tool_use", "id": "1", "name": "get_weather", "input": {"city": "Paris"}}
+        told = [{"type": "tool_result", "tool_use_id": "1", "content": "no such city", **result}]
+        said = [{"role": "assistant", "content": [used]}, {"role": "user", "content": told}]
+        return str(ask(client, **PLAIN, messages=[*CAPITAL, *said], tools=[WEATHER]).content[0].text)
+
+    assert after(is_error=True) == after()
+
+
+@pytest.mark.row("anthropic", "top_p", "top_k", "temperature")
+def test_sampling_is_that_of_chats(served: Served, client: anthropic.Anthropic) -> None:
+    """The likeliest token, whichever way it is asked for."""
+    texts = {
+        client.messages.create(**BODY, messages=CAPITAL, extra_body=sampling).content[0].text
+        for sampling in (GREEDY, {"temperature": 2.0, "top_k": 1}, {"temperature": 1.5, "top_p": 1e-6})
+    }
+    assert len(texts) == 1
+
+
+def test_the_asynchronous_client(served: Served, client: anthropic.Anthropic) -> None:
+    expected = client.messages.create(**PLAIN, messages=CAPITAL).content[0].text
+
+    async def ask() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=served.root, api_key="secret", max_retries=0) as many:
+
+            async def one() -> str:
+                async with many.messages.stream(**PLAIN, messages=CAPITAL) as stream:
+                    return "".join([text async for text in stream.text_stream])
+
+            return await asyncio.gather(*(one() for _ in range(24)))
+
+    assert asyncio.run(ask()) == [expected] * 24
+
+
+@pytest.mark.row("anthropic", "models.list", "models.retrieve", "messages.batches", "beta.files")
+def test_what_else_the_client_has(client: anthropic.Anthropic) -> None:
+    assert [model.id for model in client.models.list()] == ["penstock-demo"]
+    assert client.models.retrieve("penstock-demo").id == "penstock-demo"
+    for ask in (lambda: client.messages.batches.list(), lambda: client.beta.files.list()):
+        with pytest.raises(anthropic.NotFoundError):
+            ask()
+
+
+@pytest.mark.row("anthropic", "a last message of the assistant")
 def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(**PLAIN, messages=CAPITAL).content[0].text
-    begun = {"role": "assistant", "content": whole[:11]}
-    assert client.messages.create(**PLAIN, messages=[*CAPITAL, begun]).content[0].text == whole[11:]
+    text = client.messages.create(**PLAIN, messages=CAPITAL).content[0].text
+    for begun in (text[:11], [{"type": "text", "text": text[:11]}]):
+        last = {"role": "assistant", "content": begun}
+        assert client.messages.create(**PLAIN, messages=[*CAPITAL, last]).content[0].text == text[11:]
 
 
+def of_user(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(blocks)}]
+
+
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "get_weather", "input": {}}]}
+
+
+@pytest.mark.row("anthropic", "container", "mcp_servers", "context_management")
+@pytest.mark.row("anthropic", '{"type": "error", "error": {"type", "message"}}')
 @pytest.mark.parametrize(
     ("fields", "kind", "named"),
     [
         ({"max_token": 5}, anthropic.BadRequestError, "max_token.*did you mean max_tokens"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"model": "nothing"}, anthropic.NotFoundError, "nothing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, "image"),
+        ({"messages": of_user({"type": "image"})}, anthropic.BadRequestError, "image"),
+        ({"messages": of_user({"type": "document"})}, anthropic.BadRequestError, "document"),
+        ({"messages": of_user()}, anthropic.BadRequestError, r"messages\[0\].content"),
+        ({"messages": of_user({"type": "tool_result"})}, anthropic.BadRequestError, "tool_use_id: is missing"),
+        ({"messages": [{"role": "king", "content": "x"}]}, anthropic.BadRequestError, "king"),
+        ({"messages": [*CAPITAL, USED]}, anthropic.BadRequestError, r"messages\[2\]: is missing: a tool_result"),
+        (
+            {"messages": [{"role": "user", "content": "a " * 4000}]},
+            anthropic.BadRequestError,
+            "messages: has .* tokens",
+        ),
+        ({"messages": []}, anthropic.BadRequestError, "messages"),
+        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 999}, anthropic.BadRequestError, "stop_sequences: must hold"),
+        ({"prompt": "x"}, anthropic.BadRequestError, "prompt: no such field"),
+        ({"stop": ["x"]}, anthropic.BadRequestError, "stop: no such field"),
+        ({"container": "c"}, anthropic.BadRequestError, "container: nothing is run here"),
+        ({"mcp_servers": [{"type": "url"}]}, anthropic.BadRequestError, "mcp_servers: nothing is run here"),
+        ({"context_management": {"edits": []}}, anthropic.BadRequestError, "context_management: no messages are made"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "x"}]},
+            anthropic.BadRequestError,
+            "web_search_20250305 is",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "x"}]}, anthropic.BadRequestError, "bash_20250124 is"),
+        ({"tools": [{"name": "x"}]}, anthropic.BadRequestError, r"tools\[0\].input_schema: is missing"),
+        ({"temperature": -1}, anthropic.BadRequestError, "temperature"),
+        ({"thinking": {"type": "enabled"}}, anthropic.BadRequestError, "budget_tokens: is missing"),
+        ({"messages": [{"role": "user", "content": "x" * 2**21}]}, anthropic.RequestTooLargeError, "body: must have"),
         ({"thinking": {"type": "enabled", "budget_tokens": 60}}, anthropic.BadRequestError, "budget_tokens"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "fly"}}, anthropic.BadRequestError, "fly"),
     ],
@@ -131,6 +278,7 @@ def test_what_is_wrong_is_refused_by_name(
     assert caught.value.body["type"] == "error" and caught.value.body["error"]["message"]  # type: ignore[index]
 
 
+@pytest.mark.row("anthropic", "x-api-key")
 def test_a_key_is_asked_for_in_its_own_shape(served: Served) -> None:
     stranger = anthropic.Anthropic(base_url=served.root, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError) as caught:
@@ -138,6 +286,7 @@ def test_a_key_is_asked_for_in_its_own_shape(served: Served) -> None:
     assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
+@pytest.mark.row("anthropic", "events of a stream")
 def test_events_come_in_their_order(served: Served) -> None:
     body = {**BODY, **GREEDY, "messages": CAPITAL, "stream": True}
     with httpx.stream("POST", f"{served.root}/v1/messages", json=body, headers={"x-api-key": "secret"}) as answer:
@@ -149,3 +298,17 @@ def test_events_come_in_their_order(served: Served) -> None:
         "message_start", "content_block_start", *["content_block_delta"] * deltas,
         "content_block_stop", "message_delta", "message_stop",
     ]  # fmt: skip
+
+
+@pytest.mark.row("anthropic", '{"type": "error", "error": {"type", "message"}}')
+def test_an_engine_that_dies_and_a_queue_that_is_full_are_told() -> None:
+    with Served("--num-gpu-blocks-override", "40", "--max-num-seqs", "1", "--max-waiting", "0") as served:
+        client = anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0)
+        endless = BODY | {"max_tokens": 1500, "messages": [{"role": "user", "content": "Tell me a long story."}]}
+        with client.messages.stream(**endless, extra_body={"stop_sequences": None}) as stream:
+            next(iter(stream))
+            with pytest.raises(anthropic.RateLimitError, match="waiting"):
+                client.messages.create(**PLAIN, messages=CAPITAL)
+            os.kill(served.pids["engine"][0], signal.SIGKILL)
+            with pytest.raises(anthropic.APIStatusError, match="the engine died"):
+                stream.until_done()

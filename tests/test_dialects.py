@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
 def test_what_is_wrong_is_told_in_each_shape(served: Served, name: str) -> None:
     path, headers, body, where = WRONG[name]
     answer = httpx.post(served.root + path, json=body, headers=headers, timeout=60)
-    assert answer.status_code == 400
+    assert answer.status_code == (200 if name == "PaddleNLP" else 400)  # which has its number within
     words = answer.json()
     for key in filter(None, where.split(".")):
         words = words[key]

@@ -121,7 +121,7 @@ def test_models_stay_loaded(client: triton.InferenceServerClient) -> None:
         client.load_model("other")
     with pytest.raises(InferenceServerException, match="not by config"):
         client.load_model("ensemble", config="{}")
-    with pytest.raises(InferenceServerException, match="one engine"):
+    with pytest.raises(InferenceServerException, match="--model-control-mode explicit"):
         client.unload_model("ensemble")
     assert client.is_model_ready("ensemble")
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from serving import Served
+import tritonclient.grpc as triton
+from serving import TO_START, Served
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,25 @@ def test_health_and_metrics_have_ports_of_their_own(served: Served) -> None:
         for path in ("/v1/models", "/v1/completions", "/nothing"):
             refused = httpx.post(root + path, json={"prompt": "x"})
             assert refused.status_code == 404 and "health and metrics only" in refused.json()["error"]["message"]
+
+
+def test_http_can_be_off_where_grpc_is() -> None:
+    """Then health and metrics answer on their own ports, if they have any."""
+    off = Served("--port", "-1", "--grpc-port", "0", "--num-gpu-blocks-override", "40", "--health-port", "0")
+    try:
+        off.find("ready: penstock-demo without HTTP", limit=TO_START)
+        health = off.find(r"health and metrics at (\S+)")[1]
+        assert httpx.get(f"{health}/v2/health/ready").status_code == 200
+        assert httpx.get(f"{health}/v1/models").status_code == 404
+        with triton.InferenceServerClient(off.find(r"gRPC at (\S+)")[1]) as client:
+            assert client.is_model_ready("ensemble")
+        off.terminate()
+        assert off.ended() == 0
+    finally:
+        off.kill()
+    deaf = Served("--port", "-1")
+    assert deaf.ended() == 2
+    assert "port: is -1, which turns HTTP off, and no grpc_port is given" in deaf.lines[-1]
 
 
 def test_a_base_url_that_is_a_path_finds_its_way(served: Served) -> None:

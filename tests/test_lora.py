@@ -337,6 +337,24 @@ def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, de
         answers(client, "b")
 
 
+@pytest.mark.row("paddlenlp", "model")
+@pytest.mark.row("anthropic", "model")
+@pytest.mark.row("responses", "model")
+def test_adapters_are_models_in_other_dialects(server: Served, demo_adapters: Path) -> None:
+    (chat, _), plain = expected(demo_adapters / "a"), expected(None)[0]
+    for model, text in (("a", chat), ("default", plain)):
+        asked = {"model": model, "messages": CITY, "temperature": 0}
+        found = httpx.post(f"{server.url}/chat/completions", json=asked | {"max_dec_len": 12}, timeout=60).json()
+        assert found["result"] == text
+        found = httpx.post(f"{server.url}/messages", json=asked | {"max_tokens": 12}, timeout=60).json()
+        assert found["content"][0]["text"] == text
+        asked = {"model": model, "input": CITY, "temperature": 0, "max_output_tokens": 12}
+        found = httpx.post(f"{server.url}/responses", json=asked, timeout=60).json()
+        assert found["output"][0]["content"][0]["text"] == text
+    for path, asked in (("/messages", {"messages": CITY, "max_tokens": 1}), ("/responses", {"input": "x"})):
+        assert httpx.post(server.url + path, json={"model": "nobody", **asked}, timeout=60).status_code == 404
+
+
 def test_what_cannot_be_loaded_is_refused_over_http(server: Served, demo_adapters: Path, tmp_path: Path) -> None:
     wrong = update(server, "load", lora_name="c", lora_path=str(tmp_path))
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "lora_path")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
 from serving import Served
 
 ASKED: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
@@ -49,6 +51,12 @@ def told(client: triton.InferenceServerClient, content: bytes) -> list[dict[str,
         client.stop_stream()
 
 
+def joined(pieces: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Text and token ids, in however many pieces they came."""
+    return "".join(piece["token"] for piece in pieces), [token for piece in pieces for token in piece["token_ids"]]
+
+
+@pytest.mark.row("paddlenlp", "model", "IN", "OUT")
 def test_pieces_are_those_of_http(served: Served, client: triton.InferenceServerClient) -> None:
     pieces = told(client, json.dumps([ASKED | {"req_id": "a", "return_usage": True}]).encode())
     assert [piece["send_idx"] for piece in pieces] == list(range(len(pieces)))
@@ -58,6 +66,40 @@ def test_pieces_are_those_of_http(served: Served, client: triton.InferenceServer
     whole = requests.post(f"{served.url}/completions", json=ASKED | {"return_usage": True}, timeout=60).json()
     assert "".join(piece["token"] for piece in pieces) == whole["result"]
     assert pieces[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.row("paddlenlp", "stream")
+def test_stream_means_nothing_and_what_paddlenlp_s_client_sends_is_taken(client: triton.InferenceServerClient) -> None:
+    theirs = {
+        "max_dec_len": 12, "min_dec_len": 1, "topp": 0.0, "temperature": 0.95, "frequency_score": 0.0,
+        "penalty_score": 1.0, "presence_score": 0.0, "req_id": "theirs", "response_timeout": 120, "text": ASKED["text"],
+    }  # fmt: skip
+    pieces = told(client, json.dumps([theirs | {"stream": False}]).encode())
+    assert len(pieces) > 1
+    for other in (theirs | {"stream": True}, ASKED):
+        assert joined(told(client, json.dumps([other]).encode())) == joined(pieces)
+
+
+def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client: triton.InferenceServerClient) -> None:
+    texts = [f"Once upon a time there were {count} foxes" for count in range(2, 26)]
+    alone = [told(client, json.dumps([ASKED | {"text": text}]).encode()) for text in texts]
+
+    async def ask() -> list[list[dict[str, Any]]]:
+        async with triton_aio.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as many:
+
+            async def one(text: str) -> list[dict[str, Any]]:
+                async def requests() -> AsyncIterator[dict[str, Any]]:
+                    yield {"model_name": "model", "inputs": [tensor(json.dumps([ASKED | {"text": text}]).encode())]}
+
+                pieces: list[dict[str, Any]] = []
+                async for result, error in many.stream_infer(requests()):
+                    assert error is None, error
+                    pieces += json.loads(result.as_numpy("OUT")[0])
+                return pieces
+
+            return await asyncio.gather(*map(one, texts))
+
+    assert [joined(pieces) for pieces in asyncio.run(ask())] == [joined(pieces) for pieces in alone]
 
 
 def test_whoever_asks_for_one_answer_gets_it_whole(client: triton.InferenceServerClient) -> None:
@@ -73,6 +115,8 @@ def test_whoever_asks_for_one_answer_gets_it_whole(client: triton.InferenceServe
         (b"{", "IN: is not JSON"),
         (b"[]", "IN: must be a list with one request"),
         (json.dumps([ASKED | {"temperatur": 0}]).encode(), "temperatur: no such field; did you mean temperature"),
+        (json.dumps([{"prompt": "a"}]).encode(), "prompt: no such field"),
+        (b"\xff", "IN: is not JSON"),
         (json.dumps([ASKED | {"max_dec_len": 10**6, "req_id": "b"}]).encode(), "max_dec_len"),
     ],
 )

@@ -72,6 +72,19 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 # --- Processes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row(
+    "paddlenlp",
+    "start_server [model_name]",
+    "stop_server [seconds]",
+    "HEALTH_HTTP_PORT",
+    "METRICS_HTTP_PORT",
+    "SERVICE_HTTP_PORT",
+    "MODEL_DIR",
+    "MAX_SEQ_LEN",
+    "BLOCK_BS",
+    "USE_WARMUP",
+    "DISABLE_STREAMING",
+)
 def test_start_and_stop(shell: Shell) -> None:
     status, said = shell.run(
         "start_server", MODEL_DIR=str(demo.CHAT), USE_WARMUP="1", DISABLE_STREAMING="1", MAX_SEQ_LEN="20"
@@ -106,6 +119,7 @@ def test_start_and_stop(shell: Shell) -> None:
     assert shell.run("stop_server") == (0, "Nothing runs that start_server has started.\n")
 
 
+@pytest.mark.row("paddlenlp", "rank_0/model.pdiparams", "OUTPUT_LOG_TO_CONSOLE", "BATCH_SIZE")
 def test_a_server_that_does_not_start_says_why(shell: Shell) -> None:
     (shell.folder / "graph" / "rank_0").mkdir(parents=True)
     (shell.folder / "graph" / "rank_0" / "model.pdiparams").touch()
@@ -121,6 +135,9 @@ def test_a_server_that_does_not_start_says_why(shell: Shell) -> None:
     assert shell.run("stop_server")[1].startswith("Nothing runs")
 
 
+@pytest.mark.row(
+    "paddlenlp", "model_name", "org/name/weight_only_int8", "--speculate_model_path", "-s", "-m", "-d", "-n", "-M"
+)
 def test_a_model_by_its_name(shell: Shell) -> None:
     hub = Hub()
     hub.files[NEW] = {path.name: path.read_bytes() for path in demo.CHAT.iterdir() if path.is_file()}
@@ -132,12 +149,13 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         assert (shell.folder / name / "model.safetensors").exists()
         assert "wint8" in (shell.folder / "log" / "server.log").read_text()
         assert shell.ask(text="Hello", max_dec_len=2)[0]["error_code"] == 0
-        status, said = shell.run("download_model", "--model_name", name, "--dir", "here", "--nnodes", "1", **named)
-        assert status == 0 and (shell.folder / "here" / "config.json").exists(), said
+        short = ("-m", name, "-d", "here", "-n", "1", "-M", "master", "-s", "heads")
+        status, said = shell.run("download_model", *short, **named)
+        assert status == 0 and (shell.folder / "here" / name / "config.json").exists(), said
+        assert "--speculate_model_path is ignored: heads that guess are part of" in said
         for arguments, words in (
             (("--nnodes", "2", "--mode", "master"), "--nnodes: 2 is not supported yet"),
             (("--mode", "slave"), "--mode: slave goes with several nodes"),
-            (("--speculate_model_path", "x"), "--speculate_model_path: "),
             (("--model_name", "org/chat/a8w8_fp8"), "weights as a8w8_fp8 are not supported yet"),
             (("--model_name", "org/chat-2nodes/weight_only_int8"), "several machines are not supported yet"),
             (("--model_name", "org/unknown"), "has no model org/unknown"),
@@ -157,45 +175,65 @@ def test_the_longest_inputs_run_where_there_is_room() -> None:
 # --- The environment --------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_s_names_and_defaults(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    for name, value in GIVEN.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {
-        "MODEL_DIR": str(demo.CHAT),
-        "USE_CACHE_KV_INT8": "1",
-        "PUSH_MODE_HTTP_WORKERS": "3",
-        "INTER_PROC_PORT": "8813",
-        "USE_HF_TOKENIZER": "1",
-        "BLOCK_RATIO": "0.5",
-        "tag": "3.0.0.b4",
-        "MP_NUM": "1",
-        "CUDA_VISIBLE_DEVICES": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
+def test_defaults_are_those_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--compat", "paddlenlp", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    for name, (value, source) in {
-        "model": (str(demo.CHAT), "MODEL_DIR"),
-        "port": (9965, "SERVICE_HTTP_PORT"),
-        "health_port": (8110, "HEALTH_HTTP_PORT"),
-        "metrics_port": (8722, "METRICS_HTTP_PORT"),
-        "max_prompt_len": (8192, "the profile paddlenlp"),
-        "max_output_len": (1024, "the profile paddlenlp"),
-        "max_num_seqs": (50, "the profile paddlenlp"),
-        "max_waiting": (128, "the profile paddlenlp"),
-        "kv_cache_sequences": (50, "the profile paddlenlp"),
-        "kv_cache_ratio": (0.5, "BLOCK_RATIO"),
-        "kv_cache_dtype": ("int8", "USE_CACHE_KV_INT8"),
-        "api_server_count": (3, "PUSH_MODE_HTTP_WORKERS"),
-        "use_warmup": (False, "default"),
-        "disable_streaming": (False, "default"),
-    }.items():
-        assert (found[name]["value"], found[name]["source"]) == (value, source), name
+    theirs = {
+        "port": 9965, "health_port": 8110, "grpc_port": 8811, "metrics_port": 8722, "model": "/models/",
+        "max_prompt_len": 8192, "max_output_len": 1024, "max_num_seqs": 50, "max_waiting": 128,
+        "kv_cache_sequences": 50, "kv_cache_ratio": 0.75,
+    }  # fmt: skip
+    for name, value in theirs.items():
+        assert (found[name]["value"], found[name]["source"]) == (value, "the profile paddlenlp"), name
+    ours = {"api_server_count": 1, "use_warmup": False, "disable_streaming": False, "kv_cache_dtype": "auto"}
+    for name, value in ours.items():
+        assert (found[name]["value"], found[name]["source"]) == (value, "default"), name
+
+
+MEANS: dict[str, tuple[str, str, Any]] = {
+    "HEALTH_HTTP_PORT": ("18110", "health_port", 18110),
+    "METRICS_HTTP_PORT": ("18722", "metrics_port", 18722),
+    "SERVICE_GRPC_PORT": ("18811", "grpc_port", 18811),
+    "SERVICE_HTTP_PORT": ("-1", "port", -1),
+    "MODEL_DIR": ("/m", "model", "/m"),
+    "MAX_SEQ_LEN": ("100", "max_prompt_len", 100),
+    "MAX_DEC_LEN": ("10", "max_output_len", 10),
+    "BATCH_SIZE": ("128", "max_num_seqs", 128),
+    "BLOCK_BS": ("5", "kv_cache_sequences", 5.0),
+    "BLOCK_RATIO": ("0.5", "kv_cache_ratio", 0.5),
+    "MAX_CACHED_TASK_NUM": ("1", "max_waiting", 1),
+    "PUSH_MODE_HTTP_WORKERS": ("8", "api_server_count", 8),
+    "DISABLE_STREAMING": ("1", "disable_streaming", True),
+    "USE_WARMUP": ("1", "use_warmup", True),
+    "USE_CACHE_KV_INT8": ("1", "kv_cache_dtype", "int8"),
+}
+"""By name in the environment: a value, and what it means here."""
+
+
+@pytest.mark.row("paddlenlp", "MAX_DEC_LEN", "BLOCK_RATIO", "MAX_CACHED_TASK_NUM", "PUSH_MODE_HTTP_WORKERS")
+@pytest.mark.row("paddlenlp", "USE_CACHE_KV_INT8", "SERVICE_GRPC_PORT")
+@pytest.mark.parametrize("name", MEANS)
+def test_what_a_name_in_the_environment_means(name: str) -> None:
+    text, setting, value = MEANS[name]
+    found = read({}, None, GIVEN | {name: text}, load("paddlenlp"))
+    parts = (found.configuration.engine, found.configuration.server)
+    assert next(getattr(part, setting) for part in parts if hasattr(part, setting)) == value
+    assert found.sources[setting] == name
+
+
+@pytest.mark.row("paddlenlp", "INTER_PROC_PORT", "USE_HF_TOKENIZER", "tag")
+@pytest.mark.parametrize(("name", "value"), [("INTER_PROC_PORT", "8813"), ("USE_HF_TOKENIZER", "1"), ("tag", "3.0.0")])
+def test_what_means_nothing_is_told(
+    name: str, value: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    for variable, text in {**GIVEN, name: value}.items():
+        monkeypatch.setenv(variable, text)
     assert main(["config", "--compat", "paddlenlp"]) == 0
-    printed = capsys.readouterr().out
-    assert "INTER_PROC_PORT " in printed and "USE_HF_TOKENIZER " in printed and "tag " in printed
+    assert f"{name} has no meaning here and is ignored" in caplog.text
+    assert f"{name} " in capsys.readouterr().out
 
 
+@pytest.mark.row("paddlenlp", "HTTP_PORT", "METRICS_PORT", "GRPC_PORT", "INTER_QUEUE_PORT", "PUSH_MODE_HTTP_PORT")
 def test_names_before_version_3() -> None:
     old = {"HTTP_PORT": "1", "GRPC_PORT": "2", "METRICS_PORT": "3", "INTER_QUEUE_PORT": "4", "PUSH_MODE_HTTP_PORT": "5"}
     server = read({}, None, old, load("paddlenlp")).configuration.server
@@ -203,15 +241,14 @@ def test_names_before_version_3() -> None:
     assert server == read({}, None, old | {"HEALTH_HTTP_PORT": "1"}, load("paddlenlp")).configuration.server
 
 
+@pytest.mark.row("paddlenlp", "SERVICE_GRPC_PORT", "CUDA_VISIBLE_DEVICES", "POD_IPS", "POD_0_IP")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"HEALTH_HTTP_PORT": "", "METRICS_HTTP_PORT": ""}, "HEALTH_HTTP_PORT: is missing; set HEALTH_HTTP_PORT, MET"),
-        ({"SERVICE_GRPC_PORT": ""}, "SERVICE_GRPC_PORT: is missing"),
         ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, and GRPC_PORT, its older name, is 1"),
         ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: must be a port"),
         ({"SERVICE_GRPC_PORT": "x"}, "SERVICE_GRPC_PORT: 'x' is wrong"),
-        ({"SERVICE_HTTP_PORT": "-1"}, "SERVICE_HTTP_PORT: '-1' is wrong: this turns HTTP off"),
+        ({"SERVICE_HTTP_PORT": "-2"}, "SERVICE_HTTP_PORT: '-2' is wrong: must be a port"),
         ({"POD_0_IP": "10.0.0.3", "POD_IPS": "10.0.0.1"}, r"POD_0_IP: 10.0.0.3 is not among POD_IPS \(10.0.0.1\)"),
         ({"POD_0_IP": "10.0.0.3"}, "POD_0_IP: 10.0.0.3 is not among POD_IPS"),
         ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: is missing, and MP_NNODE is 2"),
@@ -234,6 +271,7 @@ def test_what_is_wrong_in_the_environment_is_named(given: dict[str, str], words:
         read({}, None, GIVEN | given, load("paddlenlp"))
 
 
+@pytest.mark.row("paddlenlp", "MP_NUM", "MP_NNODE")
 @pytest.mark.parametrize(
     "given",
     [

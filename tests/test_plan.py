@@ -176,6 +176,17 @@ def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert "too little" in capsys.readouterr().out
 
 
+@pytest.mark.row(
+    "paddlenlp",
+    "DeepSeek-R1/a8w8_fp8_wint4",
+    "DeepSeek-R1-MTP/a8w8_fp8_wint4",
+    "DeepSeek-R1/weight_only_int4",
+    "DeepSeek-R1-MTP/weight_only_int4",
+    "DeepSeek-R1-2nodes/a8w8_fp8",
+    "DeepSeek-R1-MTP-2nodes/a8w8_fp8",
+    "DeepSeek-R1-2nodes/weight_only_int8",
+    "DeepSeek-R1-MTP-2nodes/weight_only_int8",
+)
 def test_the_recommended_block_bs(capsys: pytest.CaptureFixture[str]) -> None:
     """The document's eight rows: the sums give those of one node, and not those of two."""
     assert main(["plan", "block-bs", "--json"]) == 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -25,9 +28,14 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+def served() -> Iterator[Served]:
     with Served("--num-gpu-blocks-override", "200") as served:
-        yield openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> Response:
@@ -54,6 +62,8 @@ def whole(client: openai.OpenAI, **fields: Any) -> Response:
 BOTH = pytest.mark.parametrize("ask", [whole, streamed])
 
 
+@pytest.mark.row("responses", "responses.create", "input", "message", "instructions", "max_output_tokens", "stream")
+@pytest.mark.row("responses", "temperature", "sequence_number")
 @BOTH
 def test_a_response_is_answered_as_a_chat_is(client: openai.OpenAI, ask: Any) -> None:
     response = ask(client, **PLAIN, instructions="You are a pirate.", input=CAPITAL)
@@ -80,6 +90,7 @@ def test_what_is_cut_is_incomplete(client: openai.OpenAI, ask: Any) -> None:
     assert cut.output[0].status == "incomplete"
 
 
+@pytest.mark.row("responses", "function_call", "function_call_output", "tools", "function", "tool_choice")
 @BOTH
 def test_tools_are_called_and_what_came_of_it_read(client: openai.OpenAI, ask: Any) -> None:
     question = {"role": "user", "content": [{"type": "input_text", "text": "What is the weather in Paris?"}]}
@@ -92,6 +103,20 @@ def test_tools_are_called_and_what_came_of_it_read(client: openai.OpenAI, ask: A
     assert ask(client, **PLAIN, input=back, tools=[WEATHER]).output_text
 
 
+@pytest.mark.row("responses", "auto", "none", "required", "parallel_tool_calls")
+@BOTH
+def test_whether_tools_are_called(client: openai.OpenAI, ask: Any) -> None:
+    def calls(choice: str, **more: Any) -> list[str]:
+        response = ask(client, **PLAIN, input=CAPITAL, tools=[WEATHER], tool_choice=choice, **more)
+        return [item.name for item in response.output if item.type == "function_call"]
+
+    assert calls("none") == []
+    assert calls("required", parallel_tool_calls=False) == ["get_weather"]
+    assert calls("required") and set(calls("auto")) <= {"get_weather"}
+
+
+@pytest.mark.row("responses", "reasoning", "reasoning.effort", "reasoning.summary", "reasoning.generate_summary")
+@pytest.mark.row("responses", "chat_template_kwargs")
 @BOTH
 def test_thoughts_are_items(client: openai.OpenAI, ask: Any) -> None:
     thought = ask(client, **PLAIN | {"max_output_tokens": 200}, input=CAPITAL, extra_body=THINK)
@@ -101,31 +126,134 @@ def test_thoughts_are_items(client: openai.OpenAI, ask: Any) -> None:
     assert ask(client, **PLAIN, input=[*back, {"role": "user", "content": "Thanks."}]).output_text
     off = ask(client, **PLAIN, input=CAPITAL, reasoning={"effort": "none"})
     assert [item.type for item in off.output] == ["message"]
+    for more in ({"summary": "auto"}, {"generate_summary": "concise"}, {}):
+        on = ask(client, **PLAIN, input=CAPITAL, reasoning={"effort": "max", **more})
+        assert on.output[0].content[0].text == thought.output[0].content[0].text
 
 
 class City(pydantic.BaseModel, extra="forbid"):
     name: str = pydantic.Field(max_length=20)
 
 
+@pytest.mark.row("responses", "text.format", "text", "json_schema", "json_object")
 @BOTH
-def test_an_answer_keeps_to_a_schema(client: openai.OpenAI, ask: Any) -> None:
+def test_an_answer_keeps_to_a_form(client: openai.OpenAI, ask: Any) -> None:
     wanted = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}
     assert list(json.loads(ask(client, **PLAIN, input=CAPITAL, text=wanted).output_text)) == ["city"]
+    free = ask(client, **PLAIN, input=CAPITAL, text={"format": {"type": "text"}})
+    assert free.output_text == ask(client, **PLAIN, input=CAPITAL).output_text
+    json_object = ask(client, **PLAIN, input=CAPITAL, text={"format": {"type": "json_object"}})
+    assert json_object.output_text.startswith("{")
+
+
+@pytest.mark.row("responses", "responses.parse", "responses.stream")
+def test_the_client_s_helpers(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(**PLAIN, input=CAPITAL, text_format=City)
     assert isinstance(parsed.output_parsed, City)
+    with client.responses.stream(**PLAIN, input=CAPITAL, text_format=City) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * deltas, "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    with client.responses.stream(**PLAIN, input=CAPITAL, tools=[WEATHER], tool_choice="required") as stream:
+        (call,) = stream.get_final_response().output
+    assert call.parsed_arguments == json.loads(call.arguments)
 
 
+@pytest.mark.row("responses", "responses.input_tokens.count")
+def test_tokens_are_counted(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "default", "input": CAPITAL, "instructions": "Be short.", "tools": [WEATHER]}
+    used = client.responses.create(**PLAIN | asked).usage
+    assert used is not None
+    assert client.responses.input_tokens.count(**asked).input_tokens == used.input_tokens
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*nothing is kept"):
+        client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(**asked | {"model": "nobody"})
+
+
+@pytest.mark.row("responses", "responses.retrieve", "cancel", "delete", "input_items", "compact")
+def test_nothing_is_kept(client: openai.OpenAI) -> None:
+    kept = client.responses.create(**PLAIN, input=CAPITAL)
+    for ask in (
+        lambda: client.responses.retrieve(kept.id),
+        lambda: client.responses.cancel(kept.id),
+        lambda: client.responses.delete(kept.id),
+        lambda: client.responses.input_items.list(kept.id),
+        lambda: client.responses.compact(model="default", input=CAPITAL),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+
+
+@pytest.mark.row("responses", "metadata", "user", "service_tier", "auto", "default", "max_tool_calls")
+@pytest.mark.row("responses", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options")
+@pytest.mark.row("responses", 'include: ["reasoning.encrypted_content"]')
+@BOTH
+def test_what_changes_no_answer(client: openai.OpenAI, ask: Any) -> None:
+    told: dict[str, Any] = {"metadata": {"a": "b"}, "user": "me", "service_tier": "default"}
+    untold: dict[str, Any] = {
+        "max_tool_calls": 3, "prompt_cache_key": "a", "prompt_cache_retention": "24h", "safety_identifier": "b",
+        "include": ["reasoning.encrypted_content"], "store": False, "background": False, "truncation": "disabled",
+        "top_logprobs": 0,
+    }  # fmt: skip
+    if ask is streamed:
+        untold["stream_options"] = {"include_obfuscation": False}
+    response = ask(client, **PLAIN, input=CAPITAL, **told, **untold)
+    assert response.output_text == ask(client, **PLAIN, input=CAPITAL).output_text
+    assert {name: getattr(response, name) for name in told} == told
+
+
+@pytest.mark.row("responses", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority")
+@BOTH
+def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
+    sampling = {
+        "temperature": 1.5, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 4, "stop": ["zebra"], "ignore_eos": True,
+        "cache_salt": "s", "priority": 1,
+    }  # fmt: skip
+    story = "Tell me a story about a fox."
+    mine = ask(client, model="default", max_output_tokens=30, input=story, extra_body=sampling)
+    messages: Any = [{"role": "user", "content": story}]
+    chat = client.chat.completions.create(model="default", max_tokens=30, messages=messages, extra_body=sampling)
+    assert mine.output_text == chat.choices[0].message.content
+    assert mine.output_text != ask(client, **PLAIN | {"max_output_tokens": 30}, input=story).output_text
+    stopped = ask(client, **PLAIN, input=CAPITAL, extra_body={"stop": ["Ottawa"]})
+    assert stopped.status == "completed" and "Ottawa" not in stopped.output_text
+
+
+@pytest.mark.row("responses", "previous_response_id", "conversation", "prompt", "store: true", "background: true")
+@pytest.mark.row("responses", "truncation: auto", "context_management", "moderation")
+@pytest.mark.row("responses", "top_logprobs", "include", "text.verbosity", "errors")
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id.*nothing is kept"),
-        ({"store": True}, "store"),
+        ({"conversation": "conv_1"}, "conversation.*nothing is kept"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt: no prompts are kept here"),
+        ({"store": True}, "store.*send false"),
+        ({"background": True}, "background.*send false"),
+        ({"truncation": "auto"}, "truncation.*send disabled"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"top_logprobs": 2}, "top_logprobs.*not supported yet"),
+        ({"include": ["message.output_text.logprobs"]}, "message.output_text.logprobs"),
+        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"input": "a " * 4000}, "'input: has .* tokens"),
+        ({"input": []}, "input"),
         ({"input": [{"role": "king", "content": "x"}]}, r"input\[0\].role.*king"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"type": "file_search_call"}]}, "file_search_call"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
-        ({"extra_body": {"max_tokens": 5}}, "max_tokens.*did you mean"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}}}, "uniqueItems"),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens: no such field; did you mean"),
+        ({"extra_body": {"messages": []}}, "messages: no such field"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}}},
+            r"text\.format: .*uniqueItems",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,3 +262,29 @@ def test_what_is_wrong_is_refused_by_name(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         client.responses.create(**PLAIN | {"input": CAPITAL} | fields, stream=stream)
+
+
+def test_what_was_refused_is_read_again(client: openai.OpenAI) -> None:
+    refused: Any = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    said: Any = {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}
+    question: Any = {"role": "user", "content": CAPITAL}
+    texts = [client.responses.create(**PLAIN, input=[question, item, question]).output_text for item in (refused, said)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.row("responses", "errors")
+def test_an_engine_that_dies_ends_a_stream_with_an_error() -> None:
+    with Served("--num-gpu-blocks-override", "80") as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        endless = {"model": "default", "input": CAPITAL, "ignore_eos": True, "stream": True}
+        stream = client.responses.create(model="default", input=CAPITAL, stream=True, extra_body={"ignore_eos": True})
+        assert next(stream).type == "response.created"
+        with httpx.stream("POST", f"{served.url}/responses", json=endless, timeout=60) as raw:
+            lines = raw.iter_lines()
+            first = next(lines)
+            os.kill(served.pids["engine"][0], signal.SIGKILL)
+            told = [json.loads(line[6:]) for line in (first, *lines) if line.startswith("data: ")]
+        with pytest.raises(openai.APIError, match="the engine died"):
+            list(stream)
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert (told[-1]["type"], told[-1]["code"]) == ("error", "service_unavailable_error")

@@ -60,3 +60,15 @@ def test_the_chinese_tables_have_the_same_rows(system: str) -> None:
     )
     first = [[re.findall(r"`([^`]+)`", row.split(" | ")[0]) for row in table] for table in (english, chinese)]
     assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("page", ["README", "docs/dialects"])
+def test_a_chinese_page_has_the_same_commands_and_tables(page: str) -> None:
+    chinese = {"README": "README.zh-CN.md", "docs/dialects": "docs/zh/dialects.md"}[page]
+    texts = [(ROOT / name).read_text() for name in (f"{page}.md", chinese)]
+    if page == "README":
+        assert len({tuple(re.findall(r"^```.*?^```", text, flags=re.M | re.S)) for text in texts}) == 1
+    assert len({sum(line.startswith("|") for line in text.splitlines()) for text in texts}) == 1
+    for name, text in zip((f"{page}.md", chinese), texts, strict=True):
+        for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", text):
+            assert ((ROOT / name).parent / target).exists(), (name, target)

@@ -80,6 +80,7 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
     )
     assert (found["port"], found["log_level"], found["drain_timeout"]) == (8200, "debug", 7)
     quiet = config(capsys, "--log-info=false", "--allow-grpc=0", "--allow-metrics", "off")
+    assert config(capsys, "--http-port", "8200", "--allow-http=false")["port"] == -1
     assert (quiet["log_level"], quiet["grpc_port"], quiet["metrics_port"]) == ("warning", -1, -1)
     launched = ["--world_size=1", "--tritonserver", "/opt/tritonserver/bin/tritonserver", "--force", "--log"]
     launched += ["--log-file", "log.txt", "--http_port", "8300", "--tensorrt_llm_model_name=tensorrt_llm"]
@@ -92,7 +93,7 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
     [
         (["--world_size", "2"], "--world_size: '2' is wrong: a model runs on one device here"),
         (["--model-control-mode", "poll"], "only none and explicit"),
-        (["--allow-http", "false"], "gRPC alone"),
+        (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
         (["--allow-grpc", "perhaps"], "none of true"),
         (["--http-prot", "1"], "did you mean --http-port"),
         (["--model-repository", "/nowhere"], "model_repository: /nowhere holds no folder"),

@@ -72,7 +72,7 @@ def read(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
     for name, value, source in given:
-        values[name] = _checked(known[name], value, source)
+        values[name] = checked(known[name], value, source)
         sources[name] = source
     parts: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, value in values.items():
@@ -82,8 +82,8 @@ def read(
     return Configured(found, sources, ignored)
 
 
-def _checked(setting: Setting, value: Any, source: str) -> Any:
-    """The value in its own type."""
+def checked(setting: Setting, value: Any, source: str) -> Any:
+    """A setting's value in its own type. Raises ``PenstockError`` (``invalid``) where it is wrong."""
     if setting.kind is tuple:
         given = value if isinstance(value, list | tuple) else [value]
         value = [part.strip() for entry in given for part in str(entry).split(",")]

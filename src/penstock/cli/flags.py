@@ -60,7 +60,8 @@ def configure(args: argparse.Namespace) -> Configured:
     profile: Profile | None = args.profile
     flags = {name: getattr(args, name) for name in args.options if hasattr(args, name)}
     theirs = {name: THEIRS + name for name in profile.flags} if profile else {}
-    aliases = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
+    typed = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
+    aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
     found = read(flags, args.config, profile=profile, aliases=aliases)
     for name, why in found.ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
@@ -98,7 +99,9 @@ def _add_alias(group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
     names = [f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
     means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": THEIRS + name, "help": f"{means}."}
-    if alias.switch:
+    if alias.to and settings()[alias.to].kind is tuple:
+        given |= {"action": "append", "metavar": name.rpartition("_")[2].upper()}
+    elif alias.switch:
         given |= {"action": "store_const", "const": "true"}
     else:
         given["metavar"] = name.rpartition("_")[2].upper()

@@ -3,123 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import invalid
-from penstock.core.profiles import chosen
-from penstock.core.profiles.triton import ONE_ENGINE, switched
-from penstock.core.settings import nearest
+from penstock.core.profiles.triton import ONE_ENGINE
+from penstock.core.settings import nearest, settings
 
 from .engine_folder import settings_of
+from .repository_parameters import PARAMETERS, Flags
 
 logger = logging.getLogger(__name__)
 
 NAMES = ("--model-repository", "--model_repository", "--model-store", "--model-repo", "--model_repo")
-MODELS = ("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls")
-POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
-BATCHING = {"inflight_fused_batching": "inflight", "inflight_batching": "inflight", "v1": "static"}
-GIB = 2**30
-BLOCK = 64
-"""Tokens of a KV block."""
-
-Flags = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """What a parameter of a model's configuration means."""
-
-    flags: Callable[[str], Flags] = lambda text: {}
-    """Settings here by its value. Raises ``ValueError`` where it is wrong."""
-    why: str = ""
-    """Why it has no meaning here."""
-
-
-def setting(name: str, read: Callable[[str], Any] = str) -> Meaning:
-    return Meaning(lambda text: {name: read(text)})
-
-
-def no_meaning(why: str) -> Meaning:
-    return Meaning(why=why)
-
-
-def must_be(allowed: tuple[str, ...], why: str) -> Meaning:
-    def read(text: str) -> Flags:
-        if text.lower() not in allowed:
-            raise ValueError(f"{why}; possible is {' or '.join(allowed)}")
-        return {}
-
-    return Meaning(read)
-
-
-def _blocks(text: str) -> int:
-    return max(int(text) // BLOCK, 1)
-
-
-TOKENIZER = {
-    "tokenizer_dir": setting("tokenizer"),
-    "tokenizer_type": no_meaning("a tokenizer's files say what it is"),
-}
-PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
-    "ensemble": {},
-    "preprocessing": TOKENIZER
-    | {
-        "add_special_tokens": must_be(("true",), "prompts begin as the tokenizer has them begin"),
-        "engine_dir": no_meaning("the vocabulary's size is the tokenizer's"),
-    },
-    "postprocessing": TOKENIZER
-    | {"skip_special_tokens": must_be(("true",), "special tokens are no text of an answer")},
-    "tensorrt_llm_bls": {
-        "accumulate_tokens": setting("accumulate_tokens", switched),
-        "tensorrt_llm_model_name": must_be(("tensorrt_llm",), "models have the names that they have in TensorRT-LLM"),
-        "tensorrt_llm_draft_model_name": must_be((), "a draft model is given with --speculative-config"),
-    },
-    "tensorrt_llm": {
-        "gpt_model_path": setting("engine_dir"),
-        "gpt_model_type": setting("batching_type", chosen(BATCHING)),
-        "batch_scheduler_policy": setting("batch_scheduler_policy", chosen(POLICIES)),
-        "kv_cache_free_gpu_mem_fraction": setting("kv_cache_free_memory_fraction"),
-        "max_tokens_in_paged_kv_cache": setting("num_gpu_blocks_override", _blocks),
-        "enable_chunked_context": setting("enable_chunked_prefill", switched),
-        "enable_kv_cache_reuse": setting("enable_prefix_caching", switched),
-        "exclude_input_in_output": setting("exclude_input_in_output", switched),
-        "max_beam_width": setting("max_beam_width"),
-        "decoding_mode": must_be(
-            ("auto", "top_k", "top_p", "top_k_top_p", "beam_search"), "each request says how it decodes"
-        ),
-        "medusa_choices": must_be((), "there are no Medusa heads; --speculative-config guesses ahead"),
-        "eagle_choices": must_be((), "there are no EAGLE heads; --speculative-config guesses ahead"),
-        "max_attention_window_size": must_be((), "a model's attention is its own"),
-        "sink_token_length": must_be(("0",), "a model's attention is its own"),
-        "gpu_device_ids": must_be(("0",), "--device says where the model runs"),
-        "kv_cache_host_memory_bytes": setting("swap_space", lambda text: int(text) / GIB),
-        "normalize_log_probs": must_be(("true",), "log probabilities are those of a whole distribution"),
-        **dict.fromkeys(
-            ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
-            no_meaning("it is for TensorRT-LLM's executor"),
-        ),
-        **dict.fromkeys(
-            ("iter_stats_max_iterations", "request_stats_max_iterations", "recv_poll_period_ms"),
-            no_meaning("/metrics tells of every step"),
-        ),
-        "cancellation_check_period_ms": no_meaning("a client that goes is noticed at once"),
-        **dict.fromkeys(
-            (
-                "lora_cache_optimal_adapter_size",
-                "lora_cache_max_adapter_size",
-                "lora_cache_gpu_memory_fraction",
-                "lora_cache_host_memory_bytes",
-            ),
-            no_meaning("--max-loras and --max-lora-rank say what adapters may take"),
-        ),
-    },
-}
-"""By model and the key that the parameter has in its ``config.pbtxt``."""
+STEPS = ("preprocessing", "postprocessing")
+ENGINE, BLS = "tensorrt_llm", "tensorrt_llm_bls"
 
 
 @dataclass
@@ -137,6 +40,30 @@ class Found:
             self.sources.setdefault(name, source)
 
 
+@dataclass
+class File:
+    """A ``config.pbtxt``."""
+
+    path: Path
+    config: Any
+    """A ``ModelConfig``."""
+    name: str
+    kind: str
+    """Which of TensorRT-LLM's models it is."""
+
+    def text(self, key: str) -> str:
+        """A parameter, nothing where it is not filled in."""
+        found = self.config.parameters[key].string_value if key in self.config.parameters else ""
+        return "" if found.startswith("${") else found
+
+    @property
+    def over(self) -> list[str]:
+        """The models that an ensemble is made of, or that one of business logic calls."""
+        if self.kind == BLS:
+            return [self.text("tensorrt_llm_model_name") or ENGINE]
+        return [step.model_name for step in self.config.ensemble_scheduling.step]
+
+
 def expanded(arguments: list[str]) -> list[str]:
     """The arguments of a command with what the repository says in its place, before all others, which override it.
 
@@ -147,39 +74,113 @@ def expanded(arguments: list[str]) -> list[str]:
     given, rest = parser.parse_known_args(arguments[1:])
     if given.repository is None:
         return arguments
-    return [arguments[0], *_arguments(read(given.repository)), *rest]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensorrt_llm_model_name", "--tensorrt-llm-model-name", dest="engines", default="")
+    launched, rest = parser.parse_known_args(rest)
+    overridden = {each.lstrip("-").partition("=")[0].replace("-", "_") for each in rest if each.startswith("--")}
+    return [arguments[0], *_arguments(read(given.repository, launched.engines, overridden)), *rest]
 
 
-def read(repository: Path) -> Flags:
-    """Settings by name. Raises ``PenstockError`` as ``expanded`` does."""
-    files = sorted(repository.glob("*/config.pbtxt"))
-    if not files:
-        raise invalid("model_repository", f"{repository} holds no folder with a config.pbtxt")
+def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) -> Flags:
+    """Settings by name. Raises ``PenstockError`` as ``expanded`` does.
+
+    Args:
+        engines: names that the engines are said to have, with commas between them.
+        overridden: settings that count in place of what files say of each of several engines.
+    """
+    if not (paths := sorted(repository.glob("*/config.pbtxt"))):
+        return _checkpoints(repository)
+    files = [_file(path) for path in paths]
+    over = _put_together(repository, files)
+    for name in filter(None, engines.split(",")):
+        if name not in over:
+            raise invalid("tensorrt_llm_model_name", f"{repository} has no engine {name!r}; it has {', '.join(over)}")
+    found = {name: _settings(own) for name, own in over.items()}
+    if list(found) == [ENGINE] and all(file.name == file.kind for file in files):
+        return found[ENGINE]
+    shared = {key for flags in found.values() for key in flags if settings()[key].section == "server"}
+    together = Found()
+    for name, flags in found.items():
+        together.add({key: flags[key] for key in shared if key in flags}, f"{repository / name}")
+    models = {
+        name: {key: value for key, value in flags.items() if key not in (*shared, *overridden)}
+        | {"kserve": {file.name: file.kind for file in over[name]}}
+        for name, flags in found.items()
+    }
+    return together.flags | {"models": json.dumps(models)}
+
+
+def _checkpoints(repository: Path) -> Flags:
+    """Of a folder with a folder for each checkpoint of Hugging Face."""
+    found = {path.parent.name: str(path.parent) for path in sorted(repository.glob("*/config.json"))}
+    if not found:
+        words = f"{repository} holds no folder with a config.pbtxt, nor one with a checkpoint (config.json)"
+        raise invalid("model_repository", words)
+    return {"models": json.dumps(found)}
+
+
+def _file(path: Path) -> File:
+    config = _parsed(path)
+    name = config.name or path.parent.name
+    if name in PARAMETERS:
+        kind = name
+    elif config.ensemble_scheduling.step or config.platform == "ensemble":
+        kind = "ensemble"
+    elif config.backend == "tensorrtllm" or "gpt_model_path" in config.parameters:
+        kind = ENGINE
+    elif "tensorrt_llm_model_name" in config.parameters:
+        kind = BLS
+    else:
+        kind = next((kind for kind in STEPS if kind in name), "")
+    if not kind:
+        words = f"the model {name!r} is none of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
+        raise invalid(str(path), words)
+    return File(path, config, name, kind)
+
+
+def _put_together(repository: Path, files: list[File]) -> dict[str, list[File]]:
+    """By engine, its own file and those of the models over it."""
+    over = {file.name: [file] for file in files if file.kind == ENGINE}
+    if not over:
+        raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
+    whose: dict[str, str] = {}
+    for file in files:
+        if file.kind in ("ensemble", BLS):
+            parts = file.over
+            engine = next((name for name in parts if name in over), "" if parts and len(over) > 1 else next(iter(over)))
+            if not engine:
+                words = f"is over {', '.join(parts)}, and the engines are {', '.join(over)}"
+                raise invalid(str(file.path), words)
+            over[engine].append(file)
+            whose |= {name: engine for name in parts if name not in whose}
+    for file in files:
+        if file.kind in STEPS:
+            over[whose.get(file.name, next(iter(over)))].append(file)
+    return over
+
+
+def _settings(files: list[File]) -> dict[str, Any]:
+    """What an engine's own file and those of the models over it say."""
     found = Found()
     for file in files:
         _add(found, file)
     engine, tokenizer = found.flags.pop("engine_dir", None), found.flags.get("tokenizer")
     if engine is None:
-        raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
+        raise invalid(str(files[0].path), "does not say where its engine is (gpt_model_path)")
     built = settings_of(Path(engine))
     if "model" not in built:
         built["model"] = _checkpoint(Path(engine), tokenizer)
     return built | found.flags
 
 
-def _add(found: Found, file: Path) -> None:
-    model = _parsed(file)
-    name = model.name or file.parent.name
-    if name not in MODELS:
-        raise invalid(str(file), f"the model {name!r} is none of {', '.join(MODELS)}")
-    known = PARAMETERS[name]
-    for key, value in sorted(model.parameters.items()):
-        text = value.string_value
-        if not text or text.startswith("${"):  # not filled
+def _add(found: Found, file: File) -> None:
+    known, model = PARAMETERS[file.kind], file.config
+    for key in sorted(model.parameters):
+        if not (text := file.text(key)):
             continue
-        source = f"{file}: {key}"
+        source = f"{file.path}: {key}"
         if key not in known:
-            raise invalid(source, f"no such parameter of {name}{nearest(key, known)}")
+            raise invalid(source, f"no such parameter of {file.kind}{nearest(key, known)}")
         if known[key].why:
             _say(source, known[key].why)
             continue
@@ -187,15 +188,17 @@ def _add(found: Found, file: Path) -> None:
             found.add(known[key].flags(text), source)
         except ValueError as error:
             raise invalid(source, f"{text!r} is wrong: {error}") from error
-    if name == "tensorrt_llm":
+    if file.kind == ENGINE:
         if model.max_batch_size:
-            found.add({"max_num_seqs": model.max_batch_size}, f"{file}: max_batch_size")
+            found.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")
         if not model.model_transaction_policy.decoupled:
-            _say(f"{file}: decoupled", "streams are there for who asks for them")
+            _say(f"{file.path}: decoupled", "streams are there for who asks for them")
     if model.dynamic_batching.max_queue_delay_microseconds:
-        _say(f"{file}: max_queue_delay_microseconds", "a request joins the next step, and need not wait for others")
+        _say(
+            f"{file.path}: max_queue_delay_microseconds", "a request joins the next step, and need not wait for others"
+        )
     if sum(group.count for group in model.instance_group) > 1:
-        _say(f"{file}: instance_group", f"{ONE_ENGINE}; --api-server-count says how many processes handle text")
+        _say(f"{file.path}: instance_group", f"{ONE_ENGINE}; --api-server-count says how many processes handle text")
 
 
 def _parsed(file: Path) -> Any:

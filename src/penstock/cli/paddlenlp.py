@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.core import PenstockError
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.options import ServerOptions
 from penstock.core.profiles import load
@@ -32,6 +32,11 @@ LAST_LINES = 20
 PATIENCE = 300.0
 """Seconds that a server gets to end."""
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-R1/weight_only_int4"
+MPI = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
+)
+"""What ``mpirun`` of Open MPI and of MPICH tells each rank: its number on its node, how many are there, and in all."""
 
 
 def start_server() -> int:
@@ -42,7 +47,7 @@ def start_server() -> int:
     args = parser.parse_args()
     if args.model_name and sys.argv[1] != args.model_name:
         parser.error("the model's name comes before all options")
-    return _told(parser, lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:]))
+    return _told(parser, lambda: _once_a_node(lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:])))
 
 
 def stop_server() -> int:
@@ -50,17 +55,19 @@ def stop_server() -> int:
     parser = _parser("stop_server", "Stop the servers that start_server has started.")
     parser.add_argument("timeout", nargs="?", type=float, default=PATIENCE, help="seconds that they get to end")
     args = parser.parse_args()
-    return _told(parser, lambda: _stop(args.timeout))
+    return _told(parser, lambda: _once_a_node(lambda: _stop(args.timeout)))
 
 
 def download_model() -> int:
     """Put a model of the hub into a folder; returns the exit status."""
     parser = _parser("download_model.py", "Fetch a model from the Hugging Face hub.")
     parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help="org/model or org/model/format")
-    parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="folder to put it into")
-    parser.add_argument("--nnodes", type=int, default=1, help="machines that it is for; so far 1")
-    parser.add_argument("--mode", choices=("master", "slave"), help="which of several machines this is")
-    parser.add_argument("--speculate_model_path", help="folder of a draft model, which has no name of its own there")
+    parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="where its folder model_name is put")
+    parser.add_argument("--nnodes", "-n", type=int, default=1, help="machines that it is for; so far 1")
+    parser.add_argument("--mode", "-M", choices=("master", "slave"), help="which of several machines this is")
+    parser.add_argument(
+        "--speculate_model_path", "-s", metavar="FOLDER", help="stays empty: heads are with their model"
+    )
     args = parser.parse_args()
     return _told(parser, lambda: _download(args))
 
@@ -77,6 +84,31 @@ def _told(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+# --- Under mpirun -----------------------------------------------------------------------------------------------------
+
+
+def _once_a_node(work: Callable[[], int]) -> int:
+    """Of the ranks that ``mpirun`` has started here, by default one a core, the first does the work.
+
+    It may use all cores that ``mpirun`` may, which binds each rank to some.
+
+    Raises ``PenstockError`` (``unsupported``) where there are several nodes.
+    """
+    names = next((names for names in MPI if all(name in os.environ for name in names)), None)
+    if not names:
+        return work()
+    rank, here, everywhere = [int(os.environ[name]) for name in names]
+    if here != everywhere:
+        words = (
+            f"mpirun has started {everywhere} ranks, {here} of them on this node; several nodes are not supported yet"
+        )
+        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {words}", "MP_NNODE", 1)
+    if rank:
+        return 0
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    return work()
 
 
 # --- Starting ---------------------------------------------------------------------------------------------------------
@@ -108,7 +140,10 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             print("\n".join(["The server has ended:", *lines[-LAST_LINES:]]), file=sys.stderr)
             return status or 1
-    print(f"Ready: process {server.pid}, http://127.0.0.1:{options.port}/v1/chat/completions")
+    where = f"http://127.0.0.1:{options.port}/v1/chat/completions"
+    if options.port < 0:
+        where = f"gRPC at 127.0.0.1:{options.grpc_port}"
+    print(f"Ready: process {server.pid}, {where}")
     return 0
 
 
@@ -132,10 +167,13 @@ def _check_ports(options: ServerOptions) -> None:
     """Raises ``PenstockError`` where one is taken: otherwise another server there might be taken for this one."""
     ports = {
         "SERVICE_HTTP_PORT": options.port,
+        "SERVICE_GRPC_PORT": options.grpc_port,
         "HEALTH_HTTP_PORT": options.health_port,
         "METRICS_HTTP_PORT": options.metrics_port,
     }
     for name, port in ports.items():
+        if port < 0:
+            continue
         old = next((old for old, new in OLD.items() if new == name and old in os.environ), name)
         try:
             socket.create_server((options.host, port)).close()
@@ -204,10 +242,12 @@ def _download(args: argparse.Namespace) -> int:
     if args.mode == "slave":
         raise invalid("--mode", "slave goes with several nodes, which are not supported yet")
     if args.speculate_model_path:
-        words = "heads that guess are part of a Hugging Face checkpoint; name a draft model in --speculative-config"
-        raise invalid("--speculate_model_path", words)
-    _fetch(args.model_name, args.dir)
-    print(args.dir.resolve())
+        print(
+            "--speculate_model_path is ignored: heads that guess are part of their model's checkpoint", file=sys.stderr
+        )
+    folder = args.dir / args.model_name
+    _fetch(args.model_name, folder)
+    print(folder.resolve())
     return 0
 
 

@@ -10,13 +10,11 @@ import time
 import msgspec
 
 from penstock.core.errors import invalid
-from penstock.core.lora import named
+from penstock.core.options import Configuration
 
 from . import model_repository, service_json
 from .flags import TITLES, add_options, configure
-
-DEMO = "penstock-demo"
-"""What the model in the box is called."""
+from .models import served
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +32,6 @@ def expanded(arguments: list[str]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     from penstock.core import logs
-    from penstock.frontend.hub import resolve
     from penstock.serve.supervisor import Supervisor
 
     if args.model_tag is not None:
@@ -43,21 +40,31 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_tag
     configuration = configure(args).configuration
     logs.set_up(configuration.log, "serve")
-    model, source = configuration.engine.model, configuration.model
+    models = [
+        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.at_start else model
+        for model in served(configuration)
+    ]
+
+    async def serve() -> int:
+        return await Supervisor(configuration, models, found, begun).run()
+
+    return asyncio.run(serve())
+
+
+def found(configuration: Configuration) -> Configuration:
+    """With the folder of its model, which is fetched where it is not there.
+
+    Raises ``PenstockError`` where it cannot be had.
+    """
+    from penstock.frontend.hub import resolve
+
+    source = configuration.model
     folder = resolve(
-        model,
+        configuration.engine.model,
         revision=source.revision,
         token=source.hf_token or None,
         cache_dir=source.download_dir or None,
         progress=sys.stderr.isatty(),
     )
-    names = configuration.server.served_model_name or (model or DEMO,)
-    if both := named(configuration.engine.lora_modules).keys() & set(names):
-        raise invalid("lora_modules", f"{both.pop()!r} is the model's own name")
     engine = msgspec.structs.replace(configuration.engine, model=str(folder))
-    configuration = msgspec.structs.replace(configuration, engine=engine)
-
-    async def serve() -> int:
-        return await Supervisor(configuration, names, begun).run()
-
-    return asyncio.run(serve())
+    return msgspec.structs.replace(configuration, engine=engine)

@@ -217,7 +217,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, option("System whose names of settings, values by default and ports are taken, too (docs/dialects).")
     ] = ""
     host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
-    port: Annotated[int, option("TCP port; 0 takes any that is free.", ge=0, le=65535)] = 8000
+    port: Annotated[
+        int, option("TCP port for HTTP; -1 is none where there is gRPC, 0 any that is free.", ge=-1, le=65535)
+    ] = 8000
     health_port: Annotated[
         int, option("TCP port that answers health checks only; -1 is none, 0 any that is free.", ge=-1, le=65535)
     ] = -1
@@ -240,6 +242,20 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     accumulate_tokens: Annotated[
         bool, option("Each answer of a stream of the model tensorrt_llm_bls has all of the text so far.")
     ] = False
+    models: Annotated[
+        str,
+        option(
+            'Further models by name, as JSON: {"NAME": FOLDER}, or {"NAME": {"model": FOLDER, "max_num_seqs": 8}} with '
+            "options of the model and its engine. Each has an engine process of its own."
+        ),
+    ] = ""
+    model_control_mode: Annotated[
+        Literal["none", "explicit"],
+        option("Models are loaded at the start and stay, or are loaded and unloaded by requests, too (KServe's)."),
+    ] = "none"
+    load_model: Annotated[
+        tuple[str, ...], option("Models to load at the start where the control is explicit; * is all, none loads none.")
+    ] = ()
     served_model_name: Annotated[
         tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
     ] = ()
@@ -272,6 +288,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool, option("Let clients load adapters from any folder of the server, and unload them.")
     ] = False
     allowed_origins: Annotated[tuple[str, ...], option("Origins of web pages that may ask; * is any.")] = ("*",)
+
+    def __post_init__(self) -> None:
+        if self.port < 0 and self.grpc_port < 0:
+            raise invalid("port", "is -1, which turns HTTP off, and no grpc_port is given: nothing would be served")
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):

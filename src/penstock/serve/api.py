@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 from collections.abc import Iterator
@@ -15,15 +14,14 @@ import uvicorn
 from penstock.core.errors import invalid
 from penstock.core.profiles import load
 from penstock.engine.client import STOPPING
-from penstock.frontend.gateway import Gateway
-from penstock.frontend.prompts import Preparer
 
 from . import kserve, paddlenlp
 from .app import build
+from .control import WorkerStart
+from .keeper import Keeper
 from .metrics import Metrics
 from .protocol import protocol
-from .service import Service
-from .start import WorkerStart
+from .services import Services
 
 TO_ACCEPT = 0.2
 """Seconds in which connections that had been made when the server was told to stop are accepted."""
@@ -39,32 +37,25 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run(start: WorkerStart, report: BinaryIO) -> None:
-    """Serve until told to stop; a line in the report says when requests are welcome.
+async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
+    """Serve until told to stop; lines in the report say which models' requests are welcome.
+
+    Args:
+        heard: what has been read of standard input after the first line.
 
     Raises ``PenstockError`` with one sentence where the configuration does not allow it.
     """
-    configuration = start.configuration
-    options, drain = configuration.server, configuration.engine.drain_timeout
-    model = configuration.model
-    preparer = Preparer(
-        configuration.engine.model,
-        model.tokenizer,
-        model.chat_template,
-        model.tool_call_parser,
-        model.reasoning_parser,
-        model.pooling_type,
-    )
-    preparer.tokenizer.check_template()
-    gateway = Gateway(start.engine, preparer)
+    options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
-    service = Service(gateway, options, start.names, Metrics(start.names[0], profile.metrics if profile else None))
-    models = kserve.registry_of(service, paddlenlp.OverGrpc(service))
+    services = Services(options, Metrics(profile.metrics if profile else None))
+    keeper = Keeper(services, report)
+    models = kserve.Registry(services, keeper, [paddlenlp.OverGrpc(services)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
-    state_ports = frozenset(listener.getsockname()[1] for listener in listeners[1:])
+    only_state = listeners if options.port < 0 else listeners[1:]
+    state_ports = frozenset(listener.getsockname()[1] for listener in only_state)
     server = Server(
         uvicorn.Config(
-            build(service, models, state_ports),
+            build(services, models, state_ports),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",
@@ -91,26 +82,19 @@ async def run(start: WorkerStart, report: BinaryIO) -> None:
         rpc = over_grpc.Server(models, start.grpc_address, options)
         await rpc.start()
 
-    async def tell() -> None:
-        await gateway.engine.ready()
-        with contextlib.suppress(BrokenPipeError), report:
-            report.write(b"ready\n")
-
     def stop() -> None:
         loop.call_later(TO_ACCEPT, setattr, server, "should_exit", True)
         if rpc:
             loop.call_later(TO_ACCEPT, rpc.stop, drain + LAST_WORDS)
-        loop.call_later(drain, gateway.engine.refuse, STOPPING)
+        loop.call_later(drain, keeper.refuse, STOPPING)
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
-    _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
-    telling = asyncio.create_task(tell())
-    gc.freeze()  # what is there now stays, and need not be looked through again and again
-    gc.enable()
-    await server.serve(sockets=listeners)
-    telling.cancel()
+    async with asyncio.TaskGroup() as group:
+        listening = group.create_task(keeper.listen(heard))
+        await server.serve(sockets=listeners)
+        listening.cancel()
     if rpc:
         await rpc.stopped()
-    await gateway.close()
+    await keeper.close()

@@ -21,7 +21,7 @@ from .door import Keys, Log, OnlyState
 from .openai.routes import components
 from .record import record_of
 from .reply import INTERNAL, refuse
-from .service import Service
+from .services import Services
 from .shape import Shapes
 from .shared import Dialect, add_shared_routes
 
@@ -29,7 +29,7 @@ NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics onl
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
-def build(service: Service, models: kserve.Registry, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
+def build(services: Services, models: kserve.Registry, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
     """The application that serves it all.
 
     Args:
@@ -39,29 +39,29 @@ def build(service: Service, models: kserve.Registry, state_ports: frozenset[int]
     app = FastAPI(
         title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
     )
-    blade = BladeLLM(service)
-    usual = openai.OpenAI(service, vllm.check if vllm.asked_for(service) else None)
-    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(service), usual]
+    blade = BladeLLM(services)
+    usual = openai.OpenAI(services, vllm.check if vllm.asked_for(services) else None)
+    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(services), usual]
     by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE, "/v2": kserve.SHAPE, **vllm.SHAPES}
     shapes = Shapes(usual.shape, by_path, [blade.shape_of])
-    add_shared_routes(app, service, spoken, openai.shared_paths())
-    openai.add_routes(app, service)
-    anthropic.add_routes(app, service)
-    responses.add_routes(app, service)
-    vllm.add_routes(app, service)
+    add_shared_routes(app, services, spoken, openai.shared_paths())
+    openai.add_routes(app, services)
+    anthropic.add_routes(app, services)
+    responses.add_routes(app, services)
+    vllm.add_routes(app, services)
     kserve.add_routes(app, models)
-    _add_state(app, service)
+    _add_state(app, services)
 
     async def failed(request: Request, error: Exception) -> Response:
         return _Refused(*_told(request, error), shapes)
 
     async def no_key(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NO_KEY
-        await refuse(send, NO_KEY, shapes.of(scope).error)
+        await refuse(send, NO_KEY, shapes.of(scope))
 
     async def not_here(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NOT_HERE
-        await refuse(send, NOT_HERE, shapes.of(scope).error)
+        await refuse(send, NOT_HERE, shapes.of(scope))
 
     for kind in (PenstockError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
@@ -74,37 +74,37 @@ def build(service: Service, models: kserve.Registry, state_ports: frozenset[int]
 
     app.openapi = described  # type: ignore[method-assign]
     front: ASGIApp = app
-    if service.options.api_key:
-        front = Keys(front, service.options.api_key, no_key)
-    if service.options.allowed_origins:
-        origins = list(service.options.allowed_origins)
+    if services.options.api_key:
+        front = Keys(front, services.options.api_key, no_key)
+    if services.options.allowed_origins:
+        origins = list(services.options.allowed_origins)
         front = CORSMiddleware(
             front, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
         )
     if state_ports:
         front = OnlyState(front, state_ports, not_here)
-    return Log(front, service.metrics, shapes)
+    return Log(front, services.metrics, shapes)
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
+def _add_state(app: FastAPI, services: Services) -> None:
     """How the server is doing."""
-    engine = service.gateway.engine
 
     async def live() -> Response:
         return Response()
 
     async def health() -> Response:
-        engine.check()
+        services.check()
         return Response()
 
     async def version() -> Response:
         found: dict[str, Any] = {"version": __version__}
-        if engine.engine:
-            found |= {"kernels": engine.engine.fingerprint, "batch_invariant": engine.engine.batch_invariant}
+        for service in services:
+            if engine := service.gateway.engine.engine:
+                found |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
         return JSONResponse(found)
 
     async def metrics() -> Response:
-        return Response(service.metrics.page(engine.stats), media_type=CONTENT_TYPE_LATEST)
+        return Response(services.metrics.page(services.stats), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
@@ -123,7 +123,7 @@ class _Refused(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).failure = self._failure
-        await refuse(send, self._failure, self._shapes.of(scope).error, self._status, self._more)
+        await refuse(send, self._failure, self._shapes.of(scope), self._status, self._more)
 
 
 def _told(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:

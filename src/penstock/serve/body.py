@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -72,6 +73,19 @@ def convert(found: dict[str, Any], schema: type[T]) -> T:
         field = path.rstrip("`").lstrip(".")
         named = re.search(r"field `(\w+)`", words)  # missing, or unknown
         raise invalid(field or (named[1] if named else "body"), words) from error
+
+
+def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:
+    """Refuse what a server elsewhere has, and this one has not.
+
+    Args:
+        reasons: by field, the one value that may be given besides null, and what is said to any other.
+
+    Raises ``PenstockError`` (``unsupported``) with the field's name.
+    """
+    for name, (allowed, why) in reasons.items():
+        if found.get(name) not in (None, allowed):
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: {why}", name)
 
 
 def _too_large(most: int) -> PenstockError:

@@ -17,6 +17,7 @@ from .metrics import Metrics
 from .record import Record
 from .reply import INTERNAL, refuse
 from .shape import Shapes
+from .status import STATUS
 
 logger = logging.getLogger("penstock.requests")
 
@@ -59,7 +60,7 @@ class Log:
             logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
             record.failure = INTERNAL
             if not status:
-                await refuse(passed, INTERNAL, self._shapes.of(scope).error)
+                await refuse(passed, INTERNAL, self._shapes.of(scope))
         finally:
             self._tell(scope, record, status, time.monotonic() - begun)
 
@@ -67,7 +68,8 @@ class Log:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path=route, status=str(status or 499)).inc()
         facts = {"id": record.request_id, "status": status, "seconds": seconds, **record.facts}
-        level = logging.ERROR if status >= 500 else logging.INFO
+        failed = STATUS[record.failure.code] if record.failure else status  # which the response may not say
+        level = logging.ERROR if failed >= 500 else logging.INFO
         if route in OPEN_TO_ALL and status in (200, 503):
             level = logging.DEBUG  # probes, which ask every second
         if record.failure and route not in OPEN_TO_ALL:

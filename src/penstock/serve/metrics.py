@@ -6,7 +6,8 @@ them up; what the engine knows is read from the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,46 +23,78 @@ WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
+LABELS = ["model_name"]
+
+
 class Metrics:
-    """Of the requests of one model.
+    """Of a server's requests.
 
     Args:
         others: further names, each with the one of ours (without ``penstock:``) that it is for.
     """
 
-    def __init__(self, model: str, others: Mapping[str, str] | None = None) -> None:
+    def __init__(self, others: Mapping[str, str] | None = None) -> None:
         self._others = others or {}
-        self._labels = {"model_name": model}
 
-        def counter(name: str, about: str) -> Counter:
-            return Counter(f"penstock:{name}", about, list(self._labels)).labels(**self._labels)
+        def counter(name: str, about: str, *more: str) -> Counter:
+            return Counter(f"penstock:{name}", about, [*LABELS, *more])
 
         def histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
-            made = Histogram(f"penstock:{name}", about, list(self._labels), buckets=list(buckets))
-            return made.labels(**self._labels)
+            return Histogram(f"penstock:{name}", about, LABELS, buckets=list(buckets))
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
-        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found there.")
-        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
-        self._between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", PER_TOKEN)
-        self._per_token = histogram(
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
+        self.between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", PER_TOKEN)
+        self.per_token = histogram(
             "request_time_per_output_token_seconds", "A request's mean time for a token after the first.", PER_TOKEN
         )
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
-        self._queued = histogram("request_queue_time_seconds", "From arrival until it ran first.", WHOLE)
-        self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self._generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
-        name = ["model_name"]
-        self._success = Counter(
-            "penstock:request_success", "Sequences that came to their end.", [*name, "finished_reason"]
-        )
-        self._failures = Counter("penstock:request_failures", "Requests that were not answered.", [*name, "code"])
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
+        self.queued = histogram("request_queue_time_seconds", "From arrival until it ran first.", WHOLE)
+        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
+        self.success = counter("request_success", "Sequences that came to their end.", "finished_reason")
+        self.failures = Counter("penstock:request_failures", "Requests that were not answered.", ["code"])
         self.responses = Counter("penstock:http_responses", "HTTP responses.", ["path", "status"])
-        self.open = Gauge(
-            "penstock:num_requests_open", "Requests being answered.", name, multiprocess_mode="livesum"
-        ).labels(**self._labels)
+        self.open = Gauge("penstock:num_requests_open", "Requests being answered.", LABELS, multiprocess_mode="livesum")
+
+    def of(self, model: str) -> ModelMetrics:
+        """A model's own."""
+        return ModelMetrics(self, model)
+
+    def failed(self, failure: Failure) -> None:
+        self.failures.labels(code=failure.code.value).inc()
+
+    def page(self, stats: Mapping[str, wire.Stats]) -> bytes:
+        """The page, with what each model's engine told last."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        registry.register(_Engines(stats))
+        others = CollectorRegistry()
+        others.register(_Renamed(registry, self._others))
+        page: bytes = generate_latest(registry) + generate_latest(others)
+        return page
+
+
+class ModelMetrics:
+    """Of the requests of one model."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._prompt_tokens = metrics.prompt_tokens.labels(model)
+        self._generation_tokens = metrics.generation_tokens.labels(model)
+        self._cache_queries = metrics.cache_queries.labels(model)
+        self._cache_hits = metrics.cache_hits.labels(model)
+        self._first_token = metrics.first_token.labels(model)
+        self._between = metrics.between.labels(model)
+        self._per_token = metrics.per_token.labels(model)
+        self._whole = metrics.whole.labels(model)
+        self._queued = metrics.queued.labels(model)
+        self._prompts = metrics.prompts.labels(model)
+        self._generations = metrics.generations.labels(model)
+        self._success = partial(metrics.success.labels, model)
+        self.open = metrics.open.labels(model)
 
     def began(self, output: RequestOutput) -> None:
         """The first token of a request is there."""
@@ -83,7 +116,7 @@ class Metrics:
         """All sequences of a request have come to their end."""
         times, tokens = output.times, sum(len(made.token_ids) for made in output.outputs)
         for made in output.outputs:
-            self._success.labels(finished_reason=made.finish_reason, **self._labels).inc()
+            self._success(made.finish_reason).inc()
         self._prompts.observe(len(output.prompt_token_ids))
         self._generations.observe(tokens)
         if times.first_token is not None and times.last_token is not None:
@@ -91,19 +124,6 @@ class Metrics:
             each = max(len(made.token_ids) for made in output.outputs)
             if each > 1:
                 self._per_token.observe((times.last_token - times.first_token) / (each - 1))
-
-    def failed(self, failure: Failure) -> None:
-        self._failures.labels(code=failure.code.value, **self._labels).inc()
-
-    def page(self, stats: wire.Stats) -> bytes:
-        """The page, with what the engine told last."""
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)
-        registry.register(_Engine(stats, self._labels))
-        others = CollectorRegistry()
-        others.register(_Renamed(registry, self._others))
-        page: bytes = generate_latest(registry) + generate_latest(others)
-        return page
 
 
 class _Renamed:
@@ -122,43 +142,52 @@ class _Renamed:
                 yield renamed
 
 
-class _Engine:
-    """The engine's own figures."""
+class _Engines:
+    """The engines' own figures."""
 
-    def __init__(self, stats: wire.Stats, labels: dict[str, str]) -> None:
+    def __init__(self, stats: Mapping[str, wire.Stats]) -> None:
         self._stats = stats
-        self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats
-        gauges = {
-            "num_requests_running": ("Sequences that run.", stats.running),
-            "num_requests_waiting": ("Sequences that wait.", stats.waiting),
-            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", stats.blocks_used / max(stats.blocks, 1)),
-            "kv_blocks": ("KV blocks.", stats.blocks),
-            "kv_blocks_used": ("KV blocks in use.", stats.blocks_used),
-            "kv_blocks_free": ("KV blocks that nobody holds.", stats.blocks - stats.blocks_used),
+        gauges: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
+            "num_requests_running": ("Sequences that run.", lambda stats: stats.running),
+            "num_requests_waiting": ("Sequences that wait.", lambda stats: stats.waiting),
+            "kv_cache_usage_perc": (
+                "Share of the KV blocks in use, 0 to 1.",
+                lambda stats: stats.blocks_used / max(stats.blocks, 1),
+            ),
+            "kv_blocks": ("KV blocks.", lambda stats: stats.blocks),
+            "kv_blocks_used": ("KV blocks in use.", lambda stats: stats.blocks_used),
+            "kv_blocks_free": ("KV blocks that nobody holds.", lambda stats: stats.blocks - stats.blocks_used),
         }
-        for name, (about, value) in gauges.items():
-            family = GaugeMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family
-        counters = {"num_preemptions": ("Preemptions since the engine started.", stats.preemptions)}
-        if stats.accepted_at:
-            counters |= {
-                "spec_decode_num_drafts": ("Times that tokens were guessed ahead.", stats.drafts),
-                "spec_decode_num_draft_tokens": ("Tokens guessed.", stats.draft_tokens),
-                "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", stats.accepted_tokens),
-            }
-        for name, (about, count) in counters.items():
-            counter = CounterMetricFamily(f"penstock:{name}", about, labels=list(self._labels))
-            counter.add_metric(list(self._labels.values()), count)
+        guesses: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
+            "spec_decode_num_drafts": ("Times that tokens were guessed ahead.", lambda stats: stats.drafts),
+            "spec_decode_num_draft_tokens": ("Tokens guessed.", lambda stats: stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", lambda stats: stats.accepted_tokens),
+        }
+        preemptions = CounterMetricFamily(
+            "penstock:num_preemptions", "Preemptions since the engine started.", labels=LABELS
+        )
+        for model, stats in self._stats.items():
+            preemptions.add_metric([model], stats.preemptions)
+        yield preemptions
+        for name, (about, figure) in gauges.items():
+            gauge = GaugeMetricFamily(f"penstock:{name}", about, labels=LABELS)
+            for model, stats in self._stats.items():
+                gauge.add_metric([model], figure(stats))
+            yield gauge
+        for name, (about, figure) in guesses.items():
+            counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
+            for model, stats in self._stats.items():
+                if stats.accepted_at:
+                    counter.add_metric([model], figure(stats))
             yield counter
         by_place = CounterMetricFamily(
             "penstock:spec_decode_num_accepted_tokens_per_pos",
             "Tokens guessed rightly, by how many were guessed before each.",
-            labels=[*self._labels, "position"],
+            labels=[*LABELS, "position"],
         )
-        for place, count in enumerate(stats.accepted_at):
-            by_place.add_metric([*self._labels.values(), str(place)], count)
+        for model, stats in self._stats.items():
+            for place, count in enumerate(stats.accepted_at):
+                by_place.add_metric([model, str(place)], count)
         yield by_place

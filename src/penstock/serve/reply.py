@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -15,7 +15,7 @@ from penstock.core import Code, Failure, PenstockError
 from .record import record_of
 from .service import Service
 from .shape import Shape
-from .status import STATUS, headers
+from .status import headers
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Reply(Response):
         if begun:
             await send({"type": "http.response.body", "body": self._shape.late_error(failure)})
         else:
-            await refuse(send, failure, self._shape.error)
+            await refuse(send, failure, self._shape)
         return failure
 
     def _start(self, status: int, whole: bytes | None) -> Message:
@@ -94,15 +94,15 @@ class Reply(Response):
 async def refuse(
     send: Send,
     failure: Failure,
-    shape: Callable[[Failure], bytes],
+    shape: Shape,
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Send an error response, by default with the code's own status; ``more`` are further headers."""
-    body = shape(failure)
+    """Send an error response, by default with the shape's own status; ``more`` are further headers."""
+    body = shape.error(failure)
     given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
-    await send({"type": "http.response.start", "status": status or STATUS[failure.code], "headers": raw})
+    await send({"type": "http.response.start", "status": status or shape.status(failure), "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 

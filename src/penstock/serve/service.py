@@ -1,22 +1,16 @@
-"""What every dialect serves from: the gateway, the names of its model, and how full the house is."""
+"""What every dialect serves from: one model at work, its names, and its figures."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from starlette.requests import Request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 from penstock.core import Code, PenstockError
 from penstock.core.options import ServerOptions
 from penstock.frontend.gateway import Gateway
 
-from .body import read_body
-from .metrics import Metrics
+from .metrics import ModelMetrics
 
-LEAST_BODY, BYTES_A_TOKEN = 2**20, 64
-"""Of what a context can hold, with all there is around it in JSON."""
 DEFAULT_NAME = "default"
 """A model's name that every server knows."""
 
@@ -26,15 +20,25 @@ class Service:
 
     Args:
         names: under which clients ask for it, the first being the one it answers with.
+        kserve: the models of the KServe v2 protocol over it: of which kind each is, by name.
+        door: gives a request its place among those of all models.
     """
 
-    def __init__(self, gateway: Gateway, options: ServerOptions, names: tuple[str, ...], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        options: ServerOptions,
+        names: tuple[str, ...],
+        kserve: Mapping[str, str],
+        metrics: ModelMetrics,
+        door: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.gateway = gateway
         self.options = options
         self.names = names
+        self.kserve = kserve
         self.metrics = metrics
-        self.created = int(time.time())
-        self._open = 0
+        self._door = door
 
     @property
     def name(self) -> str:
@@ -45,20 +49,9 @@ class Service:
         """Seconds a request may take."""
         return self.options.request_timeout or None
 
-    @property
-    def max_body_size(self) -> int:
-        """Bytes a request may have.
-
-        Raises ``PenstockError`` (``unavailable``) while there is no engine to tell how long its context is.
-        """
-        return self.options.max_body_size or max(LEAST_BODY, BYTES_A_TOKEN * self.gateway.engine.check().max_model_len)
-
-    async def read(self, request: Request) -> bytes:
-        """A request's body.
-
-        Raises ``PenstockError`` where it is too large, or its client falls silent or goes in the middle of it.
-        """
-        return await read_body(request, self.max_body_size, self.options.client_timeout)
+    def has(self, name: str) -> bool:
+        """Whether it is this model, or one of its adapters."""
+        return name in self.names or name in self.gateway.engine.adapters
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a client asks for as a model, nothing for the model as it is.
@@ -79,13 +72,9 @@ class Service:
 
         Raises ``PenstockError`` (``overloaded``) where all are taken.
         """
-        most = self.options.max_concurrency
-        if self._open >= most:
-            raise PenstockError(Code.OVERLOADED, f"{most} requests are open", "max_concurrency", most)
-        self._open += 1
-        self.metrics.open.inc()
-        try:
-            yield
-        finally:
-            self._open -= 1
-            self.metrics.open.dec()
+        with self._door():
+            self.metrics.open.inc()
+            try:
+                yield
+            finally:
+                self.metrics.open.dec()

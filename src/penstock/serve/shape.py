@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 from starlette.types import Scope
 
 from penstock.core import Failure
 
 from .record import record_of
+from .status import STATUS
+
+
+def renamed(failure: Failure, names: Mapping[str, str]) -> Failure:
+    """The same with its field, at the beginning of its words, too, as a dialect calls it.
+
+    Args:
+        names: of fields, by the names under which others know them.
+    """
+    ours = failure.field
+    theirs = names.get(ours, ours)
+    words = failure.message
+    if words.startswith(f"{ours}: "):
+        words = theirs + words[len(ours) :]
+    return msgspec.structs.replace(failure, field=theirs, message=words)
 
 
 class Shape:
@@ -21,6 +37,10 @@ class Shape:
     def late_error(self, failure: Failure) -> bytes:
         """The end of a stream that failed."""
         raise NotImplementedError
+
+    def status(self, failure: Failure) -> int:
+        """HTTP's number of a response that failed."""
+        return STATUS[failure.code]
 
 
 class Shapes:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from .body import read_object
 from .record import record_of
-from .service import Service
+from .services import Services
 from .shape import Shape
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
@@ -38,7 +38,7 @@ class Dialect(Protocol):
 
 
 def add_shared_routes(
-    app: FastAPI, service: Service, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
+    app: FastAPI, services: Services, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
 ) -> None:
     """Let dialects answer; the first that a request speaks takes it.
 
@@ -47,7 +47,7 @@ def add_shared_routes(
     """
 
     async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await service.read(request)
+        body = await services.read(request)
         found = read_object(body)
         spoken = next(dialect for dialect in dialects if dialect.speaks(request, found))
         record_of(request.scope).shape = spoken.shape

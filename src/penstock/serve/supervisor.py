@@ -1,4 +1,4 @@
-"""The server's first process: it starts the engine and the API processes, and starts again what dies."""
+"""The server's first process: it opens the ports, has engines and API processes run, and ends them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import tempfile
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
-
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration, ServerOptions
-from penstock.core.profiles import load
-from penstock.engine.launcher import Deaths, EngineProcess, end, in_words
 
-from .start import WRONG, WorkerStart
+from .control import Load, ServedModel, Unload, WorkerStart
+from .engines import Engines
+from .workers import Workers
 
 logger = logging.getLogger("penstock")
 
@@ -39,22 +35,26 @@ TO_END = 10.0
 
 
 class Supervisor:
-    """Serves a model until told to stop.
+    """Serves models until told to stop.
 
     Args:
-        configuration: whose model is a folder.
-        names: under which clients ask for it.
+        configuration: whose server part all models share.
+        models: those that there are.
+        found: a configuration with its model's folder, which is fetched where it is not there.
         begun: when the command began, on the monotonic clock.
     """
 
-    def __init__(self, configuration: Configuration, names: tuple[str, ...], begun: float) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        models: Sequence[ServedModel],
+        found: Callable[[Configuration], Configuration],
+        begun: float,
+    ) -> None:
         self._configuration = configuration
-        self._names = names
+        self._models = models
+        self._found = found
         self._begun = begun
-        self._engine = EngineProcess(configuration.engine, configuration.log)
-        self._workers: dict[int, Process] = {}
-        self._met: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(configuration.server.api_server_count)}
-        """Set once the API process of this number has met the engine."""
         self._stop = asyncio.Event()
         self._grpc_address = ""
 
@@ -69,26 +69,29 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
         with metrics_folder(), listening(options) as listeners, reserved(options) as self._grpc_address:
+            starts = [self._worker(i, listeners) for i in range(options.api_server_count)]
+            self._workers = Workers(starts, self._asked)
+            self._engines = Engines(self._models, self._found, self._workers)
             told: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
-                asyncio.create_task(self._keep(i, listeners)) for i in range(options.api_server_count)
+                told,
+                asyncio.create_task(self._workers.keep()),
+                asyncio.create_task(self._serve(listeners)),
             ]
-            tasks += [told, asyncio.create_task(self._run_engine(listeners))]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
                 if told in done:
                     return 0
-                return 2 if any(worker.returncode == WRONG for worker in self._workers.values()) else 1
+                return 2 if self._workers.wrong else 1
             finally:
                 self._stop.set()
                 for listener in listeners:
                     turn_away(listener)
                     listener.close()
-                patience = self._configuration.engine.drain_timeout + TO_END
-                await asyncio.gather(*(end(worker, patience) for worker in self._workers.values()))
-                await self._engine.close()
+                await self._workers.close(self._configuration.engine.drain_timeout + TO_END)
+                await self._engines.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -96,72 +99,55 @@ class Supervisor:
     def _told_to_stop(self) -> None:
         if self._stop.is_set():
             logger.warning("told to stop again: stopping at once")
-            for worker in self._workers.values():
-                with contextlib.suppress(ProcessLookupError):
-                    worker.kill()
-            self._engine.kill()
+            self._workers.kill()
+            self._engines.kill()
         else:
             logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
             self._stop.set()
 
-    async def _run_engine(self, listeners: list[socket.socket]) -> None:
-        """Returns when the engine dies too often."""
-        ready = await self._engine.start()
-        await asyncio.gather(*(met.wait() for met in self._met.values()))
-        if (profile := load(self._configuration.server.compat)) and (
-            greeting := profile.greeting(ready.blocks, self._configuration.engine)
-        ):
-            logger.info(greeting)
-        facts = {"seconds": time.monotonic() - self._begun, "kv_blocks": ready.blocks, "kernels": ready.fingerprint}
-        url, *others = [url_of(self._configuration.server, listener) for listener in listeners]
-        logger.info("ready: %s at %s/v1", ", ".join(self._names), url, extra={"facts": facts})
-        for other in others:
-            logger.info("health and metrics at %s", other)
+    async def _serve(self, listeners: list[socket.socket]) -> None:
+        """Load what is wanted at the start; returns when no engine can live any more."""
+        facts: dict[str, object] = {}
+        for model in self._models:
+            if model.at_start and (ready := await self._engines.load(model.name)):
+                facts = facts or {"kv_blocks": ready.blocks, "kernels": ready.fingerprint}
+        await self._workers.met()
+        facts = {"seconds": time.monotonic() - self._begun, **facts}
+        options = self._configuration.server
+        urls = [url_of(options, listener) for listener in listeners]
+        where = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
+        names = ", ".join(name for model in self._engines.serving for name in model.names) or "no model"
+        logger.info("ready: %s %s", names, where, extra={"facts": facts})
+        for url in urls:
+            logger.info("health and metrics at %s", url)
         if self._grpc_address:
             logger.info("gRPC at %s", self._grpc_address)
-        await self._engine.watch()
+        await self._engines.lost.wait()
 
-    async def _keep(self, number: int, listeners: list[socket.socket]) -> None:
-        """Run an API process, and another when it dies; returns when they die too often."""
-        deaths = Deaths()
-        while True:
-            worker = self._workers[number] = await self._launch(number, listeners)
-            assert worker.stdout is not None
-            if await worker.stdout.readline():
-                self._met[number].set()
-            status = await worker.wait()
-            if status == WRONG:  # it has said why
-                return
-            if self._stop.is_set():
-                await asyncio.Event().wait()
-            _forget(worker.pid)
-            logger.error("API process %d (process %d) ended: %s", number, worker.pid, in_words(status))
-            if deaths.too_many():
-                logger.error("API processes have died too often and are not started again")
-                return
+    async def _asked(self, asked: Load | Unload) -> None:
+        """What a client wants. Raises ``PenstockError`` where it cannot be."""
+        begun = time.monotonic()
+        if isinstance(asked, Unload):
+            await self._engines.unload(asked.name)
+            logger.info("unloaded %s", asked.name, extra={"facts": {"seconds": time.monotonic() - begun}})
+        elif ready := await self._engines.load(asked.name):
+            facts = {"seconds": time.monotonic() - begun, "kv_blocks": ready.blocks}
+            logger.info("loaded %s", asked.name, extra={"facts": facts})
 
-    async def _launch(self, number: int, listeners: list[socket.socket]) -> Process:
-        start = WorkerStart(
+    def _worker(self, number: int, listeners: list[socket.socket]) -> WorkerStart:
+        return WorkerStart(
             parent=os.getpid(),
             number=number,
             configuration=self._configuration,
-            names=self._names,
-            engine=self._engine.address,
             sockets=tuple(listener.fileno() for listener in listeners),
             grpc_address=self._grpc_address,
         )
-        command = [sys.executable, "-m", "penstock.serve.worker"]
-        worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
-        assert worker.stdin is not None
-        worker.stdin.write(msgspec.json.encode(start))
-        worker.stdin.close()
-        return worker
 
 
 @contextlib.contextmanager
 def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
     """Sockets that accept connections, so that none is refused while API processes start, or start again: the first for
-    everything, others for how the server is doing.
+    everything, unless HTTP is off, others for how the server is doing.
 
     Raises ``PenstockError`` (``invalid``) where an address cannot be had.
     """
@@ -260,10 +246,3 @@ def raise_file_limit() -> None:
     """As many open files as are allowed: a connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _forget(pid: int) -> None:
-    """What a dead process counts no more: how many requests it has open."""
-    from prometheus_client.multiprocess import mark_process_dead
-
-    mark_process_dead(pid)

@@ -21,6 +21,7 @@ from .openai.parse import parse, sampling_of
 from .record import Record, record_of
 from .reply import Reply
 from .service import Service
+from .services import Services
 from .shape import Shape
 
 PATH = "/generate"
@@ -63,9 +64,9 @@ ZEROS = GenerateShape(b"\0")
 SHAPES = {PATH: LINES}
 
 
-def asked_for(service: Service) -> bool:
+def asked_for(services: Services) -> bool:
     """Whether the server stands in for vLLM 0.5 as Ascend has it."""
-    return service.options.compat == "ascend-vllm"
+    return services.options.compat == "ascend-vllm"
 
 
 def check(sampling: SamplingParams) -> None:
@@ -74,18 +75,19 @@ def check(sampling: SamplingParams) -> None:
         raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, services: Services) -> None:
     """``/generate``, which answers as vLLM's does."""
-    shape = ZEROS if asked_for(service) else LINES
+    shape = ZEROS if asked_for(services) else LINES
 
     async def create(request: Request) -> Response:
         record = record_of(request.scope)
         record.shape = shape
-        body = await service.read(request)
+        body = await services.read(request)
         found = {name: value for name, value in read_object(body).items() if name not in UNTOLD}
         wanted = parse(found, GenerateRequest)
         if wanted.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
+        service = services.find(wanted.model)
         answering = _Answering(service, record, wanted, shape.end)
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)

@@ -1,4 +1,4 @@
-"""One API process: ``python -m penstock.serve.worker``, told what to do on standard input.
+"""One API process: ``python -m penstock.serve.worker``, told what to do on standard input, where its models come later.
 
 SIGTERM lets its requests come to their end; it does not outlive the supervisor.
 """
@@ -15,13 +15,14 @@ import uvloop
 from penstock.core import PenstockError, logs
 from penstock.engine.process import die_with
 
-from .start import WRONG, WorkerStart
+from .control import WRONG, WorkerStart
 
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints is not to be taken for the report
-    start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
+    first, rest = _first_line()
+    start = msgspec.json.decode(first, type=WorkerStart)
     die_with(start.parent)
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
@@ -29,10 +30,21 @@ def main() -> None:
     from .api import run
 
     try:
-        uvloop.run(run(start, report))
+        uvloop.run(run(start, report, rest))
     except PenstockError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         sys.exit(WRONG)
+
+
+def _first_line() -> tuple[bytes, bytes]:
+    """And what came with it of the lines after."""
+    found = b""
+    while b"\n" not in found:
+        if not (more := os.read(0, 2**16)):
+            sys.exit(WRONG)
+        found += more
+    first, _, rest = found.partition(b"\n")
+    return first, rest
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import invalid
 
 from ..flags import add_options, options_of
-from ..serve import DEMO
+from ..models import DEMO
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -20,12 +20,14 @@ from penstock.engine.launcher import EngineProcess
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.hub import resolve
 from penstock.frontend.prompts import Preparer
+from penstock.serve.control import ServedModel
 from penstock.serve.metrics import Metrics
 from penstock.serve.openai.batch import BatchError, BatchResponse
 from penstock.serve.service import Service
+from penstock.serve.services import Services
 
 from ..flags import add_options, configure
-from ..serve import DEMO
+from ..models import DEMO
 from .files import Results, Survey, check_input, requests, survey
 from .work import Work
 
@@ -114,7 +116,8 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[Service, 
     names = configuration.server.served_model_name or (model or DEMO,)
     try:
         await gateway.engine.ready()
-        yield Service(gateway, configuration.server, names, Metrics(names[0])), watch
+        services = Services(configuration.server, Metrics())
+        yield services.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
     finally:
         await process.close()
         await watch

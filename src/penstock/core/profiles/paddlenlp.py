@@ -18,7 +18,6 @@ OLD = {
     "PUSH_MODE_HTTP_PORT": "SERVICE_HTTP_PORT",
 }
 """Names before version 3.0, and what they are called since."""
-REQUIRED = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT")
 FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8a8"}
 """What the third part of a model's name says of its weights, and what the same is called here."""
 
@@ -66,9 +65,8 @@ def _port(text: str) -> int:
 
 
 def _http_port(text: str) -> int:
-    if text == "-1":
-        raise ValueError("this turns HTTP off, which cannot be done here yet")
-    return _port(text)
+    """-1 turns HTTP off."""
+    return -1 if text == "-1" else _port(text)
 
 
 def _elsewhere(read: Callable[[str], object] = str) -> Alias:
@@ -82,13 +80,10 @@ def _elsewhere(read: Callable[[str], object] = str) -> Alias:
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` for what is missing, what contradicts, and what takes several devices."""
+    """Raises ``PenstockError`` for what contradicts, and what takes several devices."""
     for old, new in OLD.items():
         if old in given and given.get(new, given[old]) != given[old]:
             raise invalid(new, f"is {given[new]}, and {old}, its older name, is {given[old]}; give one of them")
-    known = {*given, *(OLD[name] for name in given if name in OLD)}
-    if missing := [name for name in REQUIRED if name not in known]:
-        raise invalid(missing[0], f"is missing; set {', '.join(missing)} to free ports")
     ranks, nodes = _count(given, "MP_NUM"), _count(given, "MP_NNODE")
     _check_nodes(given, nodes)
     if ranks % nodes and "MP_NUM" in given:
@@ -155,6 +150,9 @@ PROFILE = Profile(
     defaults={
         "model": "/models/",
         "port": 9965,
+        "health_port": 8110,
+        "grpc_port": 8811,
+        "metrics_port": 8722,
         "max_prompt_len": 8192,
         "max_output_len": 1024,
         "max_num_seqs": 50,

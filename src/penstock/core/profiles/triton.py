@@ -15,8 +15,8 @@ NO_BACKENDS = "there are no backends to load"
 NO_TRACES = "no traces are written yet"
 OWN_SHAPES = "what a model takes and gives does not depend on its config.pbtxt"
 STANDARD_ERROR = "the log goes to standard error"
-NO_POLLING = "models are loaded once, at the start"
-ONE_ENGINE = "one engine answers for all models of the repository"
+NO_POLLING = "the repository is not looked at again"
+ONE_ENGINE = "an engine answers for all models that are over it"
 
 
 def switched(text: str) -> bool:
@@ -49,7 +49,7 @@ PROFILE = Profile(
     flags={
         "http_port": Alias("port"),
         "http_address": Alias("host"),
-        "allow_http": only("true", "gRPC alone is not served"),
+        "allow_http": Alias(read=off("port")),
         "grpc_port": Alias("grpc_port"),
         "grpc_address": ignored("gRPC listens where HTTP does (--host)"),
         "allow_grpc": Alias(read=off("grpc_port")),
@@ -74,8 +74,8 @@ PROFILE = Profile(
         "exit_timeout_secs": Alias("drain_timeout"),
         "exit_on_error": ignored("a model that cannot be served always ends the start"),
         "strict_readiness": ignored("ready is only what can answer"),
-        "model_control_mode": Alias(read=lambda text: _control(text)),
-        "load_model": ignored(ONE_ENGINE),
+        "model_control_mode": Alias("model_control_mode", lambda text: _control(text)),
+        "load_model": Alias("load_model"),
         "repository_poll_secs": ignored(NO_POLLING),
         "disable_auto_complete_config": ignored(
             "what a model takes and gives does not depend on its config.pbtxt", True
@@ -93,7 +93,7 @@ PROFILE = Profile(
         "world_size": only("1", ONE_DEVICE),
         "tritonserver": ignored("this is the server"),
         "force": ignored("several servers may run beside each other, each on its own ports", True),
-        "multi_model": ignored(ONE_ENGINE, True),
+        "multi_model": ignored("all models of a repository are served, however many they are", True),
         "tensorrt_llm_model_name": only("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
         "oversubscribe": ignored("there is no MPI", True),
         "no_mpi": ignored("there is no MPI", True),
@@ -103,7 +103,7 @@ PROFILE = Profile(
 )
 
 
-def _control(text: str) -> Mapping[str, Any]:
+def _control(text: str) -> str:
     if text not in ("none", "explicit"):
         raise ValueError(f"{NO_POLLING}; only none and explicit are possible")
-    return {}
+    return text

@@ -34,12 +34,17 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: Error
 
 
+class OutputDetails(msgspec.Struct, kw_only=True):
+    thinking_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     input_tokens: int
     """But for those found in the cache."""
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputDetails
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True):
@@ -48,7 +53,9 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[Block]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    ) = None
     stop_sequence: str | None = None
     usage: Usage
 
@@ -74,14 +81,20 @@ def error_of(failure: Failure) -> ErrorAnswer:
 def usage_of(output: RequestOutput) -> Usage:
     cached = output.num_cached_tokens
     made = sum(len(made.token_ids) for made in output.outputs) + output.untold_tokens
-    prompt = len(output.prompt_token_ids)
-    return Usage(input_tokens=prompt - cached, cache_read_input_tokens=cached, output_tokens=made)
+    thought = sum(made.reasoning_tokens for made in output.outputs)
+    return Usage(
+        input_tokens=len(output.prompt_token_ids) - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=made,
+        output_tokens_details=OutputDetails(thinking_tokens=thought),
+    )
 
 
-def ending_of(made: CompletionOutput, called: bool) -> dict[str, Any]:
+def ending_of(made: CompletionOutput, called: bool, max_tokens: int) -> dict[str, Any]:
     """Why a message has ended."""
     if made.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        reason = "max_tokens" if len(made.token_ids) >= max_tokens else "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
     if isinstance(made.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": made.stop_reason}
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -11,8 +11,9 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.openai.schema import ChatRequest
 
-from .schema import Block, Counted, Message, MessagesRequest
+from .schema import Block, Counted, Message, MessagesRequest, Tool
 
+T = TypeVar("T")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -31,6 +32,8 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
         messages += _messages(message, f"messages[{i}]")
     found: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
     if request.messages[-1].role == "assistant":  # which the answer goes on with
+        if messages[-1].get("tool_calls"):
+            raise invalid(f"messages[{len(request.messages)}]", "is missing: a tool_result for each tool_use before it")
         found |= {"continue_final_message": True}
     if thinking := request.thinking:
         found["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
@@ -64,11 +67,7 @@ def _sampling(request: Counted) -> dict[str, Any]:
 def _tools(request: Counted) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if request.tools:
-        functions = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-            for tool in request.tools
-        ]
-        found["tools"] = [{"type": "function", "function": function} for function in functions]
+        found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if choice := request.tool_choice:
         if (choice.name is None) == (choice.type == "tool"):
             raise invalid("tool_choice.name", "goes with the type tool, and with no other")
@@ -77,6 +76,14 @@ def _tools(request: Counted) -> dict[str, Any]:
         if choice.disable_parallel_tool_use:
             found["parallel_tool_calls"] = False
     return found
+
+
+def _tool(tool: Tool, path: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        words = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
+        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
+    name, schema = _given(tool.name, f"{path}.name"), _given(tool.input_schema, f"{path}.input_schema")
+    return {"type": "function", "function": {"name": name, "description": tool.description, "parameters": schema}}
 
 
 def _messages(message: Message, path: str) -> list[dict[str, Any]]:
@@ -92,11 +99,11 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
         if block.type == "text":
             texts.append(_given(block.text, f"{where}.text"))
         elif block.type == "tool_result" and message.role == "user":
-            content = _text(block.content or "", f"{where}.content")
-            results.append({"role": "tool", "content": content, "tool_call_id": _given(block.tool_use_id, where)})
+            content, of = _text(block.content or "", f"{where}.content"), f"{where}.tool_use_id"
+            results.append({"role": "tool", "content": content, "tool_call_id": _given(block.tool_use_id, of)})
         elif block.type == "tool_use" and message.role == "assistant":
             function = {"name": _given(block.name, f"{where}.name"), "arguments": block.input or {}}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append({"id": _given(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "thinking" and message.role == "assistant":
             thought += _given(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
@@ -125,7 +132,7 @@ def _text(content: str | list[Block], path: str) -> str:
     return "\n".join(texts)
 
 
-def _given(found: str | None, path: str) -> str:
+def _given(found: T | None, path: str) -> T:
     if found is None:
         raise invalid(path, "is missing")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,32 +11,47 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from penstock.core import Failure
-from penstock.serve.body import convert, read_object
+from penstock.serve.body import check_supported, convert, read_object
 from penstock.serve.openai.chat import Answering as Chatting
 from penstock.serve.openai.chat_prompt import ChatPrompt
 from penstock.serve.record import Record, record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
-from penstock.serve.shape import Shape
+from penstock.serve.services import Services
+from penstock.serve.shape import Shape, renamed
 from penstock.serve.telling import Telling
 
 from .answers import Blocks, MessageAnswer, TokenCount, blocks_of, encode, ending_of, error_of, event, usage_of
 from .parse import chat_of
-from .schema import Counted, MessagesRequest
+from .schema import NOT_HERE, Counted, MessagesRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of messages, by the names that they have in chats."""
+
+
 class AnthropicShape(Shape):
+    """How a message is told that it failed.
+
+    Args:
+        names: of its fields, by those that chats have.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(failure))
+        return encode(error_of(renamed(failure, self._names)))
 
     def late_error(self, failure: Failure) -> bytes:
-        told = msgspec.to_builtins(error_of(failure))
-        return event("error", error=told["error"])
+        return event("error", error=error_of(renamed(failure, self._names)).error)
 
 
-SHAPE = AnthropicShape()
+SHAPE = AnthropicShape({})
+"""Until a request has been read."""
+READ = AnthropicShape(NAMES)
 
 
 class Answering:
@@ -45,6 +60,7 @@ class Answering:
     def __init__(self, service: Service, record: Record, request: MessagesRequest, size: int) -> None:
         self._chat = Chatting(service, record, chat_of(request, _variables(service)), size)
         self._id = f"msg_{record.request_id}"
+        self._max_tokens = request.max_tokens
         self._model = service.adapter_of(request.model) or service.name
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
@@ -53,7 +69,7 @@ class Answering:
                 last = output
         made = last.outputs[0]
         message = self._chat.message(made)
-        ending = ending_of(made, bool(message.tool_calls))
+        ending = ending_of(made, bool(message.tool_calls), self._max_tokens)
         answer = MessageAnswer(
             id=self._id, model=self._model, content=blocks_of(message), usage=usage_of(last), **ending
         )
@@ -76,26 +92,32 @@ class Answering:
                     yield events
                 if made.finished:
                     usage = msgspec.to_builtins(usage_of(output))
-                    yield blocks.end() + event("message_delta", delta=ending_of(made, telling.calls > 0), usage=usage)
+                    ending = ending_of(made, telling.calls > 0, self._max_tokens)
+                    yield blocks.end() + event("message_delta", delta=ending, usage=usage)
         yield event("message_stop")
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, services: Services) -> None:
     """What Anthropic's clients call."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await service.read(request)
-        return convert(read_object(body), schema), len(body)
+        body = await services.read(request)
+        found = read_object(body)
+        check_supported(found, NOT_HERE)
+        wanted = convert(found, schema)
+        record_of(request.scope).shape = READ
+        return wanted, len(body)
 
     async def create_message(request: Request) -> Response:
         wanted, size = await read(request, MessagesRequest)
+        service = services.find(wanted.model)
         answering = Answering(service, record_of(request.scope), wanted, size)
         streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), READ, streamed)
 
     async def count_tokens(request: Request) -> Response:
         wanted, size = await read(request, Counted)
-        service.adapter_of(wanted.model)
+        service = services.find(wanted.model)
         prompt: Any = await ChatPrompt(service, chat_of(wanted, _variables(service)), size).prompt()
         return Response(encode(TokenCount(input_tokens=len(prompt["prompt_token_ids"]))), media_type="application/json")
 

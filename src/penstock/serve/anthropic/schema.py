@@ -24,15 +24,15 @@ class Block(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
-    content: str | list[Block]
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
-    input_schema: dict[str, Any]
+    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)] | None = None
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +71,9 @@ class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
     """Prefixes are found again without it."""
+    container: None = None
+    mcp_servers: list[Any] | None = None
+    context_management: None = None
 
 
 class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
@@ -84,4 +87,9 @@ class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-REQUESTS = (MessagesRequest, Counted)
+NOT_HERE: dict[str, tuple[Any, str]] = {
+    "container": (None, "nothing is run here"),
+    "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),
+    "context_management": (None, "no messages are made shorter; send fewer of them"),
+}
+"""Fields, what may be said to them, and what to do instead of the rest."""

@@ -43,5 +43,11 @@ def read(found: dict[str, Any], schema: type[T], service: Service) -> T:
     return parse(defaults | given, schema)
 
 
+def named(found: dict[str, Any]) -> str | None:
+    """The model that a request names."""
+    name = found.get("model")
+    return name if isinstance(name, str) else None
+
+
 def _booleans(schema: type[msgspec.Struct]) -> set[str]:
     return {name for name, hint in get_type_hints(schema).items() if bool in get_args(hint)}

@@ -13,13 +13,13 @@ from penstock.serve.openai import chat, completions
 from penstock.serve.openai.schema import ChatRequest, CompletionRequest
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
-from penstock.serve.service import Service
+from penstock.serve.services import Services
 from penstock.serve.shape import Shape
 from penstock.serve.shared import CHATS, COMPLETIONS, Dialect
 
 from .answering import ChatAnswering, CompletionAnswering
 from .answers import SHAPE
-from .parse import read
+from .parse import named, read
 
 
 class BladeLLM(Dialect):
@@ -27,9 +27,9 @@ class BladeLLM(Dialect):
 
     shape = SHAPE
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._by_everybody = service.options.compat == "bladellm"
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._by_everybody = services.options.compat == "bladellm"
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
         return self.shape_of(request.scope) is not None
@@ -43,13 +43,15 @@ class BladeLLM(Dialect):
         return SHAPE if bare or self._by_everybody else None
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted, record = read(found, CompletionRequest, self._service), record_of(request.scope)
-        answering = CompletionAnswering(completions.Answering(self._service, record, wanted), record.request_id)
+        service = self._services.find_or_first(named(found))
+        wanted, record = read(found, CompletionRequest, service), record_of(request.scope)
+        answering = CompletionAnswering(completions.Answering(service, record, wanted), record.request_id)
         streamed = bool(wanted.stream)
-        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted, record = read(found, ChatRequest, self._service), record_of(request.scope)
-        answering = ChatAnswering(chat.Answering(self._service, record, wanted, size), record.request_id)
+        service = self._services.find_or_first(named(found))
+        wanted, record = read(found, ChatRequest, service), record_of(request.scope)
+        answering = ChatAnswering(chat.Answering(service, record, wanted, size), record.request_id)
         streamed = bool(wanted.stream)
-        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)

@@ -54,19 +54,18 @@ class Json(Response):
 
 def add_routes(app: FastAPI, registry: Registry) -> None:
     """Everything below ``/v2``."""
-    service = registry.service
-    engine = service.gateway.engine
+    services = registry.services
 
     async def body_of(request: Request) -> bytes:
-        body = await service.read(request)
+        body = await services.read(request)
         encoding = request.headers.get("content-encoding", "identity").lower()
-        return body if encoding == "identity" else decompressed(body, encoding, service.max_body_size)
+        return body if encoding == "identity" else decompressed(body, encoding, services.max_body_size)
 
     async def live() -> Response:
         return Response()
 
     async def ready() -> Response:
-        engine.check()
+        services.check()
         return Response()
 
     async def server() -> Response:
@@ -79,8 +78,7 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         return Json(registry.find(name, version).config())
 
     async def model_ready(name: str, version: str = "") -> Response:
-        registry.find(name, version)
-        engine.check()
+        registry.find(name, version).check()
         return Response()
 
     async def model_stats(name: str, version: str = "") -> Response:
@@ -106,7 +104,7 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
                         told = await to_fields(model, asked, answer)
                         yield event(told) if streamed else msgspec.json.encode(told)
 
-            return Reply(service, pieces(), SHAPE, streamed)
+            return Reply(model.service, pieces(), SHAPE, streamed)
 
         return generate
 
@@ -116,12 +114,12 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
 
     async def load(request: Request, name: str) -> Response:
         body = await body_of(request)
-        state.load(registry, name, read_object(body).get("parameters") if body else None)
+        await state.load(registry, name, read_object(body).get("parameters") if body else None)
         return Response()
 
     async def unload(request: Request, name: str) -> Response:
-        await body_of(request)
-        state.unload(registry, name)
+        body = await body_of(request)
+        await state.unload(registry, name, read_object(body).get("parameters") if body else None)
         return Response()
 
     def settings(current: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
@@ -191,7 +189,7 @@ class InferReply(Reply):
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
-        super().__init__(registry.service, pieces(), SHAPE, streamed=False)
+        super().__init__(model.service, pieces(), SHAPE, streamed=False)
 
     def _start(self, status: int, whole: bytes | None) -> Message:
         message = super()._start(status, whole)

@@ -10,6 +10,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 from penstock.serve.record import Record
+from penstock.serve.service import Service
 
 from .tensors import BYTES, WHOLE, Spec, Tensor, kind
 
@@ -70,6 +71,16 @@ class Model:
     """Rows that a request may have; 0 where inputs have no dimension for them."""
     decoupled: ClassVar[bool] = False
     """Whether a request may have other than one answer."""
+    _service: Service
+
+    @property
+    def service(self) -> Service:
+        """The model of ours that it is over. Raises ``PenstockError`` (``unavailable``) where there is none."""
+        return self._service
+
+    def check(self) -> None:
+        """Raises ``PenstockError`` (``unavailable``) where it cannot answer."""
+        self.service.gateway.engine.check()
 
     def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
         """Answer a request. Raises ``PenstockError`` where it is wrong or fails."""

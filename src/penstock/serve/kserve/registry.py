@@ -5,29 +5,71 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from penstock.core import Code, PenstockError
+from penstock.serve.control import ServedModel
+from penstock.serve.keeper import Keeper
 from penstock.serve.service import Service
+from penstock.serve.services import Services
 
 from .counts import Counts
 from .model import VERSION, Model
+from .text import Text
+from .tokens import Postprocessing, Preprocessing, Tokens
 
 
 class Registry:
-    """Models by name, and what was asked of them. One a process."""
+    """Models by name, and what was asked of them. One a process.
 
-    def __init__(self, service: Service, models: Iterable[Model]) -> None:
-        self.service = service
+    Args:
+        others: models of other systems, which are over any of ours.
+    """
+
+    def __init__(self, services: Services, keeper: Keeper, others: Iterable[Model] = ()) -> None:
+        self.services = services
+        self.keeper = keeper
         self.counts = Counts()
-        self._models = {model.name: model for model in models}
+        self.others = tuple(others)
+        self._over: dict[Service, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
-        return iter(self._models.values())
+        """Those that can be asked."""
+        self._over = {service: self._over.get(service) or models_of(service) for service in self.services}
+        for models in self._over.values():
+            yield from models
+        yield from self.others
 
     def find(self, name: str, version: str = "") -> Model:
         """Raises ``PenstockError`` (``not_found``)."""
-        if (model := self._models.get(name)) is None:
-            words = f"Request for unknown model: '{name[:100]}' is not found; there is {', '.join(self._models)}"
+        if (model := next((model for model in self if model.name == name), None)) is None:
+            if (ours := self.owner(name)) and name in ours.kserve:
+                words = f"Request for unknown model: '{name}' has no available versions: {ours.reason or 'it is going'}"
+            else:
+                there = ", ".join(model.name for model in self) or "none"
+                words = f"Request for unknown model: '{name[:100]}' is not found; there is {there}"
             raise PenstockError(Code.NOT_FOUND, words, "model")
         if version not in ("", VERSION, "-1"):
             words = f"Request for unknown model: '{name}' version {version[:20]} is not found; there is {VERSION}"
             raise PenstockError(Code.NOT_FOUND, words, "model_version")
         return model
+
+    def owner(self, name: str) -> ServedModel | None:
+        """Ours that it is over, loaded or not; either name will do."""
+        return next((model for model in self.services.models if name in model.kserve or name in model.names), None)
+
+
+def models_of(service: Service) -> list[Model]:
+    """The protocol's models over one of ours, under the names that they are to have."""
+    made: list[Model] = []
+    for name, kind in service.kserve.items():
+        match kind:
+            case "ensemble":
+                made.append(Text(service, name))
+            case "tensorrt_llm_bls":
+                made.append(Text(service, name, service.options.accumulate_tokens))
+            case "preprocessing":
+                made.append(Preprocessing(service))
+            case "tensorrt_llm":
+                made.append(Tokens(service))
+            case "postprocessing":
+                made.append(Postprocessing(service))
+        made[-1].name = name
+    return made

@@ -110,7 +110,6 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     def __init__(self, registry: Registry, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
         self._registry = registry
-        self._engine = registry.service.gateway.engine
         self._keys = [key.encode() for key in keys]
         self._stopping = stopping
 
@@ -120,7 +119,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def ServerReady(self, request: Any, record: Record) -> Any:
-        return pb.ServerReadyResponse(ready=self._ready())
+        return pb.ServerReadyResponse(ready=_passes(self._registry.services.check))
 
     @unary
     async def ServerMetadata(self, request: Any, record: Record) -> Any:
@@ -128,8 +127,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def ModelReady(self, request: Any, record: Record) -> Any:
-        self._registry.find(request.name, request.version)
-        return pb.ModelReadyResponse(ready=self._ready())
+        model = self._registry.find(request.name, request.version)
+        return pb.ModelReadyResponse(ready=_passes(model.check))
 
     @unary
     async def ModelMetadata(self, request: Any, record: Record) -> Any:
@@ -151,12 +150,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def RepositoryModelLoad(self, request: Any, record: Record) -> Any:
-        state.load(self._registry, request.model_name, request.parameters)
+        await state.load(self._registry, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
     @unary
     async def RepositoryModelUnload(self, request: Any, record: Record) -> Any:
-        state.unload(self._registry, request.model_name)
+        await state.unload(self._registry, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
     @unary
@@ -231,13 +230,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     async def _responses(self, request: Any, record: Record, streamed: bool) -> AsyncGenerator[Any, None]:
         """A request's ``ModelInferResponse`` messages."""
-        service = self._registry.service
-        if (size := request.ByteSize()) > (most := service.max_body_size):
+        if (size := request.ByteSize()) > (most := self._registry.services.max_body_size):
             raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)
         model = self._registry.find(request.model_name, request.model_version)
         asked = messages.asked_of(request)
         empty_last = bool(asked.parameters.get(messages.EMPTY_FINAL, False))
-        with service.place():
+        with model.service.place():
             async with aclosing(answers(self._registry, model, asked, record, streamed)) as found:
                 async for answer in found:
                     response = messages.response_of(model, asked, answer)
@@ -248,13 +246,6 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             last = pb.ModelInferResponse(model_name=model.name, id=asked.id)
             last.parameters[messages.FINAL].bool_param = True
             yield last
-
-    def _ready(self) -> bool:
-        try:
-            self._engine.check()
-        except PenstockError:
-            return False
-        return True
 
     @asynccontextmanager
     async def told(self, context: Any, method: str, model: str = "", quiet: bool = False) -> AsyncIterator[Record]:
@@ -297,9 +288,17 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
         level = logging.INFO
         if failure:
-            self._registry.service.metrics.failed(failure)
+            self._registry.services.metrics.failed(failure)
             facts |= {"error": failure.code.value, "reason": failure.message}
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:
             level = logging.DEBUG
         logger.log(level, "gRPC %s", what, extra={"facts": facts})
+
+
+def _passes(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except PenstockError:
+        return False
+    return True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from penstock import __version__
 from penstock.core import Code, PenstockError
+from penstock.serve.control import ServedModel
 
 from .model import VERSION
 from .registry import Registry
@@ -33,22 +34,30 @@ def server() -> dict[str, Any]:
 
 def index(registry: Registry) -> list[dict[str, str]]:
     """As ``/v2/repository/index`` tells it."""
-    engine = registry.service.gateway.engine
+    states = [(name, *_state(registry, model)) for model in registry.services.models for name in model.kserve]
+    states += [(model.name, "READY", "") for model in registry.others]
+    return [{"name": name, "version": VERSION, "state": state, "reason": reason} for name, state, reason in states]
+
+
+def _state(registry: Registry, model: ServedModel) -> tuple[str, str]:
+    """And the reason of it."""
+    service = next((service for service in registry.services if service.name == model.name), None)
+    if service is None:
+        return ("UNLOADING", "") if model.leaving else ("UNAVAILABLE", model.reason)
     try:
-        engine.check()
-        ready, reason = "READY", ""
+        service.gateway.engine.check()
     except PenstockError as error:
-        ready, reason = "UNAVAILABLE", error.failure.message
-    return [{"name": model.name, "version": VERSION, "state": ready, "reason": reason} for model in registry]
+        return "UNAVAILABLE", error.failure.message
+    return "READY", ""
 
 
-def load(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
-    """Nothing is left to do for a model that is here.
+async def load(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
+    """Load the model that this one is over; nothing is left to do where it is here.
 
-    Raises ``PenstockError`` for others, and where it is to be loaded in another way.
+    Raises ``PenstockError`` where there is none, it cannot be loaded, or it is to be loaded in another way.
     """
-    if name not in [model.name for model in registry]:
-        known = ", ".join(model.name for model in registry)
+    if (model := registry.owner(name)) is None:
+        known = ", ".join(each for model in registry.services.models for each in model.kserve)
         words = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
         raise PenstockError(Code.INVALID, words, "model_name")
     if parameters:
@@ -56,13 +65,32 @@ def load(registry: Registry, name: str, parameters: Mapping[str, Any] | None) ->
             f"failed to load '{name}': what it runs with is set when the server starts, not by {min(parameters)[:50]}"
         )
         raise PenstockError(Code.UNSUPPORTED, words, "parameters")
+    if _state(registry, model)[0] != "READY":
+        await _done("load", name, registry.keeper.load(model.name))
 
 
-def unload(registry: Registry, name: str) -> None:
-    """Raises ``PenstockError``: the models are one, and stay as long as the server does."""
-    registry.find(name)
-    words = f"failed to unload '{name}': its models are one engine, which ends with the server"
-    raise PenstockError(Code.UNSUPPORTED, words, "model_name")
+async def unload(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
+    """Unload the model that this one is over, and with it all that are.
+
+    Raises ``PenstockError`` where there is none, or it is one of several over an engine that are not to go.
+    """
+    if (model := registry.owner(name)) is None:
+        raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
+    registry.keeper.check()
+    own = name in model.names or model.kserve[name] == "tensorrt_llm"
+    if not own and not (parameters or {}).get("unload_dependents"):
+        engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
+        words = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}, or set unload_dependents", "model_name")
+    await _done("unload", name, registry.keeper.unload(model.name))
+
+
+async def _done(what: str, name: str, work: Awaitable[None]) -> None:
+    try:
+        await work
+    except PenstockError as error:
+        failure = error.failure
+        raise PenstockError(failure.code, f"failed to {what} '{name}': {failure.message}", "model_name") from error
 
 
 def log_settings() -> dict[str, Any]:

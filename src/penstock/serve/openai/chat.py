@@ -105,6 +105,10 @@ class Answering:
                             chunks[0].token_ids = []
                     chunks += self.new(made, telling[made.index])
                     for chunk in chunks:
+                        if chunk.delta == ChatDelta():
+                            chunk.delta.content = (
+                                ""  # as vLLM has it: documents print what comes, and none would be null
+                            )
                         usage = usage_of([output]) if always else None if with_usage else UNSET
                         answer = self._chunk([chunk], usage)
                         if begins:

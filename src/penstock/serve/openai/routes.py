@@ -15,6 +15,7 @@ from penstock.serve.body import read_object
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import DEFAULT_NAME, Service
+from penstock.serve.services import Services
 from penstock.serve.shape import Shape
 from penstock.serve.shared import Dialect
 
@@ -88,8 +89,8 @@ class OpenAI(Dialect):
 
     shape = SHAPE
 
-    def __init__(self, service: Service, check: Callable[[SamplingParams], None] | None = None) -> None:
-        self._service = service
+    def __init__(self, services: Services, check: Callable[[SamplingParams], None] | None = None) -> None:
+        self._services = services
         self._check = check or (lambda sampling: None)
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
@@ -97,66 +98,73 @@ class OpenAI(Dialect):
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
         wanted = parse(found, CompletionRequest)
-        answering = completions.Answering(self._service, record_of(request.scope), wanted)
+        service = self._services.find(wanted.model)
+        answering = completions.Answering(service, record_of(request.scope), wanted)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
-        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
         wanted = parse(found, ChatRequest)
-        answering = chat.Answering(self._service, record_of(request.scope), wanted, size)
+        service = self._services.find(wanted.model)
+        answering = chat.Answering(service, record_of(request.scope), wanted, size)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
-        return Reply(self._service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, services: Services) -> None:
     """Everything else OpenAI's clients call; what they send is described in the app's OpenAPI document."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await service.read(request)
+        body = await services.read(request)
         return parse(read_object(body), schema), len(body)
 
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)
+        service = services.find(wanted.model)
         answering = embeddings.EmbeddingAnswering(service, record_of(request.scope), wanted)
         return Reply(service, answering.whole(), SHAPE, streamed=False)
 
     async def create_score(request: Request) -> Response:
         wanted, _ = await read(request, ScoreRequest)
+        service = services.find(wanted.model)
         answering = embeddings.ScoreAnswering(service, record_of(request.scope), wanted)
         return Reply(service, answering.whole(), SHAPE, streamed=False)
 
-    def model(name: str, parent: str | None = None) -> Model:
+    def model(service: Service, name: str) -> Model:
+        parent = None if name in service.names else service.name
         engine = service.gateway.engine.engine
         longest = engine.max_model_len if engine else None
-        return Model(id=name, created=service.created, root=service.name, parent=parent, max_model_len=longest)
+        return Model(id=name, created=services.created, root=service.name, parent=parent, max_model_len=longest)
 
     async def list_models() -> Response:
-        adapters = [model(name, service.name) for name in service.gateway.engine.adapters]
-        return Json(Models(data=[model(name) for name in service.names] + adapters))
+        named = [(service, [*service.names, *service.gateway.engine.adapters]) for service in services]
+        return Json(Models(data=[model(service, name) for service, names in named for name in names]))
 
     async def retrieve_model(name: str) -> Response:
-        return Json(model(name, service.name if service.adapter_of(name) else None))
+        service = services.find(name)
+        return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
     async def load_lora_adapter(request: Request) -> Response:
         wanted, _ = await read(request, LoadAdapterRequest)
-        if wanted.lora_name in (*service.names, DEFAULT_NAME):
-            raise invalid("lora_name", f"{wanted.lora_name!r} is the model's own name")
-        if wanted.lora_name in service.gateway.engine.adapters:
+        service = services.find(wanted.base_model_name)
+        if wanted.lora_name == DEFAULT_NAME or any(wanted.lora_name in each.names for each in services):
+            raise invalid("lora_name", f"{wanted.lora_name!r} is a model's own name")
+        if any(wanted.lora_name in each.gateway.engine.adapters for each in services):
             raise invalid("lora_name", f"{wanted.lora_name!r} is loaded already; unload it first")
         await service.gateway.engine.load_adapter(wanted.lora_name, wanted.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
 
     async def unload_lora_adapter(request: Request) -> Response:
         wanted, _ = await read(request, UnloadAdapterRequest)
-        await service.gateway.engine.unload_adapter(wanted.lora_name)
+        await services.find(wanted.lora_name).gateway.engine.unload_adapter(wanted.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
 
     async def tokenize(request: Request) -> Response:
         wanted, size = await read(request, TokenizeRequest)
-        service.adapter_of(wanted.model)
-        gateway, tokenizer = service.gateway, service.gateway.preparer.tokenizer
+        gateway = services.find(wanted.model).gateway
+        tokenizer = gateway.preparer.tokenizer
         if (wanted.prompt is None) == (wanted.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if wanted.messages is not None:
@@ -171,10 +179,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     async def detokenize(request: Request) -> Response:
         wanted, _ = await read(request, DetokenizeRequest)
-        service.adapter_of(wanted.model)
-        if len(wanted.tokens) > (most := service.gateway.engine.check().max_model_len):
+        gateway = services.find(wanted.model).gateway
+        if len(wanted.tokens) > (most := gateway.engine.check().max_model_len):
             raise invalid("tokens", f"{len(wanted.tokens)} are more than the {most} of the context", most)
-        return Json(Detokenized(prompt=service.gateway.preparer.tokenizer.decode(wanted.tokens, False)))
+        return Json(Detokenized(prompt=gateway.preparer.tokenizer.decode(wanted.tokens, False)))
 
     for path, endpoint, schema, answer in (
         ("/v1/embeddings", create_embedding, EmbeddingRequest, Embeddings),
@@ -186,7 +194,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         app.add_api_route(
             path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
         )
-    if service.options.allow_runtime_lora_updating:
+    if services.options.allow_runtime_lora_updating:
         for path, update, named in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),

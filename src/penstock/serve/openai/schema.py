@@ -299,6 +299,8 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """What requests ask for as their model."""
     lora_path: Words
     """A folder of the server."""
+    base_model_name: str | None = None
+    """The model that it changes; where none is named, the first."""
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

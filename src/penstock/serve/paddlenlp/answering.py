@@ -82,7 +82,7 @@ class Answering:
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         prompt = await self._prompt()
         options: dict[str, Any] = {"external_id": self._req_id, "adapter": self._adapter or ""}
-        patience = self._request.timeout or PATIENCE
+        patience = asked(self._request, "timeout") or PATIENCE
         async with aclosing(generate(self._service, self._record, prompt, self._sampling, **options)) as outputs:
             while True:
                 try:

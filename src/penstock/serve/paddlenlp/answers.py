@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core import Failure
-from penstock.serve.shape import Shape
+from penstock.serve.shape import Shape, renamed
 from penstock.serve.status import STATUS
 
 encode = msgspec.json.Encoder().encode
@@ -60,7 +60,7 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
     req_id: str
     error_msg: str
     error_code: int
-    """HTTP's number for it."""
+    """HTTP's number for it, which is not the response's."""
 
 
 def line(answer: msgspec.Struct) -> bytes:
@@ -83,11 +83,13 @@ class PaddleNLPShape(Shape):
 
     late_error = error
 
+    def status(self, failure: Failure) -> int:
+        """As there: PaddleNLP's clients look at ``error_code``, and may take another status for a broken server."""
+        return 200
+
     def answer(self, failure: Failure) -> ErrorAnswer:
         """The same before it is bytes."""
-        words, ours = failure.message, failure.field
-        if words.startswith(f"{ours}: "):
-            words = self._names.get(ours, ours) + words[len(ours) :]
+        words = renamed(failure, self._names).message
         for setting, theirs in LIMITS.items():
             words = words.replace(f"{setting} (", f"{theirs} (")
         return ErrorAnswer(req_id=self._req_id, error_msg=words, error_code=STATUS[failure.code])

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
-from penstock.serve.service import Service
+from penstock.serve.services import Services
 from penstock.serve.shared import Dialect
 
 from .answering import Answering
@@ -26,9 +26,9 @@ class PaddleNLP(Dialect):
 
     shape = PaddleNLPShape()
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._preferred = service.options.compat == NAME
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._preferred = services.options.compat == NAME
 
     def speaks(self, request: HttpRequest, found: dict[str, Any]) -> bool:
         own = not OWN.isdisjoint(found) or (self._preferred and "model" not in found)
@@ -38,8 +38,9 @@ class PaddleNLP(Dialect):
         record, named = record_of(request.scope), found.get("req_id")
         shape = record.shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
         wanted = parse(found)
-        answering = Answering(self._service, record, wanted, size)
+        service = self._services.find_or_first(wanted.model)
+        answering = Answering(service, record, wanted, size)
         streamed = bool(wanted.stream)
-        return Reply(self._service, answering.stream() if streamed else answering.whole(), shape, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
 
     chat = completion

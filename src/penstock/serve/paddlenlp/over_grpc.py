@@ -12,6 +12,7 @@ from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.kserve import BYTES, Answer, Call, Model, Spec, Tensor
 from penstock.serve.service import Service
+from penstock.serve.services import Services
 
 from .answering import Answering
 from .answers import PaddleNLPShape, encode
@@ -27,8 +28,12 @@ class OverGrpc(Model):
     most_batch = 0
     decoupled = True
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    @property
+    def service(self) -> Service:
+        return self._services.find()
 
     async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
         """Whoever asks for one answer gets it whole. What goes wrong is told in ``OUT``, as PaddleNLP does."""
@@ -41,7 +46,8 @@ class OverGrpc(Model):
             request = parse(found)
             if not call.streamed:
                 request.return_all_tokens = True
-            answering = Answering(self._service, call.record, request, len(raw))
+            service = self._services.find_or_first(request.model)
+            answering = Answering(service, call.record, request, len(raw))
             async with aclosing(answering.pieces()) as pieces:
                 async for piece in pieces:
                     told = msgspec.to_builtins(piece)

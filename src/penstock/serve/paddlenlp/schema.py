@@ -52,6 +52,8 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Seconds in which something must come, first and again; 300 by default."""
+    response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """The same, as PaddleNLP's own client calls it over gRPC."""
     return_usage: bool | None = None
     return_all_tokens: bool | None = None
     """Stream all in one piece."""
@@ -65,6 +67,7 @@ SAME = {
     "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
     "topp": ("topp", "top_p"),
     "infer_seed": ("infer_seed", "seed"),
+    "timeout": ("timeout", "response_timeout"),
 }
 """Names of one thing, of which a request uses one."""
 PROMPTS = ("text", "messages", "input_ids")
@@ -137,5 +140,6 @@ def names_of(found: dict[str, Any]) -> dict[str, str]:
     for ours, theirs in THEIRS.items():
         if ours not in found:
             names[ours] = next((name for name in SAME.get(theirs, ()) if found.get(name) is not None), theirs)
-    names["prompt"] = next((name for name in PROMPTS if name in found), PROMPTS[0])
+    if "prompt" not in found:
+        names["prompt"] = next((name for name in PROMPTS if name in found), PROMPTS[0])
     return names

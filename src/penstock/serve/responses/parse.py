@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.body import convert
+from penstock.serve.body import check_supported, convert
 from penstock.serve.openai.schema import ROLES, ChatRequest
 
-from .schema import NOT_KEPT, Format, Item, NamedTool, Part, ResponsesRequest, Tool
+from .schema import NOT_HERE, Counted, Format, Item, NamedTool, Part, ResponsesRequest, Tool
 
-SAME = (
-    "model stream temperature top_p parallel_tool_calls top_k min_p seed stop ignore_eos cache_salt priority"
-).split()
+T = TypeVar("T", bound=Counted)
+
+SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
 """Fields that chats have under the same name."""
 
 
-def read(found: dict[str, Any]) -> ResponsesRequest:
-    """Raises ``PenstockError``: ``unsupported`` for what asks for answers that were kept, ``invalid`` for the rest."""
-    for name, why in NOT_KEPT.items():
-        if found.get(name) is not None:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: {why}", name)
-        found.pop(name, None)
-    if found.get("store") is True:
-        raise PenstockError(Code.UNSUPPORTED, "store: nothing is kept here; send false", "store")
-    return convert(found, ResponsesRequest)
+def read(found: dict[str, Any], schema: type[T]) -> T:
+    """Raises ``PenstockError``: ``unsupported`` for what is not here, ``invalid`` for what is wrong."""
+    check_supported(found, NOT_HERE)
+    return convert(found, schema)
 
 
-def chat_of(request: ResponsesRequest, variables: Collection[str]) -> ChatRequest:
+def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     """The same as a chat.
 
     Args:
@@ -40,8 +35,10 @@ def chat_of(request: ResponsesRequest, variables: Collection[str]) -> ChatReques
     Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for what is no text.
     """
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    found: dict[str, Any] = {name: getattr(request, name) for name in SAME}
-    found |= {"messages": messages + _messages(request.input), "max_tokens": request.max_output_tokens}
+    found: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
+    if isinstance(request, ResponsesRequest):
+        found |= {name: getattr(request, name) for name in SAME} | {"max_tokens": request.max_output_tokens}
+    found["messages"] = messages + _messages(request.input)
     if request.tools:
         found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if isinstance(request.tool_choice, NamedTool):
@@ -53,7 +50,7 @@ def chat_of(request: ResponsesRequest, variables: Collection[str]) -> ChatReques
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning and (effort := request.reasoning.effort):
         if "reasoning_effort" in variables:
-            found["reasoning_effort"] = effort
+            found["reasoning_effort"] = "xhigh" if effort == "max" else effort
         if "enable_thinking" in variables:
             kwargs.setdefault("enable_thinking", effort != "none")
     if kwargs:
@@ -111,9 +108,12 @@ def _text(content: str | list[Part] | None, path: str) -> str:
     texts = []
     for i, part in enumerate(content):
         where = f"{path}[{i}]"
-        if part.type not in ("input_text", "output_text", "text"):
+        if part.type == "refusal":
+            texts.append(_given(part.refusal, f"{where}.refusal"))
+        elif part.type in ("input_text", "output_text", "text"):
+            texts.append(_given(part.text, f"{where}.text"))
+        else:
             raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
-        texts.append(_given(part.text, f"{where}.text"))
     return "\n".join(texts)
 
 

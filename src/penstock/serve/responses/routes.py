@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -16,35 +16,53 @@ from penstock.frontend.outputs import RequestOutput
 from penstock.serve.body import read_object
 from penstock.serve.openai.answers import encode, error_of
 from penstock.serve.openai.chat import Answering as Chatting
+from penstock.serve.openai.chat_prompt import ChatPrompt
 from penstock.serve.record import Record, record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
-from penstock.serve.shape import Shape
+from penstock.serve.services import Services
+from penstock.serve.shape import Shape, renamed
 from penstock.serve.telling import Telling
 
 from .answers import Events, Items, usage_of
 from .parse import chat_of, read
-from .schema import ResponsesRequest
+from .schema import Counted, ResponsesRequest
+
+NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of responses, by the names that they have in chats."""
 
 
 class ResponsesShape(Shape):
+    """How a response is told that it failed.
+
+    Args:
+        names: of its fields, by those that chats have.
+        events: those of its stream, which an error goes on with.
+    """
+
+    def __init__(self, names: Mapping[str, str], events: Events) -> None:
+        self._names = names
+        self._events = events
+
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(failure))
+        return encode(error_of(renamed(failure, self._names)))
 
     def late_error(self, failure: Failure) -> bytes:
-        error = error_of(failure).error
-        return Events().event("error", code=error.code, message=error.message, param=error.param, error=error)
+        error = error_of(renamed(failure, self._names)).error
+        return self._events.event("error", code=error.type, message=error.message, param=error.param, error=error)
 
 
-SHAPE = ResponsesShape()
+SHAPE = ResponsesShape({}, Events())
+"""Until a request has been read."""
 
 
 class Answering:
     """One request, from its input to a response."""
 
-    def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int) -> None:
+    def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int, events: Events) -> None:
         variables = service.gateway.preparer.tokenizer.template.variables
         self._chat = Chatting(service, record, chat_of(request, variables), size)
+        self._events = events
         self._request = request
         self._name = record.request_id
         self._model = service.adapter_of(request.model) or service.name
@@ -60,7 +78,7 @@ class Answering:
         yield encode(self._response(items, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        event, telling = Events().event, Telling()
+        event, telling = self._events.event, Telling()
         items = Items(self._name, event)
         begun = False
         async with aclosing(self._chat.outputs()) as outputs:
@@ -113,16 +131,28 @@ ECHOED = (
 """Fields of the request that are told again."""
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, services: Services) -> None:
     """What OpenAI's client calls for a response."""
 
     async def create_response(request: Request) -> Response:
-        body = await service.read(request)
-        wanted = read(read_object(body))
-        answering = Answering(service, record_of(request.scope), wanted, len(body))
+        body = await services.read(request)
+        record, events = record_of(request.scope), Events()
+        wanted = read(read_object(body), ResponsesRequest)
+        shape = record.shape = ResponsesShape(NAMES, events)
+        service = services.find(wanted.model)
+        answering = Answering(service, record, wanted, len(body), events)
         streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
 
-    app.add_api_route(
-        "/v1/responses", create_response, methods=["POST"], include_in_schema=False, response_class=Response
-    )
+    async def count_input_tokens(request: Request) -> Response:
+        body = await services.read(request)
+        wanted = read(read_object(body), Counted)
+        service = services.find(wanted.model)
+        variables = service.gateway.preparer.tokenizer.template.variables
+        prompt: Any = await ChatPrompt(service, chat_of(wanted, variables), len(body)).prompt()
+        told = {"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])}
+        return Response(encode(told), media_type="application/json")
+
+    paths = {"/v1/responses": create_response, "/v1/responses/input_tokens": count_input_tokens}
+    for path, endpoint in paths.items():
+        app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False, response_class=Response)

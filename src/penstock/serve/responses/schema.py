@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.serve.openai.schema import TOOL_NAME, Count, Number, Seed, Words
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Part(msgspec.Struct):
@@ -16,6 +16,7 @@ class Part(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -59,33 +60,47 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     """The thought itself is given."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Its older name."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A field that is null is one that is not given."""
+class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What makes a prompt. A field that is null is one that is not given."""
 
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     model: str | None = None
     """Absent or "default": the one that is served."""
     instructions: str | None = None
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's addition."""
+
+    previous_response_id: None = None
+    conversation: None = None
+
+
+class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
+
+    store: bool | None = None
+    background: bool | None = None
+    prompt: None = None
+    context_management: None = None
+    moderation: None = None
+    top_logprobs: int | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: Count | None = None
     """Of tools that a server has of its own; this one has none."""
@@ -93,6 +108,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -102,14 +118,19 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's additions."""
 
 
-NOT_KEPT = {
-    "previous_response_id": "nothing is kept between requests: send what was said as input",
-    "conversation": "nothing is kept between requests: send what was said as input",
-    "prompt": "no prompts are kept here: send instructions and input",
+NOTHING_KEPT = "nothing is kept between requests: send what was said as input"
+NOT_HERE: dict[str, tuple[Any, str]] = {
+    "previous_response_id": (None, NOTHING_KEPT),
+    "conversation": (None, NOTHING_KEPT),
+    "prompt": (None, "no prompts are kept here: send instructions and input"),
+    "store": (False, "nothing is kept here; send false"),
+    "background": (False, "an answer is told while it is made; send false"),
+    "truncation": ("disabled", "no input is cut; send disabled, and less input"),
+    "context_management": (None, "no input is made shorter; send less of it"),
+    "moderation": (None, "nothing is moderated here"),
+    "top_logprobs": (0, "is not supported yet; /v1/chat/completions has it"),
 }
-"""Fields that ask for what a server keeps, and what to do instead."""
-REQUESTS = (ResponsesRequest,)
+"""Fields, what may be said to them, and what to do instead of the rest."""
