@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def table_above(lines: list[str], i: int) -> list[str]:
     return lines[start:i]
 
 
+@cache
 def marked(system: str) -> set[str]:
     """The rows that tests say they are of."""
     found: set[str] = set()
