@@ -50,6 +50,7 @@ def parameter(key: str, value: str) -> str:
         (["--http-port=8200"], "port", 8200),
         (["--http_port", "8200"], "port", 8200),
         (["--http-address", "127.0.0.1"], "host", "127.0.0.1"),
+        (["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"], "host", "127.0.0.1"),
         (["--grpc-port", "8201"], "grpc_port", 8201),
         (["--grpc_port=8201"], "grpc_port", 8201),
         (["--metrics-port", "8202"], "metrics_port", 8202),
@@ -76,9 +77,9 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
     assert config(capsys, *arguments)[setting] == value
 
 
-@pytest.mark.row("triton", "--log-file", "--grpc-address", "--metrics-address", "--id")
+@pytest.mark.row("triton", "--log-file", "--id")
 @pytest.mark.row("triton", "--strict-readiness", "--exit-on-error", "--disable-auto-complete-config")
-@pytest.mark.row("triton", "--strict-model-config", "--repository-poll-secs", "--trace-config")
+@pytest.mark.row("triton", "--strict-model-config", "--repository-poll-secs")
 @pytest.mark.row("triton", "--backend-directory", "--backend-config", "--cuda-memory-pool-byte-size")
 @pytest.mark.row("triton", "--pinned-memory-pool-byte-size", "--buffer-manager-thread-count")
 @pytest.mark.row("triton", "--model-load-thread-count", "--http-thread-count", "--grpc-infer-thread-count")
@@ -87,9 +88,9 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 @pytest.mark.parametrize(
     "flag",
     [
-        *("--log-file=a.log", "--grpc-address=0.0.0.0", "--metrics-address=0.0.0.0", "--id=a"),
+        *("--log-file=a.log", "--id=a"),
         *("--strict-readiness=true", "--exit-on-error=false", "--disable-auto-complete-config"),
-        *("--strict-model-config=true", "--repository-poll-secs=15", "--trace-config=level=TIMESTAMPS"),
+        *("--strict-model-config=true", "--repository-poll-secs=15"),
         *("--backend-directory=/b", "--backend-config=python,a=b", "--cuda-memory-pool-byte-size=0:64"),
         *("--pinned-memory-pool-byte-size=64", "--buffer-manager-thread-count=2", "--model-load-thread-count=2"),
         *("--http-thread-count=8", "--grpc-infer-thread-count=2", "--allow-gpu-metrics=false"),
@@ -108,12 +109,19 @@ def test_a_flag_without_a_meaning_is_told(
     assert f"{underscored} has no meaning here and is ignored: " in caplog.text
 
 
+@pytest.mark.row("triton", "--grpc-address", "--metrics-address", "--trace-config")
 @pytest.mark.row("triton", "--allow-http", "--grpc-use-ssl", "--http-restricted-api", "--world_size")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
         (["--allow-http", "perhaps"], "it is none of true"),
+        (["--trace-config", "level=TIMESTAMPS"], "no traces are written yet"),
+        (
+            ["--metrics-address", "127.0.0.1"],
+            "'127.0.0.1' is wrong: all listen on one address, --http-",
+        ),
+        (["--grpc-address=::1", "--http-address=127.0.0.1"], "all listen on one address, --http-address (127.0.0.1)"),
         (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
         (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
         (["--world_size", "4"], "a model runs on one device here; only 1 is possible"),
