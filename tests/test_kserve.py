@@ -403,6 +403,7 @@ def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerCli
         ({"max_tokens": "3"}, "max_tokens: .* no element of INT32"),
         ({"max_tokens": 2**40}, "max_tokens: must be at most"),
         ({"max_tokens": [3, 4]}, "max_tokens: has the shape"),
+        ({"end_id": 99999}, "end_id: token ids go from 0 to 3583"),
         ({"text_input": 3}, "text_input"),
         ({"text_input": "long " * 9000}, "text_input: .* tokens"),
         ({"stream": True}, "stream: .*generate_stream"),
@@ -454,6 +455,47 @@ def test_wrong_requests_are_told_by_name(served: Served, fields: dict[str, Any],
 def test_what_is_no_request_is_refused(served: Served, body: bytes, headers: dict[str, str], words: str) -> None:
     answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=headers)
     assert answer.status_code == 400 and words in answer.json()["error"], answer.text
+
+
+def test_shared_memory_is_refused_by_name(client: triton.InferenceServerClient) -> None:
+    for ask in (
+        client.get_system_shared_memory_status,
+        client.get_cuda_shared_memory_status,
+        lambda: client.register_system_shared_memory("mine", "/mine", 64),
+        client.unregister_cuda_shared_memory,
+    ):
+        with pytest.raises(InferenceServerException, match="shared memory is not supported yet; send tensors"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"end_id": ([[99999]], np.int32)}, "end_id: token ids go from 0 to 3583"),
+        ({"stop_words_list": ([[[7, 99999], [2, -1]]], np.int32)}, "stop_words_list: token ids go from 0 to 3583"),
+        ({"stop_words_list": ([[[7, -3], [2, -1]]], np.int32)}, "stop_words_list: token ids go from 0 to 3583"),
+        ({"stop_words_list": ([[[7, 8], [2, 1]]], np.int32)}, "stop_words_list: has a second row that is no list"),
+        ({"bad_words_list": ([[[99999], [1]]], np.int32)}, "bad_words_list: token ids go from 0 to 3583"),
+        ({"embedding_bias": ([[1.0, 2.0]], np.float32)}, "embedding_bias: has 2 elements, and there are 3584 tokens"),
+        ({"input_lengths": ([[2]], np.int32)}, "input_lengths: must be from 1 to the 1 of input_ids, is 2"),
+        ({"input_ids": ([[-1]], np.int32)}, "input_ids: token ids go from 0 to 3583"),
+        ({"request_output_len": ([[0]], np.int32)}, "request_output_len: must be at least 1"),
+    ],
+)
+def test_wrong_token_ids_are_told_by_name(
+    client: triton.InferenceServerClient, more: dict[str, tuple[Any, Any]], words: str
+) -> None:
+    given = {name: ([[value]], np.int32) for name, value in (("input_ids", 5), ("input_lengths", 1))}
+    given |= {"request_output_len": ([[3]], np.int32)} | more
+    with pytest.raises(InferenceServerException, match=words):
+        client.infer("tensorrt_llm", [tensor(name, value, kind) for name, (value, kind) in given.items()])
+
+
+def test_text_of_tokens_that_nobody_knows_is_refused(client: triton.InferenceServerClient) -> None:
+    for token in (99999, -1):
+        tokens = [tensor("TOKENS_BATCH", [[[5, token]]], np.int32), tensor("SEQUENCE_LENGTH", [[2]], np.int32)]
+        with pytest.raises(InferenceServerException, match="TOKENS_BATCH: token ids go from 0 to 3583"):
+            client.infer("postprocessing", tokens)
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x05\x00", b"\x05\x00\x00\x00abc", b"\x01\x00\x00\x00\xff"])

@@ -304,6 +304,7 @@ def two_engines(tmp_path: Path) -> Path:
 
 
 @pytest.mark.row("triton", "--multi-model", "--tensorrt_llm_model_name", "--load-model", "--model-control-mode")
+@pytest.mark.row("triton", "folders whose models have other names")
 def test_a_repository_may_have_several_engines(two_engines: Path, alone: dict[str, str]) -> None:
     """TensorRT-LLM calls this the orchestrator mode: a front process, and workers for each model."""
     launched = ["--multi-model", "--tensorrt_llm_model_name=tensorrt_llm,small", "--model_repo", str(two_engines)]
@@ -348,6 +349,7 @@ def test_a_repository_that_cannot_be_is_refused(
     assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
+@pytest.mark.row("triton", "config.pbtxt")
 def test_a_folder_of_checkpoints_is_a_repository(tmp_path: Path, alone: dict[str, str]) -> None:
     for name, folder in zip(NAMES, (demo.CHAT, demo.DRAFT), strict=True):
         (tmp_path / name).symlink_to(folder)

@@ -38,9 +38,11 @@ def parameter(key: str, value: str) -> str:
 # --- Flags ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("triton", "--http-port", "--http-address", "--grpc-port", "--metrics-port", "--allow-grpc false")
-@pytest.mark.row("triton", "--allow-metrics false", "--log-verbose", "--log-info", "--log-warning", "--log-format")
-@pytest.mark.row("triton", "--exit-timeout-secs", "--model-control-mode", "--http_port", "--grpc_port")
+@pytest.mark.row(
+    "triton", "--http-port", "--http-address", "--grpc-port", "--metrics-port", "--allow-grpc", "--allow-http"
+)
+@pytest.mark.row("triton", "--allow-http", "--allow-metrics", "--log-verbose", "--log-info", "--log-warning")
+@pytest.mark.row("triton", "--log-format", "--exit-timeout-secs", "--model-control-mode", "--http_port", "--grpc_port")
 @pytest.mark.row("triton", "--metrics_port", "--exit_timeout", "--tensorrt_llm_model_name")
 @pytest.mark.parametrize(
     ("arguments", "setting", "value"),
@@ -48,10 +50,13 @@ def parameter(key: str, value: str) -> str:
         (["--http-port=8200"], "port", 8200),
         (["--http_port", "8200"], "port", 8200),
         (["--http-address", "127.0.0.1"], "host", "127.0.0.1"),
+        (["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"], "host", "127.0.0.1"),
         (["--grpc-port", "8201"], "grpc_port", 8201),
         (["--grpc_port=8201"], "grpc_port", 8201),
         (["--metrics-port", "8202"], "metrics_port", 8202),
         (["--metrics_port=8202"], "metrics_port", 8202),
+        (["--allow-http=false"], "port", -1),
+        (["--allow-http", "true"], "port", 8000),
         (["--allow-grpc", "false"], "grpc_port", -1),
         (["--allow-metrics=false"], "metrics_port", -1),
         (["--log-verbose", "1"], "log_level", "debug"),
@@ -63,8 +68,8 @@ def parameter(key: str, value: str) -> str:
         (["--log-format", "ISO8601"], "log_format", "text"),
         (["--exit-timeout-secs", "7"], "drain_timeout", 7),
         (["--exit_timeout", "7"], "drain_timeout", 7),
-        (["--model-control-mode", "none"], "model", ""),
-        (["--model-control-mode=explicit"], "model", ""),
+        (["--model-control-mode", "none"], "model_control_mode", "none"),
+        (["--model-control-mode=explicit"], "model_control_mode", "explicit"),
         (["--tensorrt_llm_model_name", "tensorrt_llm"], "model", ""),
     ],
 )
@@ -72,9 +77,9 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
     assert config(capsys, *arguments)[setting] == value
 
 
-@pytest.mark.row("triton", "--log-file", "--grpc-address", "--metrics-address", "--load-model", "--id")
+@pytest.mark.row("triton", "--log-file", "--id")
 @pytest.mark.row("triton", "--strict-readiness", "--exit-on-error", "--disable-auto-complete-config")
-@pytest.mark.row("triton", "--strict-model-config", "--repository-poll-secs", "--trace-config")
+@pytest.mark.row("triton", "--strict-model-config", "--repository-poll-secs")
 @pytest.mark.row("triton", "--backend-directory", "--backend-config", "--cuda-memory-pool-byte-size")
 @pytest.mark.row("triton", "--pinned-memory-pool-byte-size", "--buffer-manager-thread-count")
 @pytest.mark.row("triton", "--model-load-thread-count", "--http-thread-count", "--grpc-infer-thread-count")
@@ -83,9 +88,9 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 @pytest.mark.parametrize(
     "flag",
     [
-        *("--log-file=a.log", "--grpc-address=0.0.0.0", "--metrics-address=0.0.0.0", "--load-model=ensemble", "--id=a"),
+        *("--log-file=a.log", "--id=a"),
         *("--strict-readiness=true", "--exit-on-error=false", "--disable-auto-complete-config"),
-        *("--strict-model-config=true", "--repository-poll-secs=15", "--trace-config=level=TIMESTAMPS"),
+        *("--strict-model-config=true", "--repository-poll-secs=15"),
         *("--backend-directory=/b", "--backend-config=python,a=b", "--cuda-memory-pool-byte-size=0:64"),
         *("--pinned-memory-pool-byte-size=64", "--buffer-manager-thread-count=2", "--model-load-thread-count=2"),
         *("--http-thread-count=8", "--grpc-infer-thread-count=2", "--allow-gpu-metrics=false"),
@@ -104,16 +109,24 @@ def test_a_flag_without_a_meaning_is_told(
     assert f"{underscored} has no meaning here and is ignored: " in caplog.text
 
 
-@pytest.mark.row("triton", "--allow-http false", "--grpc-use-ssl", "--http-restricted-api", "--world_size")
+@pytest.mark.row("triton", "--grpc-address", "--metrics-address", "--trace-config")
+@pytest.mark.row("triton", "--allow-http", "--grpc-use-ssl", "--http-restricted-api", "--world_size")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--allow-http", "false"], "gRPC alone is not served"),
+        (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
+        (["--allow-http", "perhaps"], "it is none of true"),
+        (["--trace-config", "level=TIMESTAMPS"], "no traces are written yet"),
+        (
+            ["--metrics-address", "127.0.0.1"],
+            "'127.0.0.1' is wrong: all listen on one address, --http-",
+        ),
+        (["--grpc-address=::1", "--http-address=127.0.0.1"], "all listen on one address, --http-address (127.0.0.1)"),
         (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
         (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
         (["--world_size", "4"], "a model runs on one device here; only 1 is possible"),
         (["--tensorrt_llm_model_name", "a,b"], "models have the names that they have in TensorRT-LLM"),
-        (["--model-control-mode", "poll"], "models are loaded once, at the start; only none and explicit"),
+        (["--model-control-mode", "poll"], "the repository is not looked at again; only none and explicit"),
         (["--rate-limit", "execution_count"], "requests wait in one queue"),
         (["--log-error", "false"], "errors are always told"),
     ],
@@ -252,10 +265,10 @@ def test_backends_and_batches_of_other_models_change_nothing(
     assert config(capsys, "--model-repository", str(folder)) == usual
 
 
-@pytest.mark.row("triton", "a folder whose model is none of the five")
+@pytest.mark.row("triton", "folders whose models have other names")
 def test_other_models_are_refused(capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path) -> None:
     arguments = changed(repository, tmp_path / "models", "", "")
     (tmp_path / "models" / "resnet").mkdir()
     (tmp_path / "models" / "resnet" / "config.pbtxt").write_text('name: "resnet" backend: "onnxruntime"')
     assert main(["config", "--compat", "triton", *arguments]) == 2
-    assert "the model 'resnet' is none of ensemble, preprocessing" in capsys.readouterr().err
+    assert "the model 'resnet' is none of TensorRT-LLM's: ensemble, preprocessing" in capsys.readouterr().err

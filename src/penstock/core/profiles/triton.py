@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, only
+from penstock.core.errors import invalid
+
+from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, only, refused
 
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
 """Both of Triton's are lines for people."""
 ONE_DEVICE = "a model runs on one device here"
 NO_BACKENDS = "there are no backends to load"
-NO_TRACES = "no traces are written yet"
 OWN_SHAPES = "what a model takes and gives does not depend on its config.pbtxt"
+ANY = "0.0.0.0"
+"""The address where nothing is said."""
 STANDARD_ERROR = "the log goes to standard error"
 NO_POLLING = "the repository is not looked at again"
 ONE_ENGINE = "an engine answers for all models that are over it"
@@ -29,6 +32,14 @@ def switched(text: str) -> bool:
 def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
     """A port that can be turned off."""
     return lambda text: {} if switched(text) else {setting: -1}
+
+
+def _one_address(given: Mapping[str, str]) -> None:
+    """Raises ``PenstockError`` (``invalid``) for several addresses: a port would be open to more than it should."""
+    host = given.get("--http_address", ANY)
+    for name in ("--grpc_address", "--metrics_address"):
+        if given.get(name, host) != host:
+            raise invalid(name, f"{given[name]!r} is wrong: all listen on one address, --http-address ({host})")
 
 
 def _log_level(given: Mapping[str, str]) -> Given:
@@ -51,10 +62,10 @@ PROFILE = Profile(
         "http_address": Alias("host"),
         "allow_http": Alias(read=off("port")),
         "grpc_port": Alias("grpc_port"),
-        "grpc_address": ignored("gRPC listens where HTTP does (--host)"),
+        "grpc_address": WITH_OTHERS,
         "allow_grpc": Alias(read=off("grpc_port")),
         "metrics_port": Alias("metrics_port"),
-        "metrics_address": ignored("metrics are told where HTTP listens (--host)"),
+        "metrics_address": WITH_OTHERS,
         "allow_metrics": Alias(read=off("metrics_port")),
         "allow_gpu_metrics": ignored("of a GPU nothing is told"),
         "allow_cpu_metrics": ignored("of a CPU nothing is told"),
@@ -70,7 +81,7 @@ PROFILE = Profile(
         "log": ignored(STANDARD_ERROR, True),
         "log_file": ignored(STANDARD_ERROR),
         "log_format": Alias("log_format", chosen(LOG_FORMATS)),
-        "id": ignored("what asks for it has none"),
+        "id": ignored("a server is called penstock"),
         "exit_timeout_secs": Alias("drain_timeout"),
         "exit_on_error": ignored("a model that cannot be served always ends the start"),
         "strict_readiness": ignored("ready is only what can answer"),
@@ -89,7 +100,7 @@ PROFILE = Profile(
         "model_load_thread_count": ignored(ONE_ENGINE),
         "min_supported_compute_capability": ignored("--device says where models run"),
         "rate_limit": only("off", "requests wait in one queue (--max-waiting)"),
-        "trace_config": ignored(NO_TRACES),
+        "trace_config": refused("no traces are written yet"),
         "world_size": only("1", ONE_DEVICE),
         "tritonserver": ignored("this is the server"),
         "force": ignored("several servers may run beside each other, each on its own ports", True),
@@ -99,6 +110,7 @@ PROFILE = Profile(
         "no_mpi": ignored("there is no MPI", True),
         "exit_timeout": Alias("drain_timeout"),
     },
+    check=_one_address,
     together=_log_level,
 )
 

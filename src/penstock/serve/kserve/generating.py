@@ -99,6 +99,11 @@ class Generating(Model):
         self._tokenizer = service.gateway.preparer.tokenizer
         self._running = Running()
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._service.gateway.engine.check().vocabulary
+
     def parameters(self) -> dict[str, str]:
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
 
@@ -235,7 +240,7 @@ class Generating(Model):
         generated = [each.made.generation_logits for each in told]
         if not (any(context) or any(generated)):
             return []
-        found, width = [], self._service.gateway.engine.check().vocabulary
+        found, width = [], self.vocabulary
         if any(context):
             length, elements = rows_of(context, width)
             found.append(Tensor("context_logits", FP32, (*lead[:-1], length, width), elements))

@@ -21,7 +21,7 @@ from penstock.serve.shape import Shape
 
 from . import state
 from .generate import from_fields, to_fields
-from .inference import Asked, answers, check_memory
+from .inference import NO_MEMORY, Asked, answers, check_memory
 from .model import VERSION, Answer, Model
 from .registry import Registry
 from .tensors import from_bytes, from_json, in_json, to_bytes
@@ -131,6 +131,9 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
 
         return change
 
+    async def memory() -> Response:
+        raise PenstockError(Code.UNSUPPORTED, NO_MEMORY)
+
     logging = settings(state.log_settings)
     tracing = settings(state.trace_settings)
 
@@ -156,6 +159,11 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         ("POST", "/v2/repository/index", index),
         ("POST", "/v2/repository/models/{name}/load", load),
         ("POST", "/v2/repository/models/{name}/unload", unload),
+        *[
+            (method, f"/v2/{kind}sharedmemory/{{action:path}}", memory)
+            for method in ("GET", "POST")
+            for kind in ("system", "cuda")
+        ],
         *[(method, "/v2/logging", logging) for method in ("GET", "POST")],
         *[
             (method, path, tracing)

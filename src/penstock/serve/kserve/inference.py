@@ -15,6 +15,7 @@ from .model import Answer, Model
 from .registry import Registry
 from .tensors import Tensor
 
+NO_MEMORY = "shared memory is not supported yet; send tensors in requests"
 SHARED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
 
 

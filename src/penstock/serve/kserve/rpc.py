@@ -23,7 +23,7 @@ from penstock.serve.record import Record
 from penstock.serve.reply import GONE, INTERNAL
 
 from . import messages, state
-from .inference import answers
+from .inference import NO_MEMORY, answers
 from .registry import Registry
 
 logger = logging.getLogger("penstock.requests")
@@ -223,7 +223,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def SystemSharedMemoryStatus(self, request: Any, record: Record) -> Any:
-        raise PenstockError(Code.UNSUPPORTED, "shared memory is not supported yet; send tensors in requests")
+        raise PenstockError(Code.UNSUPPORTED, NO_MEMORY)
 
     SystemSharedMemoryRegister = SystemSharedMemoryUnregister = SystemSharedMemoryStatus
     CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = SystemSharedMemoryStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.core import GuidedDecodingParams, PenstockError, SamplingParams
@@ -64,10 +64,11 @@ class Names:
         return PenstockError(failure.code, words, own, failure.limit)
 
 
-def sampling_of(call: Call, index: int, names: Names, **own: Any) -> SamplingParams:
+def sampling_of(call: Call, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
     """A row's parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, and seed 0.
 
     Args:
+        vocabulary: tokens that the model knows.
         own: parameters that the two kinds of models, of text and of token ids, are told differently.
 
     Raises ``PenstockError`` (``invalid``), in the names of parameters here.
@@ -100,8 +101,15 @@ def sampling_of(call: Call, index: int, names: Names, **own: Any) -> SamplingPar
     if end is not None:
         given["ignore_eos"] = True
         if end >= 0:
+            check_ids("ignore_eos", [end], vocabulary)
             own["stop_token_ids"] = (*own.get("stop_token_ids", ()), end)
     return SamplingParams(**given, **own)
+
+
+def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
+    """Raise ``PenstockError`` (``invalid``) where some are not the model's."""
+    if not all(0 <= token_id < vocabulary for token_id in token_ids):
+        raise invalid(name, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
 
 
 def guided_of(call: Call, index: int, names: Names) -> dict[str, Any]:

@@ -17,8 +17,9 @@ class Stoppable:
         self._stopped = False
 
     def stop(self) -> None:
-        self._stopped = True
-        self._task.cancel()
+        if not self._stopped:
+            self._stopped = True
+            self._task.cancel()
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:

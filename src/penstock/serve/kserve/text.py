@@ -56,7 +56,7 @@ class Text(Generating):
             }
             bias = self._bias(call, index)
             guided = guided_of(call, index, self.names)
-            sampling = sampling_of(call, index, self.names, **words, **bias, **guided)
+            sampling = sampling_of(call, index, self.names, self.vocabulary, **words, **bias, **guided)
             found.append(Row(await self._prompt(prompt, size), sampling))
         return found
 

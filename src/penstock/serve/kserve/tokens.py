@@ -14,7 +14,7 @@ from penstock.serve.service import Service
 
 from .generating import SAMPLING, TOLD, Generating, Row, Told, padded
 from .model import Answer, Call, Model
-from .sampling import Names, bias_of, sampling_of
+from .sampling import Names, bias_of, check_ids, sampling_of
 from .tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
 from .text import words_of
 
@@ -64,17 +64,23 @@ class Tokens(Generating):
         length = self.names.value(call, index, "input_lengths")
         if not 1 <= length <= len(prompt):
             raise invalid("input_lengths", f"must be from 1 to the {len(prompt)} of input_ids, is {length}")
-        stops = listed("stop_words_list", call.row("stop_words_list", index))
+        vocabulary = self.vocabulary
+        stops = listed("stop_words_list", call.row("stop_words_list", index), vocabulary)
         single = tuple([word[0] for word in stops if len(word) == 1])
         longer = tuple([self._tokenizer.decode(word, False) for word in stops if len(word) > 1])
-        bias = [([i], x) for i, x in enumerate(call.row("embedding_bias", index) or ()) if x]
+        biases = call.row("embedding_bias", index) or ()
+        if len(biases) not in (0, len(self._tokenizer.vocabulary), vocabulary):
+            words = f"has {len(biases)} elements, and there are {vocabulary} tokens"
+            raise invalid("embedding_bias", words, vocabulary)
+        bias = [([i], x) for i, x in enumerate(biases) if x]
         sampling = sampling_of(
             call,
             index,
             self.names,
+            vocabulary,
             stop_token_ids=single,
             stop=longer,
-            bad_word_ids=tuple(map(tuple, listed("bad_words_list", call.row("bad_words_list", index)))),
+            bad_word_ids=tuple(map(tuple, listed("bad_words_list", call.row("bad_words_list", index), vocabulary))),
             detokenize=bool(longer),
             **bias_of(bias),
         )
@@ -197,12 +203,12 @@ class Postprocessing(Model):
             raise invalid(
                 "SEQUENCE_LENGTH", f"has {len(lengths)} elements, and TOKENS_BATCH the shape {[*lead, longest]}"
             )
-        if longest > (most := self._service.gateway.engine.check().max_model_len):
+        engine = self._service.gateway.engine.check()
+        if longest > (most := engine.max_model_len):
             raise invalid("TOKENS_BATCH", f"{longest} tokens are more than the {most} of the context", most)
         if wrong := [length for length in lengths if not 0 <= length <= longest]:
             raise invalid("SEQUENCE_LENGTH", f"must be from 0 to {longest}, is {wrong[0]}")
-        if (least := min(tokens.elements, default=0)) < 0:
-            raise invalid("TOKENS_BATCH", f"must be at least 0, is {least}", 0)
+        check_ids("TOKENS_BATCH", tokens.elements, engine.vocabulary)
         rows = [tokens.elements[i * longest : i * longest + length] for i, length in enumerate(lengths)]
 
         def decoded() -> list[bytes]:
@@ -212,17 +218,19 @@ class Postprocessing(Model):
         yield Answer([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
 
 
-def listed(name: str, found: Sequence[Any] | None) -> list[list[int]]:
+def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
     """Words from the two lists that stand for them: all their token ids, and where each ends.
 
-    Raises ``PenstockError`` (``invalid``) for ends that are none.
+    Raises ``PenstockError`` (``invalid``) for ends that are none, and for ids that the model does not know.
     """
     if not found:
         return []
     ids, ends = found[: len(found) // 2], [end for end in found[len(found) // 2 :] if end != NO_WORD]
     if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
         raise invalid(name, "has a second row that is no list of where words end, each after the one before")
-    return [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+    words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+    check_ids(name, itertools.chain.from_iterable(words), vocabulary)
+    return words
 
 
 def end_of(service: Service) -> int:
