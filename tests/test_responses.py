@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -162,6 +163,22 @@ def test_the_client_s_helpers(client: openai.OpenAI) -> None:
     with client.responses.stream(**PLAIN, input=CAPITAL, tools=[WEATHER], tool_choice="required") as stream:
         (call,) = stream.get_final_response().output
     assert call.parsed_arguments == json.loads(call.arguments)
+
+
+def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client: openai.OpenAI) -> None:
+    questions = [f"What is {number} plus {number}?" for number in range(2, 26)]
+    alone = [client.responses.create(**PLAIN, input=question).output_text for question in questions]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as many:
+
+            async def one(question: str) -> str:
+                async with many.responses.stream(**PLAIN, input=question) as stream:
+                    return (await stream.get_final_response()).output_text
+
+            return await asyncio.gather(*map(one, questions))
+
+    assert asyncio.run(ask()) == alone
 
 
 @pytest.mark.row("responses", "responses.input_tokens.count")
