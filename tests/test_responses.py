@@ -13,6 +13,8 @@ import httpx
 import openai
 import pydantic
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
 from openai.types.responses import Response
 from serving import Served
 
@@ -179,6 +181,21 @@ def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client
             return await asyncio.gather(*map(one, questions))
 
     assert asyncio.run(ask()) == alone
+
+
+def test_langchain_speaks_it(served: Served, client: openai.OpenAI) -> None:
+    model = ChatOpenAI(
+        model="default", base_url=served.url, api_key="none", temperature=0, max_tokens=60, use_responses_api=True
+    )  # type: ignore[call-arg]
+    text = client.responses.create(**PLAIN, input=CAPITAL).output_text
+    assert model.invoke(CAPITAL).text == "".join(chunk.text for chunk in model.stream(CAPITAL)) == text
+    assert isinstance(model.with_structured_output(City).invoke(CAPITAL), City)
+    question = HumanMessage("What is the weather in Paris?")
+    called = model.bind_tools([WEATHER], tool_choice="any").invoke([question])
+    (call,) = called.tool_calls
+    assert (call["name"], list(call["args"])) == ("get_weather", ["city"])
+    result = ToolMessage("sunny", tool_call_id=call["id"])
+    assert model.bind_tools([WEATHER]).invoke([question, called, result]).text
 
 
 @pytest.mark.row("responses", "responses.input_tokens.count")
