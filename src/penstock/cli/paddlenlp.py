@@ -120,13 +120,13 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     if args.model_name:
         os.environ[MODEL_NAME] = args.model_name
     options = configure(args).configuration.server
+    _check_ports(options)
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
     if name := os.environ.get(MODEL_NAME):
         folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
         if not (folder / "config.json").exists():
             _fetch(name, folder)
         command += ["--model", str(folder)]
-    _check_ports(options)
     file = Path("log", "console.log" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server.log").resolve()
     file.parent.mkdir(exist_ok=True)
     with file.open("wb") as log:
