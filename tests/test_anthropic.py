@@ -133,8 +133,7 @@ def test_thoughts_come_where_they_are_asked_for(client: anthropic.Anthropic, ask
     for without in (None, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
         assert kinds(without) == ["text"]
     blocks = [block.model_dump() for block in thought.content]
-    redacted = [{"type": "redacted_thinking", "data": "x"}, *blocks]
-    for before in (blocks, redacted):
+    for before in (blocks, [REDACTED, *blocks]):
         back = [*CAPITAL, {"role": "assistant", "content": before}, {"role": "user", "content": "Thanks."}]
         assert ask(client, **PLAIN, messages=back).content[0].type == "text"
 
@@ -160,9 +159,10 @@ def test_an_answer_keeps_to_a_schema(client: anthropic.Anthropic, ask: Any) -> N
 @BOTH
 def test_what_changes_no_answer(client: anthropic.Anthropic, ask: Any) -> None:
     plain = ask(client, **PLAIN, messages=CAPITAL).content[0].text
+    kept = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
     more: dict[str, Any] = {
         "cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "me"}, "service_tier": "standard_only",
-        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []},
+        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []} | kept,
         "system": [], "stop_sequences": [],
     }  # fmt: skip
     assert ask(client, **BODY, **more, messages=CAPITAL).content[0].text == plain
@@ -224,6 +224,7 @@ def of_user(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(blocks)}]
 
 
+REDACTED = {"type": "redacted_thinking", "data": "x"}
 USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "get_weather", "input": {}}]}
 
 
@@ -246,6 +247,11 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
             anthropic.BadRequestError,
             "messages: has .* tokens",
         ),
+        (
+            {"messages": [{"role": "assistant", "content": [REDACTED]}]},
+            anthropic.BadRequestError,
+            "messages: must hold",
+        ),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),
         ({"stop_sequences": ["x"] * 999}, anthropic.BadRequestError, "stop_sequences: must hold"),
@@ -253,7 +259,11 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
         ({"stop": ["x"]}, anthropic.BadRequestError, "stop: no such field"),
         ({"container": "c"}, anthropic.BadRequestError, "container: nothing is run here"),
         ({"mcp_servers": [{"type": "url"}]}, anthropic.BadRequestError, "mcp_servers: nothing is run here"),
-        ({"context_management": {"edits": []}}, anthropic.BadRequestError, "context_management: no messages are made"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            anthropic.BadRequestError,
+            r"context_management.edits\[0\].type: .*clear_tool_uses_20250919",
+        ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "x"}]},
             anthropic.BadRequestError,

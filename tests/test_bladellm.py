@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -15,7 +17,11 @@ import httpx
 import openai
 import pytest
 from serving import Served
+from shell import Shell
+from test_lora import adapter
 
+from penstock import LLM, SamplingParams, demo
+from penstock.cli.bladellm import quantize
 from penstock.cli.main import main
 
 TOKEN = "AUTH_TOKEN_FOR_EAS"
@@ -26,8 +32,10 @@ CHUNK = ["id", "choices", "object", "usage", "error_info"]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "200", "--api-key", TOKEN) as served:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    sailor = adapter(demo.CHAT, tmp_path_factory.mktemp("sailor"), r=4, target_modules=["q_proj", "down_proj"])
+    flags = ("--api-key", TOKEN, "--lora-modules", f"sailor={sailor}")
+    with Served("--num-gpu-blocks-override", "200", *flags) as served:
         yield served
 
 
@@ -44,6 +52,7 @@ def chunks(text: str) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+@pytest.mark.row("bladellm", "POST /v1/completions", "chunks", "whole answers")
 def test_a_stream_is_as_printed(served: Served) -> None:
     asked = {"prompt": PROMPT, "stream": "true", "temperature": 0}
     found = chunks(curl(f"{served.url}/completions", asked))
@@ -76,6 +85,7 @@ def test_the_token_that_ends_it_is_counted(served: Served) -> None:
     assert last["usage"]["completion_tokens"] == pieces[-1]["usage"]["completion_tokens"] + 1
 
 
+@pytest.mark.row("bladellm", "POST /v1/chat/completions", "chats")
 def test_chats(served: Served) -> None:
     asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 30}
     found = chunks(curl(f"{served.url}/chat/completions", asked | {"stream": "True"}))
@@ -92,6 +102,38 @@ def test_chats(served: Served) -> None:
     assert short["usage"]["completion_tokens"] <= 16
 
 
+@pytest.mark.row("bladellm", "model")
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_model_that_is_an_adapters_name_takes_it(served: Served, path: str) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "ignore_eos": "true"}
+    asked |= {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
+    client = openai.OpenAI(base_url=served.url, api_key=TOKEN)
+    sailor = {"model": "sailor", "temperature": 0, "max_tokens": 16, "extra_body": {"ignore_eos": True}}
+    if path == "completions":
+        expected = client.completions.create(prompt=PROMPT, **sailor).choices[0].text
+    else:
+        expected = client.chat.completions.create(messages=MESSAGES, **sailor).choices[0].message.content or ""
+    texts = []
+    for model in ("sailor", "nobody"):
+        whole = json.loads(curl(f"{served.url}/{path}", asked | {"model": model}))["choices"][0]
+        found = chunks(curl(f"{served.url}/{path}", asked | {"model": model, "stream": "true"}))
+        parts = [chunk["choices"][0] for chunk in found]
+        texts.append(whole["text"] if "text" in whole else whole["message"]["content"])
+        assert texts[-1] == "".join(part["text"] if "text" in part else part["delta"]["content"] for part in parts)
+    assert texts[0] == expected != texts[1]
+    served.find("POST /v1/.*adapter=sailor")
+
+
+@pytest.mark.row("bladellm", "max_tokens", "temperature", "top_p")
+def test_defaults_are_its_own_whatever_the_models_makers_recommend(served: Served) -> None:
+    asked = {"prompt": "Once upon a time", "seed": 3, "ignore_eos": "true"}
+    usual = json.loads(curl(f"{served.url}/completions", asked))
+    spelt = json.loads(curl(f"{served.url}/completions", asked | {"max_tokens": 16, "temperature": 1, "top_p": 1}))
+    makers = json.loads(curl(f"{served.url}/completions", asked | {"temperature": 0.4, "top_p": 0.95, "top_k": 20}))
+    texts = [answer["choices"][0]["text"] for answer in (usual, spelt, makers)]
+    assert texts[0] == texts[1] != texts[2] and usual["usage"]["completion_tokens"] == 16
+
+
 def test_several_sequences_and_log_probabilities(served: Served) -> None:
     asked = {"prompt": [PROMPT, "One two"], "n": 2, "seed": 1, "max_tokens": 5, "logprobs": 1, "echo": "true"}
     whole = json.loads(curl(f"{served.url}/completions", asked))
@@ -105,6 +147,7 @@ def test_several_sequences_and_log_probabilities(served: Served) -> None:
     assert whole["usage"] == found[-1]["usage"]
 
 
+@pytest.mark.row("bladellm", "model")
 def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     texts = {
@@ -114,9 +157,12 @@ def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> No
     assert len(texts) == 1
 
 
+@pytest.mark.row("bladellm", "errors")
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
+        ({"prompt": PROMPT, "model": []}, 400, "model: Expected `str | null`, got `array`"),
+        ({"prompt": PROMPT, "model": {}, "stream": "true"}, 400, "model: Expected `str | null`, got `object`"),
         ({"prompt": PROMPT, "max_token": 3}, 400, "max_token: no such field; did you mean max_tokens?"),
         ({"prompt": PROMPT, "stream": "maybe"}, 400, "stream: Expected `bool | null`"),
         ({"prompt": PROMPT, "top_p": 2}, 400, "top_p: "),
@@ -131,6 +177,7 @@ def test_errors_have_its_shape(served: Served, body: dict[str, Any], code: int, 
     assert answer.json()["error_info"]["code"] == code and words in answer.json()["error_info"]["message"]
 
 
+@pytest.mark.row("bladellm", "Authorization: TOKEN", "errors")
 def test_what_is_refused_unread_is_told_in_it_too(served: Served) -> None:
     wrong = httpx.post(f"{served.url}/completions", json={"prompt": "x"}, headers={"Authorization": "another"})
     assert wrong.status_code == 401 and wrong.json()["error_info"]["code"] == 401
@@ -163,6 +210,14 @@ def test_a_stream_that_fails_says_so(served: Served) -> None:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
+def settings_of(*flags: str) -> dict[str, Any]:
+    """Of this process."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["config", "--json", "--compat", "bladellm", *flags]) == 0
+    return {name: setting["value"] for name, setting in json.loads(said.getvalue()).items()}
+
+
 def configured(*flags: str) -> dict[str, Any]:
     found = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "bladellm", *flags],
@@ -173,16 +228,26 @@ def configured(*flags: str) -> dict[str, Any]:
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
 
 
+@pytest.mark.row("bladellm", "--port", "--host", "--model", "--chat_template", "--tokenizer_dir", "--log_level")
+@pytest.mark.row("bladellm", "--max_gpu_memory_utilization", "--ragged_flash_max_batch_tokens", "--preempt_strategy")
+@pytest.mark.row("bladellm", "--max_queue_time", "--decode_algo", "--gamma", "--draft.model", "--disable_prompt_cache")
+@pytest.mark.row("bladellm", "--dtype", "--kv_cache_quant", "--prompt_cache_enable_swap", "--disable_cuda_graph")
+@pytest.mark.row("bladellm", "--cuda_graph_max_batch_size", "--cuda_graph_batch_sizes", "--enable_custom_allreduce")
 def test_every_flag_of_its_has_its_meaning() -> None:
     flags = "--port 8001 --max_gpu_memory_utilization 0.5 --preempt_strategy SWAP --ragged_flash_max_batch_tokens 512"
     flags += " --decode_algo sps --gamma 3 --draft.model /draft --disable_prompt_cache --prompt_cache_enable_swap"
     flags += " --max_queue_time 7 --tokenizer_dir /tokenizer --chat_template /template --dtype half"
     flags += " --kv_cache_quant int8 --disable_cuda_graph --cuda_graph_max_batch_size 8 --tensor_parallel_size 1"
+    flags += " --host 127.0.0.1 --model /model --log_level WARNING --cuda_graph_batch_sizes 1,2"
+    flags += " --enable_custom_allreduce --pipeline_parallel_size 1"
     found = configured(*flags.split())
     guess = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 3}
     assert json.loads(found["speculative_config"]) == guess
     expected = {
         "port": 8001,
+        "host": "127.0.0.1",
+        "model": "/model",
+        "log_level": "warning",
         "kv_cache_free_memory_fraction": 0.5,
         "preemption_mode": "swap",
         "max_num_batched_tokens": 512,
@@ -194,18 +259,26 @@ def test_every_flag_of_its_has_its_meaning() -> None:
         "kv_cache_dtype": "int8",
     }
     assert found == found | expected
-    for name in ("prompt_cache_enable_swap", "disable_cuda_graph", "cuda_graph_max_batch_size"):
+    ignored = "prompt_cache_enable_swap disable_cuda_graph cuda_graph_max_batch_size cuda_graph_batch_sizes"
+    for name in f"{ignored} enable_custom_allreduce".split():
         assert f"--{name} has no meaning here and is ignored" in found["said"]
     usual = configured()
     expected = {"port": 8081, "kv_cache_free_memory_fraction": 0.85, "preemption_mode": "recompute"}
-    assert usual == usual | expected
-    assert json.loads(configured("--decode_algo", "look_ahead")["speculative_config"]) == {"method": "ngram"}
-    assert configured("--decode_algo", "normal")["speculative_config"] == ""
+    assert usual == usual | expected | {"max_num_batched_tokens": 2048, "speculative_config": ""}
+    for name, to in {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32"}.items():
+        assert settings_of("--dtype", name.upper())["dtype"] == to
+    for name, to in {"AUTO": "recompute", "RECOMPUTE": "recompute", "SWAP": "swap"}.items():
+        assert settings_of("--preempt-strategy", name)["preemption_mode"] == to
+    assert settings_of("--kv_cache_quant", "no_quant")["kv_cache_dtype"] == "auto"
+    assert json.loads(settings_of("--decode_algo", "look_ahead")["speculative_config"]) == {"method": "ngram"}
+    assert settings_of("--decode_algo", "normal")["speculative_config"] == ""
 
 
+@pytest.mark.row("bladellm", "--tensor_parallel_size", "--pipeline_parallel_size", "--kv_cache_quant", "other flags")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ("--max_gpu_memory 1", "unknown argument --max_gpu_memory; did you mean --max_gpu_memory_utilization?"),
         ("--tensor_parallel_size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device here"),
         ("--pipeline_parallel_size=4", "--pipeline_parallel_size: '4' is wrong"),
         ("--kv_cache_quant fp8_e4m3", "--kv_cache_quant: 'fp8_e4m3' is wrong: it is none of no_quant, int8"),
@@ -269,18 +342,23 @@ SERVICE = """
 """
 
 
+@pytest.mark.row("bladellm", "name", "metadata.cpu", "metadata.instance", "metadata.resource", "other fields")
 def test_a_service_document_is_served(tmp_path: Path) -> None:
     file = tmp_path / "service.json"
-    text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081")
-    file.write_text(text)
+    text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081").replace('"instance": 1', '"instance": 2')
+    text = text.replace('"gpu": 1,', '"gpu": 2, "qos": "high",').replace('"storage"', '"networking": {}, "storage"')
+    file.write_text(text.replace("/dev/shm", "/nowhere"))
     with Served("--service-json", str(file), "--threads", "2") as served:
         assert served.name == "blade_llm_bloom_server"
         answer = httpx.post(f"{served.url}/completions", json={"prompt": PROMPT}, headers=BARE)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 16
-        for name in ("containers[0].image", "metadata.resource"):
+        for name in ("containers[0].image", "metadata.resource", "metadata.qos", "networking", "metadata.instance"):
             assert any(f"{name} of the service has no meaning here" in line for line in served.lines), name
+        for words in ("metadata.gpu of the service", "storage /nowhere of the service"):
+            assert any(words in line for line in served.lines), words
 
 
+@pytest.mark.row("bladellm", "metadata.memory", "metadata.gpu")
 def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None:
     file = tmp_path / "service.json"
     text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081").replace('"gpu": 1', '"gpu": 0')
@@ -291,6 +369,7 @@ def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None
         assert f"kv_blocks={500 * 2**20 // a_block}" in served.find("ready: .*").string
 
 
+@pytest.mark.row("bladellm", "containers[].command", "containers[].port", "storage[].mount_path", "oss")
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -299,6 +378,9 @@ def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None
         ('"command": "blade_llm_server', '"command": "python app.py', "blade_llm_server is known"),
         ('"name"', '"nam"', "Object missing required field `name`"),
         ('"instance": 1,', '"instance": 1', "cannot be used"),
+        ("--num-gpu-blocks-override 100", "--model 'x", "containers[0].command cannot be read: No closing quotation"),
+        ("--port PORT", "--port many", "containers[0].command: argument --port: invalid int value: 'many'"),
+        ('"containers": [', '"containers": [], "others": [', "has 0 containers, and one can be served"),
     ],
 )
 def test_a_wrong_service_document_does_not_start(
@@ -306,5 +388,108 @@ def test_a_wrong_service_document_does_not_start(
 ) -> None:
     file = tmp_path / "service.json"
     file.write_text(SERVICE.replace(old, new, 1).replace("FOLDER", str(tmp_path)).replace("PORT", "8081"))
-    assert main(["serve", "--service-json", str(file)]) == 2
-    assert words in capsys.readouterr().err
+    try:
+        status: object = main(["serve", "--service-json", str(file)])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and words in capsys.readouterr().err
+
+
+# --- What comes before the server -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell(tmp_path_factory.mktemp("bladellm"))
+
+
+@pytest.mark.row("bladellm", "blade_llm_quantize", "--quant_mode", "--bit", "--block_wise_quant", "--quant_dtype")
+@pytest.mark.row("bladellm", "--quant_algo", "--calib_data", "--calib_data_file", "--cpu_offload")
+def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
+    """As Alibaba's pages show the command; a start script may run it again."""
+    command = f"""
+    blade_llm_quantize \\
+        --model {demo.CHAT} \\
+        --output_dir int8 \\
+        --quant_algo minmax \\
+        --quant_mode weight_only_quant \\
+        --bit 8
+    """
+    for _ in range(2):
+        assert shell.says(command) == "int8: weights are rounded to wint8 when they are loaded\n"
+    made = LLM(shell.folder / "int8")
+    assert made.options.quantization == "none" and made.engine.fingerprint.endswith("-wint8")
+    plain = LLM(demo.CHAT, quantization="wint8")
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (made, plain)]
+    assert texts[0] == texts[1]
+    assert "w8a8" in LLM(shell.folder / "int8", quantization="w8a8").engine.fingerprint, "what is asked for counts"
+    flags = ("--model", str(shell.folder / "int8"), "--num-gpu-blocks-override", "50")
+    with Served(command=shell.command(f"exec blade_llm_server {' '.join(flags)}"), environment=shell.environment) as it:
+        assert "-wint8" in it.find("ready: .*").string
+    formats = {
+        "--bit 4": "wint4",
+        "--bit 4 --block_wise_quant True": "wint4-g32",
+        "--quant_mode act_and_weight_quant --quant_dtype int": "w8a8",
+        "--calib_data 'hello world!' --calib_data_file x.jsonl --cpu_offload": "wint8",
+    }
+    for i, (given, form) in enumerate(formats.items()):
+        ran = shell.run(f"blade_llm_quantize --model {demo.CHAT} --output_dir out{i} {given}")
+        assert ran.stdout == f"out{i}: weights are rounded to {form} when they are loaded\n"
+        assert (
+            json.loads((shell.folder / f"out{i}" / "config.json").read_text())["quantization_config"]["format"] == form
+        )
+    for name in ("calib_data", "calib_data_file", "cpu_offload"):
+        assert f"--{name} has no meaning here and is ignored: " in ran.stderr
+
+
+@pytest.mark.row("bladellm", "blade_llm_split")
+def test_a_split_folder_leads_to_the_checkpoint(shell: Shell) -> None:
+    words = "split: leads to the checkpoint, which needs no splitting\n"
+    for _ in range(2):
+        command = f"blade_llm_split --tensor_parallel_size 1 --model {demo.CHAT} --output_dir split"
+        assert shell.says(command) == words
+    found = {file.name: file.resolve() for file in (shell.folder / "split").iterdir()}
+    assert found == {file.name: file.resolve() for file in demo.CHAT.iterdir()}
+    ran = shell.run(
+        "blade_llm_split --tensor_parallel_size 2 --model ./local/llama_model_dir --output_dir ./llama_split_2_2"
+    )
+    words = "--tensor_parallel_size: 2 is not there yet; 1 is: a model runs on one device here"
+    assert (ran.returncode, ran.stderr) == (2, f"blade_llm_split: {words}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--quant_algo gptq", "--quant_algo: gptq is not there yet; minmax is, which needs no data"),
+        ("--quant_dtype fp8", "--quant_dtype: fp8 is not there yet; int is"),
+        ("--quant_mode act_and_weight_quant --bit 4", "--quant_mode: act_and_weight_quant with --bit 4"),
+        ("--block_wise_quant", "--quant_mode: weight_only_quant with --bit 8 and --block_wise_quant true is not there"),
+        ("--bit 3", "argument --bit: invalid choice: 3"),
+        ("--model /nowhere", "model: there is no /nowhere"),
+        ("--output_dir MODEL", "is the model's own folder; name another"),
+        ("--output_dir OTHER", "/config.json is there already; name an empty folder"),
+        ("--output_dir FILE", "output_dir: cannot write to "),
+        ("--model QUANTIZED", "is quantized already; name the checkpoint that it was made from"),
+        ("--fallback_ratio 0.1", "unrecognized arguments: --fallback_ratio 0.1"),
+    ],
+)
+def test_what_cannot_be_quantized_is_told_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    (tmp_path / "file").touch()
+    for name, more in (("other", {}), ("quantized", {"quantization_config": {"quant_method": "gptq"}})):
+        (tmp_path / name).mkdir()
+        config = json.loads((demo.CHAT / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | more))
+    for name, path in {"MODEL": demo.CHAT, "OTHER": "other", "FILE": "file", "QUANTIZED": "quantized"}.items():
+        flags = flags.replace(name, str(tmp_path / path))
+    arguments = ["--model", str(demo.CHAT), "--output_dir", str(tmp_path / "out"), *flags.split()]
+    monkeypatch.setattr(sys, "argv", ["blade_llm_quantize", *arguments])
+    try:
+        status: object = quantize()
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert status == 2 and not said.out
+    assert said.err.startswith("blade_llm_quantize: ") and words in said.err and len(said.err.splitlines()) == 1

@@ -35,6 +35,7 @@ def test_bench_measures(kind: str) -> None:
     assert figures["decode_tokens_per_s" if kind == "latency" else "output_tokens_per_s"] > 0
 
 
+@pytest.mark.row("vllm", "npu-smi info")
 def test_doctor_tells_the_kernels() -> None:
     found = json.loads(penstock("doctor", "--json").stdout)
     assert found["fingerprint"].startswith(found["kernels"])

@@ -6,11 +6,9 @@ import json
 import logging
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from serving import Served
@@ -18,8 +16,6 @@ from serving import Served
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.cli.main import main
 
-SHIMS = Path(__file__).parents[1] / "deploy" / "shims"
-MODULE = (sys.executable, "-m", "fastdeploy.entrypoints.openai.api_server")
 MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 
@@ -29,32 +25,23 @@ def configured(*flags: str) -> dict[str, Any]:
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
 
 
-def test_its_module_starts_a_server_with_its_ports_log_and_metrics() -> None:
+@pytest.mark.row("fastdeploy", "ports 8002 and 8003 between its processes", "engine_worker_queue_port")
+@pytest.mark.row("fastdeploy", "cache_queue_port", "enable_mm")
+def test_a_server_with_its_ports_answers_as_it_does(tmp_path: Path) -> None:
     flags = "--metrics-port 0 --engine-worker-queue-port 8002 --cache-queue-port 8003 --num-gpu-blocks-override 172"
-    flags += " --enable-mm --use-cudagraph"
-    with Served(*flags.split(), command=MODULE, environment={"PYTHONPATH": str(SHIMS)}) as served:
-        served.find("Reset block num, the total_block_num:172, prefill_kvcache_block_num:129$")
-        metrics = served.find(r"health and metrics at (\S+)")[1]
+    flags += f" --enable-mm --log-file {tmp_path / 'log'} --compat fastdeploy"
+    with Served(*flags.split()) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none")
         asked: dict[str, Any] = {"model": "default", "messages": MESSAGES, "temperature": 0}
         answer = client.chat.completions.create(**asked)
         assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
-        with pytest.raises(openai.BadRequestError, match="logprobs: this server gives none"):
-            client.chat.completions.create(**asked, logprobs=True)
-        with pytest.raises(openai.BadRequestError, match="logprobs: this server gives none"):
+        with pytest.raises(openai.BadRequestError, match="logprobs: none are given here"):
             next(iter(client.completions.create(model="default", prompt="x", logprobs=1, stream=True)))
         best = client.completions.create(model="default", prompt="x", n=1, extra_body={"best_of": 2})
         assert len(best.choices) == 1, "which looks at log probabilities itself"
-        with pytest.raises(openai.BadRequestError, match="guided"):
-            client.chat.completions.create(**asked, response_format={"type": "json_object"})
-        counted = 'fastdeploy:max_gpu_block_num{model_name="penstock-demo"} 172.0'
-        deadline = time.monotonic() + 10
-        while counted not in (page := httpx.get(f"{metrics}/metrics").text):  # the engine tells now and then
-            assert time.monotonic() < deadline, page
-        for line in ("max_gpu_block_num{", "num_requests_running{", "time_to_first_token_seconds_count{"):
-            assert f"\nfastdeploy:{line}" in page, line
-        for name in ("engine_worker_queue_port", "cache_queue_port", "enable_mm", "use_cudagraph"):
+        for name in ("engine_worker_queue_port", "cache_queue_port", "enable_mm"):
             assert any(f"--{name} has no meaning here and is ignored" in line for line in served.lines), name
+        assert f"--{name} has no meaning here" in (tmp_path / "log").read_text()
 
 
 def test_defaults_are_its_own() -> None:
@@ -80,10 +67,37 @@ def test_defaults_are_its_own() -> None:
         "guided_decoding_disable_any_whitespace": False,
         "speculative_config": "",
         "enable_logprob": False,
+        "use_warmup": False,
+        "log_file": "log/fastdeploy.log",
     }
     assert found == found | expected and not found["said"]
 
 
+@pytest.mark.row("fastdeploy", "max_waiting_time", "max_concurrency", "port", "metrics_port", "guided_decoding_backend")
+@pytest.mark.row(
+    "fastdeploy",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "block_size",
+    "tokenizer",
+    "gpu_memory_utilization",
+)
+@pytest.mark.row(
+    "fastdeploy",
+    "swap_space",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "static_decode_blocks",
+    "quantization",
+)
+@pytest.mark.row(
+    "fastdeploy",
+    "use_warmup",
+    "reasoning_parser",
+    "guided_decoding_disable_any_whitespace",
+    "speculative_config",
+    "enable_logprob",
+)
 def test_every_parameter_has_its_meaning() -> None:
     flags = "--port 8180 --metrics_port 8181 --max-waiting-time 5 --max-concurrency 100 --max-model-len 8192"
     flags += " --tensor-parallel-size 1 --data-parallel-size 1 --block-size 32 --max-num-seqs 16 --tokenizer /tokenizer"
@@ -91,7 +105,7 @@ def test_every_parameter_has_its_meaning() -> None:
     flags += " --enable-prefix-caching --swap-space 2 --enable-chunked-prefill --max-num-partial-prefills 3"
     flags += " --max-long-partial-prefills 2 --static-decode-blocks 3 --reasoning-parser ernie-x1"
     flags += " --guided-decoding-backend xgrammar --guided-decoding-disable-any-whitespace --enable-logprob"
-    flags += " --splitwise-role mixed --dynamic-load-weight 0"
+    flags += " --splitwise-role mixed --dynamic-load-weight 0 --use-warmup 1"
     guesses = '{"method": "ngram", "num_speculative_tokens": 2}'
     found = configured(*flags.split(), "--speculative-config", guesses)
     expected = {
@@ -121,6 +135,7 @@ def test_every_parameter_has_its_meaning() -> None:
         "guided_decoding_disable_any_whitespace": True,
         "speculative_config": guesses,
         "enable_logprob": True,
+        "use_warmup": True,
     }
     assert found == found | expected and not found["said"]
     own = configured(
@@ -129,6 +144,10 @@ def test_every_parameter_has_its_meaning() -> None:
     assert (own["long_prefill_token_threshold"], own["max_num_batched_tokens"]) == (99, 7)
 
 
+@pytest.mark.row("fastdeploy", "enable_mm", "use_cudagraph", "graph_optimization_config")
+@pytest.mark.row(
+    "fastdeploy", "mm_processor_kwargs", "limit_mm_per_prompt", "enable_custom_all_reduce", "enable_expert_parallel"
+)
 def test_what_has_no_meaning_here_is_said() -> None:
     given = {
         "mm-processor-kwargs": '{"video_fps": 2}',
@@ -142,6 +161,8 @@ def test_what_has_no_meaning_here_is_said() -> None:
         assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in said
 
 
+@pytest.mark.row("fastdeploy", "dynamic_load_weight", "other parameters")
+@pytest.mark.row("fastdeploy", "tensor_parallel_size", "data_parallel_size", "splitwise_role", "innode_prefill_ports")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -154,6 +175,8 @@ def test_what_has_no_meaning_here_is_said() -> None:
         ("--max-waiting-time -2", "max_queue_time: "),
         ("--max-model-len long", "--max_model_len: 'long' is no number of tokens"),
         ("--reasoning-parser nobody", "reasoning_parser: "),
+        ("--splitwise-role decode", "--splitwise_role: 'decode' is wrong: separate prefill and decode instances"),
+        ("--max-num-sequence 8", "unknown argument --max-num-sequence; did you mean --max-num-seqs?"),
     ],
 )
 def test_what_is_not_possible_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
@@ -185,6 +208,15 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
-    for wrong, words in (({"splitwise_role": "decode"}, "splitwise_role"), ({"max_num_sequences": 1}, "did you mean")):
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"splitwise_role": "decode"}, "splitwise_role: 'decode' is wrong: separate prefill and decode"),
+        ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
+        ({"quantization": "block_wise_fp8"}, "quantization: Invalid enum value"),
+        ({"max_waiting_time": -3}, "max_queue_time: Expected `float` >= 0.0"),
+        ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: 'maybe' is wrong"),
+        ({"speculative_config": {"method": "mtp", "model": "x"}}, "speculative_config: the method mtp takes no model"),
+    ]
+    for wrong, words in refusals:
         with pytest.raises(PenstockError, match=words):
             LLM(compat="fastdeploy", **wrong)

@@ -18,6 +18,7 @@ from serving import Served
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.core import Code
+from penstock.core.guided import closed
 
 PERSON = {
     "type": "object",
@@ -182,6 +183,26 @@ def test_parts_that_are_not_known_are_refused_by_name(llm: LLM, shape: dict[str,
     with pytest.raises(PenstockError, match=f"structural_tag.*({named})") as caught:
         llm.generate("x", sampling(guided(structural_tag={"format": shape})), use_tqdm=False)
     assert caught.value.failure.code is Code.UNSUPPORTED
+
+
+def test_objects_are_closed_where_that_is_asked_for(llm: LLM) -> None:
+    """But for those that say otherwise, and parts of ``allOf``; a property may be called as a keyword."""
+
+    def thing(**more: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], **more}
+
+    inner = {"properties": thing(), "open": thing(additionalProperties={"enum": [2]}), "all": {"allOf": [thing()]}}
+    inner |= {"any": {"anyOf": [thing()]}, "list": {"type": "array", "items": thing(), "minItems": 1, "maxItems": 1}}
+    schema = {"type": "object", "properties": inner, "required": list(inner)}
+    shut = thing(additionalProperties=False)
+    expected = inner | {"properties": shut, "any": {"anyOf": [shut]}, "list": inner["list"] | {"items": shut}}
+    assert closed(schema) == schema | {"properties": expected, "additionalProperties": False}
+    strict = LLM(guided_decoding_disable_additional_properties=True, num_gpu_blocks_override=50)
+    form = {"type": "object", "properties": {"list": inner["list"], "any": thing()}, "required": ["list", "any"]}
+    dense = GuidedDecodingParams(json=form, disable_any_whitespace=True)
+    sampling = SamplingParams(temperature=0, max_tokens=60, guided_decoding=dense)
+    made = strict.chat(ASKED, sampling, use_tqdm=False)[0].outputs[0]
+    assert made.finish_reason == "stop" and json.loads(made.text) == {"list": [{"a": 1}], "any": {"a": 1}}
 
 
 @pytest.mark.parametrize("bounds", [{}, {"minLength": 1, "maxLength": 3}])

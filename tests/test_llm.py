@@ -44,6 +44,14 @@ def test_a_cache_in_8_bits_answers_nearly_always_the_same() -> None:
     assert same >= 0.95 * len(whole), f"{same} of {len(whole)}"
 
 
+def test_sampling_is_the_makers_unless_it_is_to_be_vllms(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.4, top_k=20, top_p=0.95)
+    for options in ({"generation_config": "vllm"}, {"compat": "ascend-vllm"}):
+        assert LLM(num_gpu_blocks_override=50, **options).get_default_sampling_params() == SamplingParams()
+    with pytest.raises(PenstockError, match="generation_config"):
+        LLM(generation_config="theirs")  # type: ignore[arg-type]
+
+
 def test_a_sketch_of_the_vocabulary_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     whole = Penstock(demo.CHAT).ask(questions()[:9])

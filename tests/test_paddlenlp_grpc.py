@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import requests
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from serving import Served
+from storm import settled
 
 ASKED: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
 
@@ -100,6 +102,25 @@ def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client
             return await asyncio.gather(*map(one, texts))
 
     assert [joined(pieces) for pieces in asyncio.run(ask())] == [joined(pieces) for pieces in alone]
+
+
+def test_a_client_that_leaves_gives_its_id_and_its_blocks_back(
+    served: Served, client: triton.InferenceServerClient
+) -> None:
+    """As PaddleNLP's own client leaves."""
+    endless = ASKED | {"req_id": "mine", "min_dec_len": 1500, "max_dec_len": 1500}
+    news: queue.Queue[Any] = queue.Queue()
+    client.start_stream(callback=lambda result, error: news.put((result, error)))
+    client.async_stream_infer("model", [tensor(json.dumps([endless]).encode())], request_id="1")
+    result, error = news.get(timeout=60)
+    assert error is None and json.loads(result.as_numpy("OUT")[0])[0]["req_id"] == "mine"
+    (refused,) = requests.post(f"{served.url}/completions", json=ASKED | {"req_id": "mine"}, timeout=60).iter_lines()
+    assert json.loads(refused)["error_msg"].startswith("req_id: 'mine' already exists")
+    client.stop_stream(cancel_requests=True)
+    waiting = threading.Event()
+    while "error_msg" in told(client, json.dumps([ASKED | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
+        assert not waiting.wait(0.01)  # the engine has yet to hear that the client has gone
+    asyncio.run(settled(served))
 
 
 def test_whoever_asks_for_one_answer_gets_it_whole(client: triton.InferenceServerClient) -> None:

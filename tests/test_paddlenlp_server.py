@@ -14,7 +14,9 @@ from typing import Any
 import openai
 import pytest
 import requests
+import tritonclient.grpc as triton
 from test_hub import NEW, Hub
+from test_paddlenlp_grpc import told
 
 from penstock import LLM, PenstockError, demo
 from penstock.cli.configuration import read
@@ -101,6 +103,9 @@ def test_start_and_stop(shell: Shell) -> None:
 
     (at_once,) = shell.ask(text="Hello, how are you?", max_dec_len=8, stream=True)
     assert at_once["is_end"] == 1 and at_once["token"]
+    with triton.InferenceServerClient(f"127.0.0.1:{shell.ports['SERVICE_GRPC_PORT']}") as grpc:
+        (piece,) = told(grpc, json.dumps([{"text": "Hello, how are you?", "max_dec_len": 8}]).encode())
+    assert piece["is_end"] == 1 and piece["token"]
     messages = [{"role": "user", "content": "Hello"}]
     (whole,) = shell.ask(messages=messages, max_tokens=4)  # the same to both, and the profile decides
     assert whole["result"] == whole["tokens_all"]
@@ -110,8 +115,9 @@ def test_start_and_stop(shell: Shell) -> None:
     (refused,) = shell.ask(text="a " * 40)
     assert "more than MAX_SEQ_LEN (20)" in refused["error_msg"]
 
-    status, said = shell.run("start_server", MODEL_DIR=str(demo.CHAT))
-    assert status == 2 and "SERVICE_HTTP_PORT" in said and "set another port" in said
+    for model in ((), ("org/never-fetched",)):  # and a port that is taken is told before anything is fetched
+        status, said = shell.run("start_server", *model, MODEL_DIR=str(demo.CHAT))
+        assert status == 2 and "SERVICE_HTTP_PORT" in said and "set another port" in said
     status, said = shell.run("stop_server")
     assert (status, said.startswith("Stopped process")) == (0, True)
     with pytest.raises(requests.ConnectionError):

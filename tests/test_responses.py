@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import httpx
 import openai
 import pydantic
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
 from openai.types.responses import Response
 from serving import Served
 
@@ -162,6 +165,37 @@ def test_the_client_s_helpers(client: openai.OpenAI) -> None:
     with client.responses.stream(**PLAIN, input=CAPITAL, tools=[WEATHER], tool_choice="required") as stream:
         (call,) = stream.get_final_response().output
     assert call.parsed_arguments == json.loads(call.arguments)
+
+
+def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client: openai.OpenAI) -> None:
+    questions = [f"What is {number} plus {number}?" for number in range(2, 26)]
+    alone = [client.responses.create(**PLAIN, input=question).output_text for question in questions]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as many:
+
+            async def one(question: str) -> str:
+                async with many.responses.stream(**PLAIN, input=question) as stream:
+                    return (await stream.get_final_response()).output_text
+
+            return await asyncio.gather(*map(one, questions))
+
+    assert asyncio.run(ask()) == alone
+
+
+def test_langchain_speaks_it(served: Served, client: openai.OpenAI) -> None:
+    model = ChatOpenAI(
+        model="default", base_url=served.url, api_key="none", temperature=0, max_tokens=60, use_responses_api=True
+    )  # type: ignore[call-arg]
+    text = client.responses.create(**PLAIN, input=CAPITAL).output_text
+    assert model.invoke(CAPITAL).text == "".join(chunk.text for chunk in model.stream(CAPITAL)) == text
+    assert isinstance(model.with_structured_output(City).invoke(CAPITAL), City)
+    question = HumanMessage("What is the weather in Paris?")
+    called = model.bind_tools([WEATHER], tool_choice="any").invoke([question])
+    (call,) = called.tool_calls
+    assert (call["name"], list(call["args"])) == ("get_weather", ["city"])
+    result = ToolMessage("sunny", tool_call_id=call["id"])
+    assert model.bind_tools([WEATHER]).invoke([question, called, result]).text
 
 
 @pytest.mark.row("responses", "responses.input_tokens.count")

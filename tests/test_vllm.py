@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import requests
 from serving import Served
 
 from penstock import demo
@@ -35,12 +37,21 @@ def served() -> Iterator[Served]:
         yield served
 
 
+def refused(*arguments: str) -> object:
+    """The exit status, also where argparse has it."""
+    try:
+        return main(list(arguments))
+    except SystemExit as ended:
+        return ended.code
+
+
 def curl(url: str, body: dict[str, Any]) -> bytes:
     """As printed."""
     command = ["curl", "-sS", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
+@pytest.mark.row("vllm", "POST /generate", "prompt", "USE_OPENAI=0")
 def test_a_prompt_comes_back_with_its_output(served: Served) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 20, "top_k": -1, "top_p": 1, "temperature": 0, "ignore_eos": False}
     answer = json.loads(curl(f"{served.root}/generate", asked | {"stream": False}))
@@ -52,13 +63,13 @@ def test_a_prompt_comes_back_with_its_output(served: Served) -> None:
     assert len(json.loads(curl(f"{served.root}/generate", {"prompt": PROMPT}))["text"]) == 1
 
 
+@pytest.mark.row("vllm", "stream")
 def test_a_stream_has_all_there_is_so_far_in_each_object(served: Served) -> None:
-    """As vLLM 0.5's own client reads it."""
+    """As vLLM 0.5's own client reads it, with ``requests``."""
     asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "n": 1, "stream": True}
-    with httpx.stream("POST", f"{served.root}/generate", json=asked) as stream:
-        *objects, rest = stream.read().split(b"\0")
-    assert not rest
-    texts = [json.loads(found)["text"][0] for found in objects]
+    answer = requests.post(f"{served.root}/generate", json=asked, stream=True, timeout=60)
+    found = answer.iter_lines(chunk_size=8192, decode_unicode=False, delimiter=b"\0")
+    texts = [json.loads(chunk.decode("utf-8"))["text"][0] for chunk in found if chunk]
     assert len(texts) > 5
     for before, after in itertools.pairwise(texts):
         assert after.startswith(before) and after != before
@@ -66,6 +77,7 @@ def test_a_stream_has_all_there_is_so_far_in_each_object(served: Served) -> None
     assert texts[-1] == whole["text"][0]
 
 
+@pytest.mark.row("vllm", "n", "use_beam_search", "best_of", "length_penalty")
 def test_several_sequences_and_beams(served: Served) -> None:
     sampled = {"prompt": PROMPT, "n": 3, "temperature": 1.0, "top_k": 50, "seed": 1}
     assert len(json.loads(curl(f"{served.root}/generate", sampled))["text"]) == 3
@@ -90,6 +102,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.row("vllm", "presence_penalty", "frequency_penalty", "top_p", "max_tokens", "temperature", "top_k")
 @pytest.mark.parametrize(("wrong", "field"), WRONG)
 def test_what_the_table_forbids_is_refused_by_name(served: Served, wrong: dict[str, Any], field: str) -> None:
     for path in ("/generate", "/v1/completions"):
@@ -98,6 +111,24 @@ def test_what_the_table_forbids_is_refused_by_name(served: Served, wrong: dict[s
         answer = httpx.post(served.root + path, json={"prompt": PROMPT, **wrong})
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["error"]["param"] == field, path
+
+
+@pytest.mark.row("vllm", "stop", "ignore_eos")
+def test_where_an_output_ends(served: Served) -> None:
+    asked: dict[str, Any] = {"prompt": "One two three four five", "temperature": 0, "max_tokens": 40}
+    whole = json.loads(curl(f"{served.root}/generate", asked | {"ignore_eos": True}))["text"][0]
+    made = whole.removeprefix(asked["prompt"])
+    word = made.strip()[-1]
+    for stop in (word, ["nothing of this", word]):
+        for path, prefix in (("/generate", asked["prompt"]), ("/v1/completions", "")):
+            answer = json.loads(curl(f"{served.root}{path}", asked | {"stop": stop, "ignore_eos": True}))
+            text = answer["text"][0] if prefix else answer["choices"][0]["text"]
+            assert text == prefix + made[: made.index(word)]
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 30}
+    ends = json.loads(curl(f"{served.url}/chat/completions", chat))
+    goes_on = json.loads(curl(f"{served.url}/chat/completions", chat | {"ignore_eos": True}))
+    reasons = [answer["choices"][0]["finish_reason"] for answer in (ends, goes_on)]
+    assert reasons == ["stop", "length"] and goes_on["usage"]["completion_tokens"] == 30
 
 
 def test_the_documents_request_and_its_schema(served: Served) -> None:
@@ -118,12 +149,19 @@ def test_the_documents_request_and_its_schema(served: Served) -> None:
     assert wrong.status_code == 404 and wrong.json()["error"]["param"] == "model"
 
 
+METRICS = re.findall(r"`vllm:(\w+)`", (DEPLOY.parent / "docs/dialects/vllm.md").read_text())
+
+
+@pytest.mark.row("vllm", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions")
+@pytest.mark.row("vllm", "vllm:gpu_cache_usage_perc", "vllm:prompt_tokens", "vllm:generation_tokens")
+@pytest.mark.row("vllm", "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_success")
+@pytest.mark.row("vllm", "vllm:time_to_first_token_seconds", "vllm:time_per_output_token_seconds")
+@pytest.mark.row("vllm", "vllm:e2e_request_latency_seconds")
 def test_what_is_ignored_is_said_and_metrics_have_its_names(served: Served) -> None:
     assert any("--trust_remote_code has no meaning here and is ignored" in line for line in served.lines)
     page = httpx.get(f"{served.root}/metrics").text
-    for name in ("num_requests_running", "gpu_cache_usage_perc", "prompt_tokens_total", "request_success_total"):
-        assert f"\nvllm:{name}{{" in page, name
-    assert "\nvllm:time_to_first_token_seconds_bucket{" in page
+    for name in METRICS:
+        assert re.search(rf"^vllm:{name}(_total|_bucket|){{", page, re.MULTILINE), name
     ours = [line.split()[-1] for line in page.splitlines() if line.startswith("penstock:prompt_tokens_total")]
     theirs = [line.split()[-1] for line in page.splitlines() if line.startswith("vllm:prompt_tokens_total")]
     assert ours == theirs and float(ours[0]) > 0
@@ -148,15 +186,21 @@ def test_a_stream_that_fails_ends_in_an_object_that_says_so(served: Served) -> N
     assert not end and json.loads(failed)["error"]["code"] == 503
 
 
-@pytest.mark.parametrize("module", ["vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server"])
-def test_its_modules_start_a_server_where_shims_are_asked_for(module: str) -> None:
-    command = (sys.executable, "-m", module)
+@pytest.mark.row("vllm", "python -m vllm.entrypoints.openai.api_server", "python -m vllm.entrypoints.api_server")
+def test_its_modules_start_a_server_where_shims_are_asked_for() -> None:
+    environment = {"PYTHONPATH": str(DEPLOY / "shims")}
     flags = f"{FLAGS} --num-gpu-blocks-override 50 --dtype bfloat16 --enforce-eager --disable-log-requests"
-    with Served(*flags.split(), command=command, environment={"PYTHONPATH": str(DEPLOY / "shims")}) as served:
+    command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    with Served(*flags.split(), command=command, environment=environment) as served:
         found = httpx.post(f"{served.root}/generate", json={"prompt": PROMPT, "max_tokens": 3, "stream": True})
         assert json.loads(found.content.split(b"\0")[0])["text"][0].startswith(PROMPT)
+    other = [sys.executable, "-m", "vllm.entrypoints.api_server", "--max-log-lens"]
+    said = subprocess.run(other, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert said.stderr == "penstock serve: unknown argument --max-log-lens; did you mean --max-log-len?\n"
 
 
+@pytest.mark.row("vllm", "--tensor-parallel-size", "--pipeline-parallel-size", "--tokenizer-mode", "--response-role")
+@pytest.mark.row("vllm", "--quantization", "other flags", "--load-format", "--kv-cache-dtype")
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
     [
@@ -167,6 +211,13 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(module: str) -> No
         ({}, "--tensor-parallel-size=2", "--tensor_parallel_size: '2' is wrong: a model runs on one device here"),
         ({}, "--num-speculative-tokens 3", "--num_speculative_tokens: goes with --speculative-model only"),
         ({}, "--allowed-origins here", "--allowed_origins: 'here' is wrong"),
+        ({}, "--pipeline-parallel-size=2", "--pipeline_parallel_size: '2' is wrong: a model runs on one device here"),
+        ({}, "--tokenizer-mode slow", "--tokenizer_mode: 'slow' is wrong: there is one kind of tokenizer"),
+        ({}, "--response-role user", "--response_role: 'user' is wrong: answers are the assistant's"),
+        ({}, "--quantization awq", "argument --quantization: invalid choice: 'awq'"),
+        ({}, "--kv-cache-dtype fp8", "invalid choice: 'fp8'"),
+        ({}, "--load-format pt", "invalid choice: 'pt'"),
+        ({}, "--max-num-seq 3", "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(
@@ -178,16 +229,100 @@ def test_what_is_not_there_yet_is_refused_by_name(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert main(["config", "--compat", "ascend-vllm", *flags.split()]) == 2
-    assert words in capsys.readouterr().err
+    assert refused("config", "--compat", "ascend-vllm", *flags.split()) == 2
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
 
 
+SAME = {
+    "--model": "/models/qwen",
+    "--host": "127.0.0.1",
+    "--port": 8088,
+    "--served-model-name": ["qwen", "default"],
+    "--max-model-len": 4096,
+    "--max-num-seqs": 64,
+    "--max-num-batched-tokens": 512,
+    "--tokenizer": "/models/other",
+    "--seed": 7,
+    "--block-size": 16,
+    "--swap-space": 2.5,
+    "--gpu-memory-utilization": 0.8,
+    "--chat-template": "/template.jinja",
+    "--api-key": ["secret"],
+    "--revision": "v1",
+    "--download-dir": "/downloads",
+    "--lora-modules": ["sailor=/sailor"],
+    "--max-loras": 3,
+    "--max-lora-rank": 8,
+    "--ssl-keyfile": "/key.pem",
+    "--ssl-certfile": "/cert.pem",
+    "--load-format": "dummy",
+    "--kv-cache-dtype": "int8",
+    "--quantization": "w8a8",
+}
+
+
+@pytest.mark.row("vllm", "--model", "--host", "--port", "--max-model-len", "--max-num-seqs", "--tokenizer", "--seed")
+@pytest.mark.row("vllm", "--block-size", "--swap-space", "--gpu-memory-utilization", "--chat-template", "--api-key")
+@pytest.mark.row("vllm", "--revision", "--download-dir", "--lora-modules", "--max-loras", "--max-lora-rank")
+@pytest.mark.row("vllm", "--ssl-keyfile", "--ssl-certfile", "--max-num-batched-tokens", "--enable-lora")
+@pytest.mark.row("vllm", "--enable-prefix-caching")
+def test_flags_of_the_same_name_have_the_same_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each as ``--name value`` and as ``--name=value``; switches alone."""
+    for joined in (False, True):
+        flags = ["--enable-lora", "--enable-prefix-caching"]
+        for name, value in SAME.items():
+            words = [str(word) for word in (value if isinstance(value, list) else [value])]
+            flags += [f"{name}={words[0]}"] if joined and len(words) == 1 else [name, *words]
+        assert main(["config", "--json", "--compat", "ascend-vllm", *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for name, value in (SAME | {"--enable-lora": True, "--enable-prefix-caching": True}).items():
+            setting = found[name[2:].replace("-", "_")]
+            assert setting["value"] == ("***" if name == "--api-key" else value), name
+            assert setting["source"] == name
+    assert main(["config", "--json", "--compat", "ascend-vllm"]) == 0
+    assert json.loads(capsys.readouterr().out)["enable_prefix_caching"]["value"] is False
+
+
+IGNORED = {
+    "--trust-remote-code": "",
+    "--enforce-eager": "",
+    "--max-seq-len-to-capture": "8192",
+    "--max-context-len-to-capture": "8192",
+    "--use-v2-block-manager": "",
+    "--distributed-executor-backend": "ray",
+    "--worker-use-ray": "",
+    "--disable-custom-all-reduce": "",
+    "--max-parallel-loading-workers": "2",
+    "--disable-log-requests": "",
+    "--disable-log-stats": "",
+    "--max-log-len": "100",
+}
+
+
+@pytest.mark.row("vllm", "--trust-remote-code", "--enforce-eager", "--max-seq-len-to-capture")
+@pytest.mark.row("vllm", "--max-context-len-to-capture", "--use-v2-block-manager", "--distributed-executor-backend")
+@pytest.mark.row("vllm", "--worker-use-ray", "--disable-custom-all-reduce", "--max-parallel-loading-workers")
+@pytest.mark.row("vllm", "--disable-log-requests", "--disable-log-stats", "--max-log-len")
+def test_what_has_no_meaning_here_is_said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [word for name, value in IGNORED.items() for word in (name, value) if word]
+    assert main(["config", "--compat", "ascend-vllm", *flags]) == 0
+    table = capsys.readouterr().out.partition("\nignored\n")[2]
+    for name in IGNORED:
+        typed = f"--{name[2:].replace('-', '_')}"
+        assert f"{typed} has no meaning here and is ignored: " in caplog.text and f"  {typed} " in table
+
+
+@pytest.mark.row("vllm", "--speculative-model", "--num-speculative-tokens", "--ngram-prompt-lookup-max", "--dtype")
+@pytest.mark.row("vllm", "--ngram-prompt-lookup-min", "--guided-decoding-backend", "--uvicorn-log-level")
+@pytest.mark.row("vllm", "--allowed-origins '[\"…\"]'")
 def test_flags_mean_what_they_mean_there(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--speculative-model [ngram] --num-speculative-tokens 3 --ngram-prompt-lookup-max 4 --dtype float"
+    flags = "--speculative-model [ngram] --num-speculative-tokens 3 --ngram-prompt-lookup-max 4"
+    flags += " --ngram-prompt-lookup-min 3 --dtype float"
     flags += " --swap-space 2 --guided-decoding-backend outlines --uvicorn-log-level warning --enable-prefix-caching"
     assert main(["config", "--json", "--compat", "ascend-vllm", *flags.split(), "--allowed-origins", '["a"]']) == 0
     found = {name: setting["value"] for name, setting in json.loads(capsys.readouterr().out).items()}
-    guesses = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "method": "ngram"}
+    guesses = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 3, "method": "ngram"}
     assert json.loads(found["speculative_config"]) == guesses
     expected = {"dtype": "float32", "swap_space": 2.0, "guided_decoding_backend": "auto", "log_level": "warning"}
     assert found == found | expected | {"enable_prefix_caching": True, "allowed_origins": ["a"]}

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.core import logs
 from penstock.core.profiles import Alias, Profile, load
 from penstock.core.settings import Setting, settings
 
 from .configuration import Configured, read
+from .parser import Parser
 
 TITLES = {
     "model": "model options",
@@ -52,8 +54,12 @@ def add_options(
                 _add(group, setting)
 
 
-def configure(args: argparse.Namespace) -> Configured:
-    """The whole configuration: defaults, file, environment, and the flags that were given.
+def configure(args: argparse.Namespace, process: str = "") -> Configured:
+    """The whole configuration: defaults, file, environment, and the flags that were given. What is ignored of them is
+    said in the log.
+
+    Args:
+        process: under which this one writes to the log, which is then set up as the configuration has it.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
@@ -63,6 +69,8 @@ def configure(args: argparse.Namespace) -> Configured:
     typed = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
     found = read(flags, args.config, profile=profile, aliases=aliases)
+    if process:
+        logs.set_up(found.configuration.log, process)
     for name, why in found.ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
     return found
@@ -84,7 +92,7 @@ def add_profile(
     """
     if "compat" not in (parser.get_default("options") or ()):
         return
-    looking = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
     known, _ = looking.parse_known_args(arguments)
     if profile := load(known.compat):

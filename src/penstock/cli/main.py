@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -11,12 +12,15 @@ from penstock import __version__
 from penstock.core import PenstockError
 from penstock.core.settings import nearest
 
+from .parser import Parser
+
 COMMANDS = {
     "serve": "answer over HTTP and gRPC, in OpenAI's protocol and six others",
     "chat": "talk to a model in the terminal",
     "generate": "continue a prompt, or answer a question with --chat",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure latency or throughput of a model or a server",
+    "ranktable": "write down who computes what where prefill and decode are apart, and join what machines say",
     "plan": "tell what a model will take of memory, before it runs",
     "config": "show every option, its value and where it comes from",
     "doctor": "tell what this machine has and which kernels run",
@@ -25,7 +29,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status. A wrong option or model is told in one sentence, with status 2."""
-    parser = argparse.ArgumentParser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
+    parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -51,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _run(parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser], arguments: list[str]) -> int:
+def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.ArgumentParser], arguments: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = nearest(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))

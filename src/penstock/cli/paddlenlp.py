@@ -23,6 +23,7 @@ from penstock.core.profiles import load
 from penstock.core.profiles.paddlenlp import OLD, model_named
 
 from .flags import TITLES, add_options, configure
+from .parser import Parser
 
 MODEL_NAME = "model_name"
 MODELS = "/models/"
@@ -73,7 +74,7 @@ def download_model() -> int:
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=name, description=about, allow_abbrev=False)
+    return Parser(prog=name, description=about, allow_abbrev=False)
 
 
 def _told(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
@@ -119,13 +120,13 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     if args.model_name:
         os.environ[MODEL_NAME] = args.model_name
     options = configure(args).configuration.server
+    _check_ports(options)
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
     if name := os.environ.get(MODEL_NAME):
         folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
         if not (folder / "config.json").exists():
             _fetch(name, folder)
         command += ["--model", str(folder)]
-    _check_ports(options)
     file = Path("log", "console.log" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server.log").resolve()
     file.parent.mkdir(exist_ok=True)
     with file.open("wb") as log:

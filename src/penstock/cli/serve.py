@@ -31,15 +31,13 @@ def expanded(arguments: list[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
-    from penstock.core import logs
     from penstock.serve.supervisor import Supervisor
 
     if args.model_tag is not None:
         if getattr(args, "model", args.model_tag) != args.model_tag:
             raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
-    configuration = configure(args).configuration
-    logs.set_up(configuration.log, "serve")
+    configuration = configure(args, "serve").configuration
     models = [
         msgspec.structs.replace(model, configuration=found(model.configuration)) if model.at_start else model
         for model in served(configuration)

@@ -15,6 +15,8 @@ import msgspec
 from penstock.core.errors import invalid
 from penstock.core.profiles.bladellm import PROFILE
 
+from .parser import Parser
+
 logger = logging.getLogger(__name__)
 
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*')
@@ -69,7 +71,7 @@ def expanded(arguments: list[str]) -> list[str]:
     Raises ``PenstockError`` (``invalid``) where the document cannot be read, contradicts itself or needs a folder that
     is not there.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="penstock serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--service-json", "--service_json")
     found, rest = parser.parse_known_args(arguments[1:])
     if found.service_json is None:
@@ -96,7 +98,10 @@ def _arguments(document: Document) -> list[str]:
     if len(document.containers) != 1:
         raise invalid("service_json", f"has {len(document.containers)} containers, and one can be served")
     (container,) = document.containers
-    words = shlex.split(container.command)
+    try:
+        words = shlex.split(container.command)
+    except ValueError as error:
+        raise invalid("service_json", f"containers[0].command cannot be read: {error}") from error
     begin = next((begin for begin in COMMANDS if words[: len(begin)] == begin), None)
     if begin is None:
         raise invalid("service_json", f"containers[0].command is {container.command!r}, and blade_llm_server is known")
@@ -114,7 +119,7 @@ def _arguments(document: Document) -> list[str]:
 
 def _options() -> argparse.ArgumentParser:
     """Those of the command that the rest of the document depends on."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="penstock serve: containers[0].command", add_help=False, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=PROFILE.defaults["port"])
     parser.add_argument("--model", default="")
     share = PROFILE.defaults["kv_cache_free_memory_fraction"]

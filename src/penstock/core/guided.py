@@ -100,6 +100,28 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         return sum(len(text) for text in texts if text)
 
 
+def closed(schema: Any) -> Any:
+    """A schema whose objects have no other properties than those that it lists, where it says nothing of others.
+
+    Parts of ``allOf`` stay open, as each lists some of one object's.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name, part in schema.items():
+        if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(part, dict):
+            found[name] = {key: closed(inner) for key, inner in part.items()}
+        elif name in ("anyOf", "oneOf", "prefixItems") and isinstance(part, list):
+            found[name] = [closed(inner) for inner in part]
+        elif name in ("items", "additionalProperties"):
+            found[name] = closed(part)
+    listed, required = schema.get("properties"), schema.get("required") or []
+    alone = not schema.keys() & {"allOf", "$ref", "unevaluatedProperties"}
+    if alone and isinstance(listed, dict) and listed and listed.keys() >= set(required):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
 def as_json(field: str, given: Any) -> str:
     """A schema as text, whichever way it was given: an object, in which whole numbers are written as such.
 

@@ -1,4 +1,7 @@
-"""What the log looks like: lines for people, or one JSON object a line. Every process writes to standard error."""
+"""What the log looks like: lines for people, or one JSON object a line.
+
+Every process writes to standard error, and a line at a time to the end of one file where that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,39 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from .errors import invalid
 from .options import LogOptions
 
 
 def set_up(options: LogOptions, process: str) -> None:
-    """Send all loggers to standard error in the form that ``options`` choose.
+    """Send all loggers to standard error in the form that ``options`` choose, and to their file.
 
     Args:
         process: which of the server's processes this is.
+
+    Raises ``PenstockError`` (``invalid``) where the file cannot be written.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(AsJson(process) if options.log_format == "json" else ForPeople(process))
-    logging.basicConfig(level=options.log_level.upper(), handlers=[handler], force=True)
+    handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
+    handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in handlers:
+        handler.setFormatter(AsJson(process) if options.log_format == "json" else ForPeople(process))
+    logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
     for name in ("httpx", "uvicorn.error"):  # which tell at INFO what our own lines say
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _file(path: Path) -> logging.Handler:
+    """Whoever moves the file away finds a new one there."""
+    from logging.handlers import WatchedFileHandler  # which takes some time to load
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
 
 
 class ForPeople(logging.Formatter):

@@ -152,6 +152,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     guided_decoding_disable_any_whitespace: Annotated[
         bool, option("No space or line break between the parts of any JSON, as requests can ask, too.")
     ] = False
+    guided_decoding_disable_additional_properties: Annotated[
+        bool, option("Objects of a JSON Schema have no properties but those it lists, where it says nothing of others.")
+    ] = False
     speculative_config: Annotated[
         str,
         option(
@@ -186,7 +189,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model comes from, besides its name, and how its text is read."""
+    """Where the model comes from, besides its name, how its text is read, and what is told of it."""
 
     pooling_type: Annotated[
         Literal["auto", "last", "mean"],
@@ -205,6 +208,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "template does, none leaves them in."
         ),
     ] = "auto"
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        option("Sampling that a request does not choose: auto is as the model's makers do, vllm as vLLM without them."),
+    ] = "auto"
+    enable_logprob: Annotated[
+        bool, option("Give log probabilities to who asks; without, such requests are refused.")
+    ] = True
     revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
     hf_token: Annotated[str, option("Token for the hub; nothing for the environment's HF_TOKEN.")] = ""
     download_dir: Annotated[str, option("Where downloads are kept; nothing for Hugging Face's own cache.")] = ""
@@ -259,6 +269,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
     ] = ()
+    require_model: Annotated[
+        bool, option("Refuse requests of OpenAI's API that do not name their model, which may be absent otherwise.")
+    ] = False
     api_server_count: Annotated[int, option("Processes that speak HTTP.", ge=1)] = 1
     api_key: Annotated[tuple[str, ...], option("Keys, of which a client must send one; none lets everybody in.")] = ()
     max_concurrency: Annotated[
@@ -271,9 +284,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_timeout: Annotated[
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0
-    enable_logprob: Annotated[
-        bool, option("Give log probabilities to who asks; without, such requests are refused.")
-    ] = True
     timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
     trust_request_chat_template: Annotated[
         bool, option("Render chat templates that requests bring, each in a process that may take two seconds.")
@@ -295,12 +305,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written to standard error."""
+    """What is written to standard error, and to a file beside it."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], option("Least level; debug shows health checks, too.")
     ] = "info"
     log_format: Annotated[Literal["text", "json"], option("Lines for people, or a JSON object a line.")] = "text"
+    log_file: Annotated[str, option("File to which the log is appended, too; nothing for none.")] = ""
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):

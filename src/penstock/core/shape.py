@@ -15,6 +15,9 @@ from .errors import invalid
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a number, by the name of its type."""
 
+QUANT_METHOD = "penstock"
+"""``quant_method`` of a ``config.json`` whose weights are rounded when they are loaded, to its ``format``."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -39,6 +42,8 @@ class Shape:
     ahead_weights: int
     """Numbers in the layers that guess ahead, which are loaded only where they do."""
     ahead_layers: int
+    quantization: str
+    """What the weights are rounded to at load where nothing else is asked for, as the option."""
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -78,7 +83,18 @@ def _shape(config: Mapping[str, Any]) -> Shape:
         latent=latent,
         ahead_weights=ahead * (attention + (sparse or dense) + 2 * hidden * hidden),
         ahead_layers=ahead,
+        quantization=format_of(config) or "none",
     )
+
+
+def format_of(config: Mapping[str, Any]) -> str | None:
+    """The format that a ``config.json`` asks for at load; nothing for none, None for weights that are quantized
+    already, in a form of others."""
+    own = config.get("quantization_config")
+    if not own:
+        return ""
+    ours = isinstance(own, Mapping) and own.get("quant_method") == QUANT_METHOD
+    return str(own.get("format", "")) if ours else None
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 from penstock import demo, ops
 from penstock.core import Code, EngineRequest, Failure, GuidedDecodingParams, PenstockError, TokenDelta, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.guided import closed
 from penstock.core.kv_cache import CachePlan, weight_bytes
 from penstock.core.lora import named
 from penstock.core.options import EngineOptions
@@ -51,7 +52,10 @@ class Engine:
         folder = Path(options.model) if options.model else demo.CHAT
         device = _device(options.device)
         backend = ops.backend(device, options.ops)
-        self.max_model_len = options.max_model_len or read_config(folder).context
+        config = read_config(folder)
+        if options.quantization == "none":
+            options = msgspec.structs.replace(options, quantization=config.quantization)
+        self.max_model_len = options.max_model_len or config.context
         backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         lora_modules = named(options.lora_modules)
@@ -74,7 +78,7 @@ class Engine:
                 max_loras=max_loras,
             )
 
-        draft = _draft(speculative, options, read_config(folder))
+        draft = _draft(speculative, options, config)
         self.model = load(folder, options.max_model_len or None, max_loras)
         drafting = load(draft, self.max_model_len) if draft else None
         number = str(self.model.dtype).removeprefix("torch.")
@@ -110,6 +114,7 @@ class Engine:
             self.adapters.wait(loading)
         self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
         self._dense = options.guided_decoding_disable_any_whitespace
+        self._closed = options.guided_decoding_disable_additional_properties
 
         def runner(model: Decoder, kept: KVSpec, host_blocks: int) -> Runner:
             return Runner(
@@ -248,8 +253,11 @@ class Engine:
     def _form(self, request: EngineRequest) -> GuidedDecodingParams | None:
         """What the output has to keep to."""
         form = request.sampling.guided_decoding
-        dense = self._dense and form is not None and form.of_json
-        return msgspec.structs.replace(form, disable_any_whitespace=True) if form and dense else form
+        if form and self._closed and form.json:
+            form = msgspec.structs.replace(form, json=closed(json.loads(form.json)))
+        if form and self._dense and form.of_json:
+            form = msgspec.structs.replace(form, disable_any_whitespace=True)
+        return form
 
     def _check(self, request: EngineRequest) -> None:
         config = self.model.config

@@ -15,8 +15,7 @@ from penstock.engine import wire
 from penstock.engine.launcher import EngineProcess
 
 from .gateway import Gateway
-from .hub import resolve
-from .options import engine_options, translated
+from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput
 from .prompts import VOID, Messages, Preparer, Prompt
 
@@ -43,18 +42,28 @@ class AsyncLLM:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         pooling_type: Literal["auto", "last", "mean"] = "auto",
+        generation_config: Literal["auto", "vllm"] | None = None,
+        enable_logprob: bool | None = None,
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
         compat: str = "",
         **options: Any,
     ) -> None:
-        if compat:
-            options = translated(compat, {"reasoning_parser": reasoning_parser} | options)
-            reasoning_parser = options.pop("reasoning_parser")
-        folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
-        self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser, pooling_type)
+        given = {
+            "tokenizer": str(tokenizer),
+            "chat_template": chat_template,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
+            "pooling_type": pooling_type,
+            "generation_config": generation_config,
+            "enable_logprob": enable_logprob,
+            "revision": revision,
+            "hf_token": hf_token,
+            "download_dir": download_dir,
+        }
+        own, self.options = read_options(model, compat, given | options)
+        self._preparer = Preparer(self.options.model, own)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 

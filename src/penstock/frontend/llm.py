@@ -15,8 +15,7 @@ from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
 from .assembly import Assembler
-from .hub import resolve
-from .options import engine_options, translated
+from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput, Score, ScoringOutput, ScoringRequestOutput, cosine
 from .prompts import VOID, Messages, Preparer, Prompt
 
@@ -38,6 +37,9 @@ class LLM:
             template has.
         reasoning_parser: form of its thoughts, likewise; ``none`` leaves them in the content.
         pooling_type: ``last`` or ``mean``, for embeddings, in place of what the checkpoint says.
+        generation_config: what a request without sampling parameters gets: ``auto`` is as the model's makers sample,
+            ``vllm`` as vLLM does without them; None is ``auto``, or as ``compat`` has it.
+        enable_logprob: False refuses requests for log probabilities; None is True, or as ``compat`` has it.
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
         download_dir: where downloads are kept; by default Hugging Face's own cache.
@@ -56,18 +58,28 @@ class LLM:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         pooling_type: Literal["auto", "last", "mean"] = "auto",
+        generation_config: Literal["auto", "vllm"] | None = None,
+        enable_logprob: bool | None = None,
         revision: str = "",
         hf_token: str = "",
         download_dir: str = "",
         compat: str = "",
         **options: Any,
     ) -> None:
-        if compat:
-            options = translated(compat, {"reasoning_parser": reasoning_parser} | options)
-            reasoning_parser = options.pop("reasoning_parser")
-        folder = resolve(model, revision=revision, token=hf_token or None, cache_dir=download_dir or None)
-        self.options = engine_options({"model": str(folder)} | options)
-        self._preparer = Preparer(folder, tokenizer, chat_template, tool_call_parser, reasoning_parser, pooling_type)
+        given = {
+            "tokenizer": str(tokenizer),
+            "chat_template": chat_template,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
+            "pooling_type": pooling_type,
+            "generation_config": generation_config,
+            "enable_logprob": enable_logprob,
+            "revision": revision,
+            "hf_token": hf_token,
+            "download_dir": download_dir,
+        }
+        own, self.options = read_options(model, compat, given | options)
+        self._preparer = Preparer(self.options.model, own)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 

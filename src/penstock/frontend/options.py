@@ -5,33 +5,54 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-import msgspec
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import fields
 
 from penstock.core.errors import invalid
-from penstock.core.options import EngineOptions
+from penstock.core.options import EngineOptions, ModelOptions
 from penstock.core.profiles import flag, load, meant
 from penstock.core.settings import nearest, settings
+
+from .hub import resolve
+
+T = TypeVar("T", bound=Struct)
 
 logger = logging.getLogger(__name__)
 
 
-def engine_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value."""
-    known = [field.name for field in msgspec.structs.fields(EngineOptions)]
-    for name in given:
-        if name not in known:
-            raise invalid(name, f"no such option{nearest(name, known)}")
+def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tuple[ModelOptions, EngineOptions]:
+    """Of a model, which is fetched where it is not here, and of its engine.
+
+    Args:
+        compat: the system whose names and defaults they have; nothing for ours.
+        given: options by name; None is what is not given.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    """
+    found = translated(compat, {name: value for name, value in given.items() if value is not None})
+    of_model, of_engine = ([field.name for field in fields(schema)] for schema in (ModelOptions, EngineOptions))
+    for name in found:
+        if name not in (*of_model, *of_engine):
+            raise invalid(name, f"no such option{nearest(name, of_engine)}")
+    own = _struct({name: found.pop(name) for name in of_model if name in found}, ModelOptions)
+    folder = resolve(model, revision=own.revision, token=own.hf_token or None, cache_dir=own.download_dir or None)
+    return own, _struct(found | {"model": str(folder)}, EngineOptions)
+
+
+def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
     plain = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
     try:
-        return msgspec.convert(plain, EngineOptions)
-    except msgspec.ValidationError as error:
-        raise invalid("options", str(error)) from error
+        return convert(plain, schema)
+    except ValidationError as error:
+        words, _, path = str(error).partition(" - at `$.")
+        raise invalid(path.rstrip("`") or "options", words) from error
 
 
 def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options here for those of another system, with its defaults; None is what is not given.
+    """Options here for those of another system, with its defaults.
 
     What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
     system, and for values that are wrong or not possible here.
@@ -41,8 +62,6 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     theirs, ours = {}, {}
     for name, value in given.items():
-        if value is None:
-            continue
         if name in profile.flags:
             theirs[name] = value if isinstance(value, str) else json.dumps(value)
         else:
@@ -55,7 +74,7 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
     found += [(name, value, name) for name, value in ours.items()]
     options = {}
     for name, value, source in found:
-        if name in settings() and settings()[name].section == "server":
+        if name in settings() and settings()[name].section not in ("model", "engine"):
             if source:
                 ignored[source] = "it is for servers"
         else:
@@ -68,6 +87,6 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _converted(name: str, text: str) -> Any:
     """A value as text in the option's own type."""
     try:
-        return msgspec.convert(text, settings()[name].annotated, strict=False)
-    except msgspec.ValidationError as error:
+        return convert(text, settings()[name].annotated, strict=False)
+    except ValidationError as error:
         raise invalid(name, str(error)) from error

@@ -13,6 +13,7 @@ import msgspec
 from penstock import demo
 from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, SamplingParams, Thought, Vocabulary
 from penstock.core.errors import invalid
+from penstock.core.options import ModelOptions
 from penstock.text import Form, Reading, Stage, ThoughtForm, Tokenizer, stage_of, thought_form, tool_form
 
 from .assembly import Assembler
@@ -36,11 +37,15 @@ class Forms(NamedTuple):
     thought: ThoughtForm | None
 
 
+SCORES = ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits")
+"""What a request may ask to be told besides its tokens."""
+
+
 @lru_cache(16)
-def _forms(tool_call_parser: str, reasoning_parser: str, template: str) -> Forms:
+def _forms(options: ModelOptions, template: str) -> Forms:
     reads_tools = re.search(r"\btools\b", template) is not None  # else they would be ignored without a word
-    tools = tool_form(tool_call_parser, template) if reads_tools else None
-    return Forms(tools, thought_form(reasoning_parser, template))
+    tools = tool_form(options.tool_call_parser, template) if reads_tools else None
+    return Forms(tools, thought_form(options.reasoning_parser, template))
 
 
 class Preparer:
@@ -48,35 +53,22 @@ class Preparer:
 
     Args:
         model: folder of the checkpoint; nothing for the model in the box.
-        tokenizer: another folder to take the tokenizer from.
-        chat_template: a template to use instead of the checkpoint's, or a file that holds one.
-        tool_call_parser, reasoning_parser: names of the forms in which the model writes calls and thoughts; ``auto``
-            is as the chat template does.
-        pooling_type: as the option.
+        options: how its text is read.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "",
-        tokenizer: str | Path = "",
-        chat_template: str | None = None,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        pooling_type: str = "auto",
-    ) -> None:
+    def __init__(self, model: str | Path, options: ModelOptions) -> None:
         self._folder = folder = Path(model) if model else demo.CHAT
-        self._pooling_type = pooling_type
-        self.tokenizer = Tokenizer(Path(tokenizer) if tokenizer else folder, _template(chat_template))
+        self._options = options
+        self.tokenizer = Tokenizer(Path(options.tokenizer or folder), _template(options.chat_template))
         self._defaults = read_defaults(folder, self.tokenizer)
-        self._parsers = (tool_call_parser, reasoning_parser)
 
     def forms(self, template: str | None = None) -> Forms:
         """How calls and thoughts are written where a chat template is used; None is the model's own."""
-        return _forms(*self._parsers, self.tokenizer.template_source or "" if template is None else template)
+        return _forms(self._options, self.tokenizer.template_source or "" if template is None else template)
 
     def default_sampling(self) -> SamplingParams:
-        """How the model's makers sample."""
-        return SamplingParams(**self._defaults.sampling)
+        """How the model's makers sample, unless the options say otherwise."""
+        return SamplingParams(**(self._defaults.sampling if self._options.generation_config == "auto" else {}))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -89,7 +81,7 @@ class Preparer:
 
         Raises ``PenstockError`` where the checkpoint asks for a way that is not supported.
         """
-        return read_pooling(self._folder, self._pooling_type)
+        return read_pooling(self._folder, self._options.pooling_type)
 
     def request(
         self,
@@ -101,8 +93,14 @@ class Preparer:
         adapter: str = "",
         pooling: PoolingParams | None = None,
     ) -> Assembler:
-        """The request for the engine, in the assembler that will put its output together."""
+        """The request for the engine, in the assembler that will put its output together.
+
+        Raises ``PenstockError`` where it can never run, or asks for log probabilities where none are given.
+        """
         sampling = sampling or self.default_sampling()
+        for field in () if self._options.enable_logprob else SCORES:
+            if (asked := getattr(sampling, field)) is not None and asked is not False:
+                raise PenstockError(Code.UNSUPPORTED, f"{field}: none are given here (enable_logprob)", field)
         text, token_ids = self._prompt(prompt)
         reading = prompt.get("reading") if isinstance(prompt, Mapping) else None
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]

@@ -12,7 +12,8 @@ import torch
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.core.shape import context_of, rope_of
+from penstock.core.shape import context_of, format_of, rope_of
+from penstock.quant import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class DecoderConfig:
     """Layers behind the others that guess tokens further on (``num_nextn_predict_layers``)."""
     dtype: torch.dtype
     """What the checkpoint is written in."""
+    quantization: str
+    """What it asks its weights to be rounded to at load, as the option."""
 
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -76,7 +79,8 @@ def read_config(folder: Path) -> DecoderConfig:
         raise PenstockError(Code.UNSUPPORTED, f"activation {given['hidden_act']!r} in {path}", "model")
     if given.get("is_causal") is False or given.get("use_bidirectional_attention"):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
-    if given.get("quantization_config"):
+    quantization = format_of(given)
+    if quantization is None or (quantization and quantization not in SCHEMES):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
     try:
         config = _decoder(architecture, headless, given)
@@ -115,6 +119,7 @@ def _decoder(architecture: str, headless: bool, given: Mapping[str, Any]) -> Dec
         qk_norm=architecture == "Qwen3ForCausalLM",
         headless=headless,
         windows=_windows(architecture, layers, given),
+        quantization=format_of(given) or "none",
         heads_ahead=int(given.get("num_nextn_predict_layers") or 0),
         dtype=getattr(torch, given.get("dtype") or given.get("torch_dtype") or "bfloat16"),
     )

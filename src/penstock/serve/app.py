@@ -104,7 +104,7 @@ def _add_state(app: FastAPI, services: Services) -> None:
         return JSONResponse(found)
 
     async def metrics() -> Response:
-        return Response(services.metrics.page(services.stats), media_type=CONTENT_TYPE_LATEST)
+        return Response(services.metrics.page(services.engines), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)

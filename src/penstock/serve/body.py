@@ -15,6 +15,7 @@ from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
 T = TypeVar("T", bound=msgspec.Struct)
+V = TypeVar("V")
 
 
 async def read_body(request: Request, most: int, patience: float) -> bytes:
@@ -73,6 +74,13 @@ def convert(found: dict[str, Any], schema: type[T]) -> T:
         field = path.rstrip("`").lstrip(".")
         named = re.search(r"field `(\w+)`", words)  # missing, or unknown
         raise invalid(field or (named[1] if named else "body"), words) from error
+
+
+def given(found: V | None, path: str) -> V:
+    """A value that has to be there. Raises ``PenstockError`` (``invalid``) where it is not."""
+    if found is None:
+        raise invalid(path, "is missing")
+    return found
 
 
 def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:

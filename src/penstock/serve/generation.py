@@ -27,10 +27,7 @@ async def generate(
 
     Raises ``PenstockError`` where the request fails, at its beginning or later.
     """
-    if not service.options.enable_logprob:
-        for field in ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits"):
-            if (asked := getattr(sampling, field)) is not None and asked is not False:
-                raise PenstockError(Code.UNSUPPORTED, f"{field}: this server gives none (enable_logprob)", field)
+    service.metrics.came(sampling)
     if adapter := options.get("adapter"):
         record.facts["adapter"] = adapter
     stream = service.gateway.generate(

@@ -133,15 +133,7 @@ class Keeper:
 
 def _prepared(configuration: Configuration) -> Preparer:
     """Raises ``PenstockError`` where there is no tokenizer, or its chat template cannot be used."""
-    model = configuration.model
-    preparer = Preparer(
-        configuration.engine.model,
-        model.tokenizer,
-        model.chat_template,
-        model.tool_call_parser,
-        model.reasoning_parser,
-        model.pooling_type,
-    )
+    preparer = Preparer(configuration.engine.model, configuration.model)
     preparer.tokenizer.check_template()
     _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
     return preparer

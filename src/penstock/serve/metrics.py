@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.core import Failure
+from penstock.core import Failure, SamplingParams
+from penstock.core.options import EngineOptions
+from penstock.core.profiles import Figure
 from penstock.engine import wire
 from penstock.frontend.outputs import RequestOutput
 
@@ -21,19 +23,25 @@ FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+OF_CACHE = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
+"""Options that are told of the KV cache."""
+PLAIN = ("counter", "gauge")
+"""Kinds of metrics that are one number."""
 
 
 LABELS = ["model_name"]
+Engines = Mapping[str, tuple[wire.Stats, EngineOptions]]
+"""By model, what its engine told last, and its options."""
 
 
 class Metrics:
     """Of a server's requests.
 
     Args:
-        others: further names, each with the one of ours (without ``penstock:``) that it is for.
+        others: another system's names, as in its profile.
     """
 
-    def __init__(self, others: Mapping[str, str] | None = None) -> None:
+    def __init__(self, others: Mapping[str, str | Figure] | None = None) -> None:
         self._others = others or {}
 
         def counter(name: str, about: str, *more: str) -> Counter:
@@ -46,6 +54,8 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.requests = counter("requests", "Requests that came to be answered.")
+        self.hit_requests = counter("prefix_cache_hit_requests", "Requests with prompt tokens found there.")
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
         self.between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", PER_TOKEN)
         self.per_token = histogram(
@@ -53,6 +63,10 @@ class Metrics:
         )
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
         self.queued = histogram("request_queue_time_seconds", "From arrival until it ran first.", WHOLE)
+        self.ran = histogram("request_inference_time_seconds", "From when it ran first to the last token.", WHOLE)
+        self.prefilled = histogram("request_prefill_time_seconds", "From when it ran first to the first token.", WHOLE)
+        self.decoded = histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
+        self.asked_for = histogram("request_params_max_tokens", "Tokens that a request allows, if it says.", TOKENS)
         self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
         self.success = counter("request_success", "Sequences that came to their end.", "finished_reason")
@@ -67,13 +81,13 @@ class Metrics:
     def failed(self, failure: Failure) -> None:
         self.failures.labels(code=failure.code.value).inc()
 
-    def page(self, stats: Mapping[str, wire.Stats]) -> bytes:
+    def page(self, engines: Engines) -> bytes:
         """The page, with what each model's engine told last."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
-        registry.register(_Engines(stats))
+        registry.register(_Engines(engines))
         others = CollectorRegistry()
-        others.register(_Renamed(registry, self._others))
+        others.register(_Others(registry, self._others, engines))
         page: bytes = generate_latest(registry) + generate_latest(others)
         return page
 
@@ -86,15 +100,27 @@ class ModelMetrics:
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._cache_queries = metrics.cache_queries.labels(model)
         self._cache_hits = metrics.cache_hits.labels(model)
+        self._requests = metrics.requests.labels(model)
+        self._hit_requests = metrics.hit_requests.labels(model)
         self._first_token = metrics.first_token.labels(model)
         self._between = metrics.between.labels(model)
         self._per_token = metrics.per_token.labels(model)
         self._whole = metrics.whole.labels(model)
         self._queued = metrics.queued.labels(model)
+        self._ran = metrics.ran.labels(model)
+        self._prefilled = metrics.prefilled.labels(model)
+        self._decoded = metrics.decoded.labels(model)
+        self._asked_for = metrics.asked_for.labels(model)
         self._prompts = metrics.prompts.labels(model)
         self._generations = metrics.generations.labels(model)
         self._success = partial(metrics.success.labels, model)
         self.open = metrics.open.labels(model)
+
+    def came(self, sampling: SamplingParams) -> None:
+        """A request is there to be answered."""
+        self._requests.inc()
+        if sampling.max_tokens is not None:
+            self._asked_for.observe(sampling.max_tokens)
 
     def began(self, output: RequestOutput) -> None:
         """The first token of a request is there."""
@@ -103,6 +129,7 @@ class ModelMetrics:
         self._prompt_tokens.inc(prompt)
         self._cache_queries.inc(prompt)
         self._cache_hits.inc(output.num_cached_tokens)
+        self._hit_requests.inc(bool(output.num_cached_tokens))
         self._first_token.observe(times.first_token - times.arrived)
         self._queued.observe(times.queued)
 
@@ -121,32 +148,51 @@ class ModelMetrics:
         self._generations.observe(tokens)
         if times.first_token is not None and times.last_token is not None:
             self._whole.observe(times.last_token - times.arrived)
+            began = times.arrived + times.queued
+            self._ran.observe(times.last_token - began)
+            self._prefilled.observe(times.first_token - began)
+            self._decoded.observe(times.last_token - times.first_token)
             each = max(len(made.token_ids) for made in output.outputs)
             if each > 1:
                 self._per_token.observe((times.last_token - times.first_token) / (each - 1))
 
 
-class _Renamed:
-    """Metrics under other names."""
+class _Others:
+    """Metrics under other names, and figures that are made of ours."""
 
-    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str]) -> None:
+    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str | Figure], engines: Engines) -> None:
         self._registry = registry
         self._names = names
+        self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
         ours = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
         for name, own in self._names.items():
-            if family := ours.get(own):
+            if not isinstance(own, str):
+                figure = GaugeMetricFamily(name, "Made of ours.", labels=LABELS)
+                for model, (_, options) in self._engines.items():
+                    figure.add_metric([model], own(_totals(ours, model), options))
+                yield figure
+            elif family := ours.get(own):
                 renamed = Metric(name, family.documentation, family.type)
                 renamed.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
                 yield renamed
 
 
+def _totals(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
+    """Of a model's metrics that are one number."""
+    return {
+        name: sum(sample.value for sample in found.samples if sample.labels.get("model_name", model) == model)
+        for name, found in ours.items()
+        if found.type in PLAIN
+    }
+
+
 class _Engines:
     """The engines' own figures."""
 
-    def __init__(self, stats: Mapping[str, wire.Stats]) -> None:
-        self._stats = stats
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
         gauges: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
@@ -165,20 +211,25 @@ class _Engines:
             "spec_decode_num_draft_tokens": ("Tokens guessed.", lambda stats: stats.draft_tokens),
             "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", lambda stats: stats.accepted_tokens),
         }
+        for name, (about, figure) in gauges.items():
+            gauge = GaugeMetricFamily(f"penstock:{name}", about, labels=LABELS)
+            for model, (stats, _) in self._engines.items():
+                gauge.add_metric([model], figure(stats))
+            yield gauge
+        cache = [*OF_CACHE, "num_gpu_blocks"]
+        info = GaugeMetricFamily("penstock:cache_config_info", "How the KV cache is set up.", labels=[*LABELS, *cache])
+        for model, (stats, options) in self._engines.items():
+            info.add_metric([model, *(str(getattr(options, name)) for name in OF_CACHE), str(stats.blocks)], 1)
+        yield info
         preemptions = CounterMetricFamily(
             "penstock:num_preemptions", "Preemptions since the engine started.", labels=LABELS
         )
-        for model, stats in self._stats.items():
+        for model, (stats, _) in self._engines.items():
             preemptions.add_metric([model], stats.preemptions)
         yield preemptions
-        for name, (about, figure) in gauges.items():
-            gauge = GaugeMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, stats in self._stats.items():
-                gauge.add_metric([model], figure(stats))
-            yield gauge
         for name, (about, figure) in guesses.items():
             counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
-            for model, stats in self._stats.items():
+            for model, (stats, _) in self._engines.items():
                 if stats.accepted_at:
                     counter.add_metric([model], figure(stats))
             yield counter
@@ -187,7 +238,7 @@ class _Engines:
             "Tokens guessed rightly, by how many were guessed before each.",
             labels=[*LABELS, "position"],
         )
-        for model, stats in self._stats.items():
+        for model, (stats, _) in self._engines.items():
             for place, count in enumerate(stats.accepted_at):
                 by_place.add_metric([model, str(place)], count)
         yield by_place

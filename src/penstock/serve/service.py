@@ -45,6 +45,11 @@ class Service:
         return self.names[0]
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """What the model's chat template reads."""
+        return self.gateway.preparer.tokenizer.template.variables
+
+    @property
     def timeout(self) -> float | None:
         """Seconds a request may take."""
         return self.options.request_timeout or None

@@ -10,13 +10,12 @@ from starlette.requests import Request
 
 from penstock.core import Code, PenstockError
 from penstock.core.options import ServerOptions
-from penstock.engine import wire
 from penstock.engine.client import STARTING
 from penstock.frontend.gateway import Gateway
 
 from .body import read_body
 from .control import ServedModel
-from .metrics import Metrics
+from .metrics import Engines, Metrics
 from .service import DEFAULT_NAME, Service
 
 LEAST_BODY, BYTES_A_TOKEN = 2**20, 64
@@ -89,9 +88,10 @@ class Services:
             service.gateway.engine.check()
 
     @property
-    def stats(self) -> dict[str, wire.Stats]:
-        """What the engines told last, by model."""
-        return {service.name: service.gateway.engine.stats for service in self}
+    def engines(self) -> Engines:
+        """What the engines told last, and their options, by model."""
+        serving = [(model, self._found[model.name]) for model in self._models if model.name in self._found]
+        return {model.name: (service.gateway.engine.stats, model.configuration.engine) for model, service in serving}
 
     @property
     def max_body_size(self) -> int:

@@ -76,8 +76,9 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     if speculative and speculative.method not in ("ngram", "mtp"):
         raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
     ahead = bool(speculative and speculative.method == "mtp")
+    quantization = shape.quantization if options.quantization == "none" else options.quantization
     ranks = args.tensor_parallel_size
-    weights = weight_bytes(shape, options.quantization, options.dtype, ahead) // ranks
+    weights = weight_bytes(shape, quantization, options.dtype, ahead) // ranks
     token = token_bytes(shape, options.kv_cache_dtype, options.dtype, ahead, ranks)
     longest = options.max_model_len or shape.context
     room = _room(args, options, weights)

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from penstock.core import logs
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration, EngineOptions
 from penstock.engine.launcher import EngineProcess
@@ -54,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where every line has a good answer, now or from an earlier run."""
-    configuration = configure(args).configuration
+    configuration = configure(args, "run-batch").configuration
     at_once = most_at_once(configuration.engine) if args.at_once is None else args.at_once
     if at_once < 1:
         raise invalid("max_concurrency", f"must be at least 1, is {at_once}", 1)
-    logs.set_up(configuration.log, "run-batch")
     check_input(args.input_file)
     with Results(args.output_file) as results:
         found = survey(requests(args.input_file), results)
@@ -101,14 +99,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[Service, 
     folder = resolve(
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
     )
-    preparer = Preparer(
-        folder,
-        source.tokenizer,
-        source.chat_template,
-        source.tool_call_parser,
-        source.reasoning_parser,
-        source.pooling_type,
-    )
+    preparer = Preparer(folder, source)
     process = EngineProcess(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
     await process.start()
     gateway = Gateway(process.address, preparer)

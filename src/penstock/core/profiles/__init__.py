@@ -19,6 +19,9 @@ NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton")
 Given = Iterator[tuple[str, Any, str]]
 """Settings here and their values, with where each was found."""
 
+Figure = Callable[[Mapping[str, float], EngineOptions], float]
+"""What a system tells that we do not: made of our counters and gauges, by name without ``penstock:``."""
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -103,8 +106,8 @@ class Profile:
     """Settings that several names tell together, from all that was given. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
     """Values of settings where they are not given, which depend on what is."""
-    metrics: Mapping[str, str] = field(default_factory=dict)
-    """What it calls our metrics, by its names: ours without ``penstock:``."""
+    metrics: Mapping[str, str | Figure] = field(default_factory=dict)
+    """By its names: those of ours, without ``penstock:``, or how to make them of ours."""
     greeting: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
     """What it says in the log once it is ready, with so many KV blocks."""
 

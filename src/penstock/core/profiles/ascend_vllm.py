@@ -17,8 +17,6 @@ BACKENDS = dict.fromkeys(("auto", "outlines", "lm-format-enforcer"), "auto") | {
 ONE_DEVICE = "a model runs on one device here"
 GRAPHS = "a step is recorded once for batches of every size"
 ROLES = "separate prefill and decode instances are not there yet; without it one instance does both"
-EITHER = Alias(read=chosen({"0": {}, "1": {}}))
-"""Which API is served: here both are, on the same port."""
 SAME = (
     "num_requests_running num_requests_waiting num_preemptions prompt_tokens generation_tokens "
     "time_to_first_token_seconds e2e_request_latency_seconds request_prompt_tokens request_generation_tokens "
@@ -57,7 +55,12 @@ def _speculative(given: Mapping[str, str]) -> Given:
 PROFILE = Profile(
     name="ascend-vllm",
     title="vLLM",
-    defaults={"enable_prefix_caching": False},
+    defaults={
+        "enable_prefix_caching": False,
+        "require_model": True,
+        "generation_config": "vllm",
+        "guided_decoding_disable_additional_properties": True,
+    },
     flags={
         "dtype": Alias("dtype", chosen(DTYPES | {"float16": "float16", "float32": "float32"})),
         "tensor_parallel_size": only("1", ONE_DEVICE),
@@ -85,7 +88,7 @@ PROFILE = Profile(
         "max_log_len": ignored("no prompt is written to the log"),
     },
     variables={
-        "USE_OPENAI": EITHER,
+        "USE_OPENAI": Alias("require_model", chosen({"0": False, "1": True})),
         "GLOBAL_RANK_TABLE_FILE_PATH": refused(ROLES),
         "RANK_TABLE_FILE_PATH": refused(ROLES),
         "NODE_PORTS": refused(ROLES),

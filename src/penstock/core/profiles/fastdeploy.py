@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 
-from . import Alias, Profile, chosen, ignored, on, only, refused
+from . import Alias, Figure, Profile, chosen, ignored, on, only, refused
 
 LENGTH = 2048
 LONG = 0.04
@@ -49,6 +49,24 @@ def _greeting(blocks: int, options: EngineOptions) -> str:
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
 
 
+def _share(part: str, whole: str) -> Figure:
+    """0 where there is nothing yet."""
+    return lambda ours, options: ours[part] / max(ours[whole], 1)
+
+
+def _left(ours: Mapping[str, float], options: EngineOptions) -> float:
+    return options.max_num_seqs - ours["num_requests_running"]
+
+
+def _most(ours: Mapping[str, float], options: EngineOptions) -> float:
+    return options.max_num_seqs
+
+
+def _none(ours: Mapping[str, float], options: EngineOptions) -> float:
+    """Of cached prefixes in host memory."""
+    return 0
+
+
 PROFILE = Profile(
     name="fastdeploy",
     title="FastDeploy",
@@ -64,6 +82,7 @@ PROFILE = Profile(
         "enable_chunked_prefill": False,
         "guided_decoding_backend": "off",
         "enable_logprob": False,
+        "log_file": "log/fastdeploy.log",
     },
     flags={
         "max_waiting_time": Alias("max_queue_time", _waiting),
@@ -75,7 +94,7 @@ PROFILE = Profile(
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
-        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True})),
+        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
         "swap_space": Alias(read=_swap),
@@ -97,14 +116,30 @@ PROFILE = Profile(
         "fastdeploy:num_requests_running": "num_requests_running",
         "fastdeploy:num_requests_waiting": "num_requests_waiting",
         "fastdeploy:batch_size": "num_requests_running",
+        "fastdeploy:max_batch_size": _most,
+        "fastdeploy:available_batch_size": _left,
+        "fastdeploy:requests_number": "requests",
         "fastdeploy:gpu_cache_usage_perc": "kv_cache_usage_perc",
         "fastdeploy:max_gpu_block_num": "kv_blocks",
         "fastdeploy:available_gpu_block_num": "kv_blocks_free",
         "fastdeploy:free_gpu_block_num": "kv_blocks_free",
+        "fastdeploy:available_gpu_resource": _share("kv_blocks_free", "kv_blocks"),
+        "fastdeploy:cache_config_info": "cache_config_info",
+        "fastdeploy:hit_req_rate": _share("prefix_cache_hit_requests", "requests"),
+        "fastdeploy:hit_token_rate": _share("prefix_cache_hits", "prefix_cache_queries"),
+        "fastdeploy:gpu_hit_token_rate": _share("prefix_cache_hits", "prefix_cache_queries"),
+        "fastdeploy:cpu_hit_token_rate": _none,
+        "fastdeploy:prefix_cache_token_num": "prefix_cache_hits",
+        "fastdeploy:prefix_gpu_cache_token_num": "prefix_cache_hits",
+        "fastdeploy:prefix_cpu_cache_token_num": _none,
         "fastdeploy:time_to_first_token_seconds": "time_to_first_token_seconds",
         "fastdeploy:time_per_output_token_seconds": "inter_token_latency_seconds",
         "fastdeploy:e2e_request_latency_seconds": "e2e_request_latency_seconds",
         "fastdeploy:request_queue_time_seconds": "request_queue_time_seconds",
+        "fastdeploy:request_inference_time_seconds": "request_inference_time_seconds",
+        "fastdeploy:request_prefill_time_seconds": "request_prefill_time_seconds",
+        "fastdeploy:request_decode_time_seconds": "request_decode_time_seconds",
+        "fastdeploy:request_params_max_tokens": "request_params_max_tokens",
         "fastdeploy:request_prompt_tokens": "request_prompt_tokens",
         "fastdeploy:request_generation_tokens": "request_generation_tokens",
         "fastdeploy:prompt_tokens": "prompt_tokens",

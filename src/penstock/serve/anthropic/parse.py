@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.serve.body import given
 from penstock.serve.openai.schema import ChatRequest
 
 from .schema import Block, Counted, Message, MessagesRequest, Tool
 
-T = TypeVar("T")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -31,7 +31,7 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
     found: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
-    if request.messages[-1].role == "assistant":  # which the answer goes on with
+    if messages and messages[-1]["role"] == "assistant":  # which the answer goes on with
         if messages[-1].get("tool_calls"):
             raise invalid(f"messages[{len(request.messages)}]", "is missing: a tool_result for each tool_use before it")
         found |= {"continue_final_message": True}
@@ -82,7 +82,7 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         words = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
         raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
-    name, schema = _given(tool.name, f"{path}.name"), _given(tool.input_schema, f"{path}.input_schema")
+    name, schema = given(tool.name, f"{path}.name"), given(tool.input_schema, f"{path}.input_schema")
     return {"type": "function", "function": {"name": name, "description": tool.description, "parameters": schema}}
 
 
@@ -97,15 +97,15 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
     for i, block in enumerate(message.content):
         where = f"{path}.content[{i}]"
         if block.type == "text":
-            texts.append(_given(block.text, f"{where}.text"))
+            texts.append(given(block.text, f"{where}.text"))
         elif block.type == "tool_result" and message.role == "user":
             content, of = _text(block.content or "", f"{where}.content"), f"{where}.tool_use_id"
-            results.append({"role": "tool", "content": content, "tool_call_id": _given(block.tool_use_id, of)})
+            results.append({"role": "tool", "content": content, "tool_call_id": given(block.tool_use_id, of)})
         elif block.type == "tool_use" and message.role == "assistant":
-            function = {"name": _given(block.name, f"{where}.name"), "arguments": block.input or {}}
-            calls.append({"id": _given(block.id, f"{where}.id"), "type": "function", "function": function})
+            function = {"name": given(block.name, f"{where}.name"), "arguments": block.input or {}}
+            calls.append({"id": given(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "thinking" and message.role == "assistant":
-            thought += _given(block.thinking, f"{where}.thinking")
+            thought += given(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
             words = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
             raise PenstockError(Code.UNSUPPORTED, words, where)
@@ -128,11 +128,5 @@ def _text(content: str | list[Block], path: str) -> str:
         if block.type != "text":
             words = f"{path}[{i}]: {block.type[:50]} is not supported, only text is"
             raise PenstockError(Code.UNSUPPORTED, words, f"{path}[{i}]")
-        texts.append(_given(block.text, f"{path}[{i}].text"))
+        texts.append(given(block.text, f"{path}[{i}].text"))
     return "\n".join(texts)
-
-
-def _given(found: T | None, path: str) -> T:
-    if found is None:
-        raise invalid(path, "is missing")
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.core import Failure
 from penstock.serve.body import check_supported, convert, read_object
 from penstock.serve.openai.chat import Answering as Chatting
-from penstock.serve.openai.chat_prompt import ChatPrompt
+from penstock.serve.openai.chat_prompt import count_tokens as count_prompt
 from penstock.serve.record import Record, record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
@@ -58,7 +58,7 @@ class Answering:
     """One request, from its messages to a message."""
 
     def __init__(self, service: Service, record: Record, request: MessagesRequest, size: int) -> None:
-        self._chat = Chatting(service, record, chat_of(request, _variables(service)), size)
+        self._chat = Chatting(service, record, chat_of(request, service.template_variables), size)
         self._id = f"msg_{record.request_id}"
         self._max_tokens = request.max_tokens
         self._model = service.adapter_of(request.model) or service.name
@@ -118,12 +118,8 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def count_tokens(request: Request) -> Response:
         wanted, size = await read(request, Counted)
         service = services.find(wanted.model)
-        prompt: Any = await ChatPrompt(service, chat_of(wanted, _variables(service)), size).prompt()
-        return Response(encode(TokenCount(input_tokens=len(prompt["prompt_token_ids"]))), media_type="application/json")
+        count = await count_prompt(service, chat_of(wanted, service.template_variables), size)
+        return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
     for path, endpoint in (("/v1/messages", create_message), ("/v1/messages/count_tokens", count_tokens)):
         app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False, response_class=Response)
-
-
-def _variables(service: Service) -> frozenset[str]:
-    return service.gateway.preparer.tokenizer.template.variables

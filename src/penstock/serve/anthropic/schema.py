@@ -58,6 +58,15 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Told to the chat template, if it reads it."""
 
 
+class ContextEdit(msgspec.Struct, kw_only=True):
+    type: Literal["clear_thinking_20251015"]
+    """Which thoughts of earlier turns are kept is decided by the chat template."""
+
+
+class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    edits: list[ContextEdit] | None = None
+
+
 class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What makes a prompt."""
 
@@ -73,7 +82,7 @@ class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Prefixes are found again without it."""
     container: None = None
     mcp_servers: list[Any] | None = None
-    context_management: None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +99,5 @@ class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
 NOT_HERE: dict[str, tuple[Any, str]] = {
     "container": (None, "nothing is run here"),
     "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),
-    "context_management": (None, "no messages are made shorter; send fewer of them"),
 }
 """Fields, what may be said to them, and what to do instead of the rest."""

@@ -31,8 +31,8 @@ def read(found: dict[str, Any], schema: type[T], service: Service) -> T:
     for name in _booleans(schema) & given.keys():
         if isinstance(given[name], str):
             given[name] = AS_WORDS.get(given[name].lower(), given[name])
-    if given.get("model") not in service.gateway.engine.adapters:
-        given.pop("model", None)
+    if isinstance(model := given.get("model"), str) and model not in service.gateway.engine.adapters:
+        del given["model"]
     for name in NOWHERE:
         if given.get(name) not in (None, False):
             raise PenstockError(Code.UNSUPPORTED, f"{name}: has no place in BladeLLM's answers", name)

@@ -252,12 +252,13 @@ def event(answer: msgspec.Struct) -> bytes:
 
 def error_of(failure: Failure) -> ErrorAnswer:
     """A failure in OpenAI's shape."""
+    no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
     return ErrorAnswer(
         error=Error(
             message=failure.message.encode("utf-8", "replace").decode(),
             type=KINDS.get(failure.code, "invalid_request_error"),
             param=failure.field.encode("utf-8", "replace").decode() or None,
-            code="model_not_found" if failure.field == "model" else CODES.get(failure.code, STATUS[failure.code]),
+            code="model_not_found" if no_model else CODES.get(failure.code, STATUS[failure.code]),
         )
     )
 

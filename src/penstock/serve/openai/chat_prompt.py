@@ -20,6 +20,16 @@ TAIL = 32
 """Tokens at the end of a prompt that may say where its answer begins."""
 
 
+async def count_tokens(service: Service, request: ChatRequest, size: int) -> int:
+    """How many tokens a chat's prompt has.
+
+    Raises ``PenstockError`` as ``ChatPrompt`` does, and for an unknown model.
+    """
+    service.adapter_of(request.model)
+    prompt: Any = await ChatPrompt(service, request, size).prompt()
+    return len(prompt["prompt_token_ids"])
+
+
 class ChatPrompt:
     """A request's prompt.
 

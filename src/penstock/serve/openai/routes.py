@@ -97,7 +97,7 @@ class OpenAI(Dialect):
         return True
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = parse(found, CompletionRequest)
+        wanted = _parse(self._services, found, CompletionRequest)
         service = self._services.find(wanted.model)
         answering = completions.Answering(service, record_of(request.scope), wanted)
         self._check(answering.sampling)
@@ -105,7 +105,7 @@ class OpenAI(Dialect):
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = parse(found, ChatRequest)
+        wanted = _parse(self._services, found, ChatRequest)
         service = self._services.find(wanted.model)
         answering = chat.Answering(service, record_of(request.scope), wanted, size)
         self._check(answering.sampling)
@@ -113,12 +113,19 @@ class OpenAI(Dialect):
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
 
+def _parse(services: Services, found: dict[str, Any], schema: type[T]) -> T:
+    """As ``parse``, where the model may have to be named."""
+    if services.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
+        raise invalid("model", f"is missing; it is {' or '.join(service.name for service in services)}")
+    return parse(found, schema)
+
+
 def add_routes(app: FastAPI, services: Services) -> None:
     """Everything else OpenAI's clients call; what they send is described in the app's OpenAPI document."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
         body = await services.read(request)
-        return parse(read_object(body), schema), len(body)
+        return _parse(services, read_object(body), schema), len(body)
 
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)

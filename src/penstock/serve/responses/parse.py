@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.body import check_supported, convert
+from penstock.serve.body import check_supported, convert, given
 from penstock.serve.openai.schema import ROLES, ChatRequest
 
 from .schema import NOT_HERE, Counted, Format, Item, NamedTool, Part, ResponsesRequest, Tool
@@ -58,11 +58,11 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     return msgspec.convert(found, ChatRequest)
 
 
-def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+def _messages(items: str | list[Item]) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate(given):
+    for i, item in enumerate(items):
         _add(messages, item, f"input[{i}]")
     return messages
 
@@ -85,12 +85,12 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     elif item.type == "function_call":
         if not _open(messages):
             messages.append({"role": "assistant", "content": ""})
-        function = {"name": _given(item.name, f"{path}.name"), "arguments": _given(item.arguments, f"{path}.arguments")}
-        call = {"id": _given(item.call_id, f"{path}.call_id"), "type": "function", "function": function}
+        function = {"name": given(item.name, f"{path}.name"), "arguments": given(item.arguments, f"{path}.arguments")}
+        call = {"id": given(item.call_id, f"{path}.call_id"), "type": "function", "function": function}
         messages[-1].setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
         content = _text(item.output, f"{path}.output")
-        messages.append({"role": "tool", "content": content, "tool_call_id": _given(item.call_id, f"{path}.call_id")})
+        messages.append({"role": "tool", "content": content, "tool_call_id": given(item.call_id, f"{path}.call_id")})
     else:
         raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
 
@@ -109,9 +109,9 @@ def _text(content: str | list[Part] | None, path: str) -> str:
     for i, part in enumerate(content):
         where = f"{path}[{i}]"
         if part.type == "refusal":
-            texts.append(_given(part.refusal, f"{where}.refusal"))
+            texts.append(given(part.refusal, f"{where}.refusal"))
         elif part.type in ("input_text", "output_text", "text"):
-            texts.append(_given(part.text, f"{where}.text"))
+            texts.append(given(part.text, f"{where}.text"))
         else:
             raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
     return "\n".join(texts)
@@ -121,7 +121,7 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type != "function":
         words = f"{path}.type: {tool.type[:50]} is not supported, only function is"
         raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
-    function = {"name": _given(tool.name, f"{path}.name"), "description": tool.description}
+    function = {"name": given(tool.name, f"{path}.name"), "description": tool.description}
     return {"type": "function", "function": function | {"parameters": tool.parameters, "strict": tool.strict}}
 
 
@@ -131,9 +131,3 @@ def _format(wanted: Format) -> dict[str, Any]:
     if wanted.schema is None:
         raise invalid("text.format.schema", "is missing")
     return {"type": "json_schema", "json_schema": {"name": wanted.name or "answer", "schema": wanted.schema}}
-
-
-def _given(found: str | None, path: str) -> str:
-    if found is None:
-        raise invalid(path, "is missing")
-    return found

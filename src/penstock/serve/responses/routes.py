@@ -16,7 +16,7 @@ from penstock.frontend.outputs import RequestOutput
 from penstock.serve.body import read_object
 from penstock.serve.openai.answers import encode, error_of
 from penstock.serve.openai.chat import Answering as Chatting
-from penstock.serve.openai.chat_prompt import ChatPrompt
+from penstock.serve.openai.chat_prompt import count_tokens
 from penstock.serve.record import Record, record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
@@ -60,8 +60,7 @@ class Answering:
     """One request, from its input to a response."""
 
     def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int, events: Events) -> None:
-        variables = service.gateway.preparer.tokenizer.template.variables
-        self._chat = Chatting(service, record, chat_of(request, variables), size)
+        self._chat = Chatting(service, record, chat_of(request, service.template_variables), size)
         self._events = events
         self._request = request
         self._name = record.request_id
@@ -148,10 +147,10 @@ def add_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request)
         wanted = read(read_object(body), Counted)
         service = services.find(wanted.model)
-        variables = service.gateway.preparer.tokenizer.template.variables
-        prompt: Any = await ChatPrompt(service, chat_of(wanted, variables), len(body)).prompt()
-        told = {"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])}
-        return Response(encode(told), media_type="application/json")
+        count = await count_tokens(service, chat_of(wanted, service.template_variables), len(body))
+        return Response(
+            encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"
+        )
 
     paths = {"/v1/responses": create_response, "/v1/responses/input_tokens": count_input_tokens}
     for path, endpoint in paths.items():

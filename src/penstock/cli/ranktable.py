@@ -1,0 +1,99 @@
+"""``penstock ranktable``: the files that say who computes what where prefill and decode are apart."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from penstock.core import ranktable
+from penstock.core.errors import invalid
+from penstock.core.ranktable import Local, Server
+
+OF_GEN = ("api_server", "prefill_server_list", "decode_server_list", "ip")
+OF_MERGE = ("global_ranktable_list",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode", choices=("gen", "merge"), required=True, help="write this machine's tables, or join those of several"
+    )
+    parser.add_argument("--save-dir", type=Path, default=Path(), metavar="FOLDER", help="to write to (the current one)")
+    gen = parser.add_argument_group("with --mode gen")
+    gen.add_argument("--api-server", action="store_true", help="clients are to ask this machine; only one has it")
+    for role in ("prefill", "decode"):
+        about = f"{role} instances of this machine: the devices of each, such as 0,1 2,3"
+        gen.add_argument(f"--{role}-server-list", nargs="+", default=[], metavar="DEVICES", help=about)
+    gen.add_argument("--ip", default="", help="address of this machine (that of its way out)")
+    merge = parser.add_argument_group("with --mode merge")
+    merge.add_argument(
+        "--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help="one a machine"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    gen = args.mode == "gen"
+    if other := [name for name in (OF_MERGE if gen else OF_GEN) if getattr(args, name)]:
+        raise invalid(other[0], f"goes with --mode {'merge' if gen else 'gen'} only")
+    _write(args.save_dir, _gen(args) if gen else _merge(args))
+    return 0
+
+
+def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
+    """Tables by the file's name. Raises ``PenstockError`` (``invalid``) for devices that cannot be."""
+    ip = args.ip or _address()
+    entries = [("prefill_server_list", entry) for entry in args.prefill_server_list]
+    entries += [("decode_server_list", entry) for entry in args.decode_server_list]
+    if not entries and not args.api_server:
+        raise invalid("mode", "gen needs --prefill-server-list, --decode-server-list or --api-server")
+    seen: set[str] = set()
+    found: dict[str, msgspec.Struct] = {}
+    roles: dict[str, list[Server]] = {"prefill_server_list": [], "decode_server_list": []}
+    for role, entry in entries:
+        devices = entry.split(",")
+        if wrong := next((device for device in devices if not device.isdecimal()), None):
+            raise invalid(role, f"{entry!r} is not numbers of devices with commas between them ({wrong!r})")
+        if both := next((device for i, device in enumerate(devices) if device in [*seen, *devices[:i]]), None):
+            raise invalid(role, f"device {both} is given twice")
+        seen.update(devices)
+        name = f"local_ranktable_{ip}_{''.join(devices)}.json"
+        if name in found:
+            raise invalid(role, f"{entry!r} would be written to {name}, as another instance; change their order")
+        server = ranktable.instance(ip, devices)
+        roles[role].append(server)
+        found[name] = Local(server_list=(server,))
+    schedulers = [ranktable.scheduler(ip)] if args.api_server else []
+    if schedulers:
+        found[f"local_ranktable_{ip}_host.json"] = Local(server_list=(schedulers[0],))
+    return {f"global_ranktable_{ip}.json": ranktable.together([schedulers, *roles.values()]), **found}
+
+
+def _merge(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
+    if not args.global_ranktable_list:
+        raise invalid("global_ranktable_list", "is missing; --mode merge joins the files that it names")
+    tables = [ranktable.read(path) for path in args.global_ranktable_list]
+    return {"global_ranktable_merge.json": ranktable.merged(tables)}
+
+
+def _write(folder: Path, tables: Mapping[str, msgspec.Struct]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, table in tables.items():
+            text = msgspec.json.format(msgspec.json.encode(table), indent=4)
+            (folder / name).write_bytes(text + b"\n")
+            print(folder / name)
+    except OSError as error:
+        raise invalid("save_dir", f"cannot write to {folder}: {error.strerror}") from error
+
+
+def _address() -> str:
+    """Of the interface that leads out; nothing is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("192.0.2.1", 9))  # an address that nobody has (RFC 5737)
+        except OSError:
+            return "127.0.0.1"
+        return str(asking.getsockname()[0])

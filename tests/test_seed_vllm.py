@@ -1,0 +1,346 @@
+"""What Ascend's document on vLLM prints, run as it stands: rank tables, start commands and requests.
+
+Hosts, ports and paths of models are others, and there is one device. What wants several is refused by name.
+"""
+
+# ruff: noqa: E501 (lines of the document)
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import Served
+from shell import DEPLOY, Shell, longer
+
+from penstock.cli.main import main
+
+GLOBAL = """
+{
+    "version": "1.0",
+    "status": "completed",
+    "server_group_list": [
+        {
+            "group_id": "0",
+            "server_count": "1",
+            "server_list": [
+                {
+                    "server_id": "localhost",
+                    "server_ip": "localhost"
+                }
+            ]
+        },
+        {
+            "group_id": "1",
+            "server_count": "1",
+            "server_list": [
+                {
+                    "server_id": "localhost",
+                    "server_ip": "localhost",
+                    "device": [
+                        {
+                            "device_id": "4",
+                            "device_ip": "10.**.**.22",
+                            "rank_id": "0"
+                        },
+                        {
+                            "device_id": "5",
+                            "device_ip": "10.**.**.23",
+                            "rank_id": "1"
+                        }
+                    ]
+                }
+            ]
+        },
+        {
+            "group_id": "2",
+            "server_count": "1",
+            "server_list": [
+                {
+                    "server_id": "localhost",
+                    "server_ip": "localhost",
+                    "device": [
+                        {
+                            "device_id": "6",
+                            "device_ip": "29.**.**.56",
+                            "rank_id": "0"
+                        },
+                        {
+                            "device_id": "7",
+                            "device_ip": "29.**.**.72",
+                            "rank_id": "1"
+                        }
+                    ]
+                }
+            ]
+        }
+    ]
+}
+"""
+LOCAL = """
+{
+    "version": "1.0",
+    "status": "completed",
+    "group_id": "0",
+    "server_count": "1",
+    "server_list": [
+        {
+            "server_id": "localhost",
+            "server_ip": "localhost",
+            "device": [
+                {
+                    "device_id": "6",
+                    "device_ip": "29.**.**.56",
+                    "rank_id": "0"
+                },
+                {
+                    "device_id": "7",
+                    "device_ip": "29.**.**.72",
+                    "rank_id": "1"
+                }
+            ]
+        }
+    ]
+}
+"""
+GEN = """
+export LLM_TOOLS_PATH=${root_path_of_AscendCloud-LLM}/llm_tools
+python ${LLM_TOOLS_PATH}/PD_separate/pd_ranktable_tools.py --mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir
+"""
+MERGE = """
+export LLM_TOOLS_PATH=${root_path_of_AscendCloud-LLM}/llm_tools
+python ${LLM_TOOLS_PATH}/PD_separate/pd_ranktable_tools.py --mode merge --global-ranktable-list ./ranktable/global_ranktable_0.0,0,0.json ./ranktable/global_ranktable_1.1.1.1.json --save-dir ./save_dir
+"""
+START = """
+sh AscendCloud-LLM/llm_tools/PD_separate/start_servers.sh \\
+    --model=${model} \\
+    --tensor-parallel-size=1 \\
+    --max-model-len=4096 \\
+    --max-num-seqs=256 \\
+    --max-num-batched-tokens=4096 \\
+    --served-model-name ${served-model-name}
+"""
+"""Without ``--host`` and ``--port``; a shell reads its last word as ``model-name`` where ``served`` is not set."""
+TABLES = """
+export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.**.**.18.json
+export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_{instance}.json
+export NODE_PORTS=8088,8089
+export USE_OPENAI=1
+"""
+CHAT = """
+curl -X POST http://${docker_ip}:8080/v1/chat/completions \\
+-H "Content-Type: application/json" \\
+-d '{
+    "model": "${container_model_path}",
+    "messages": [
+        {
+            "role": "user",
+            "content": "hello"
+        }
+    ],
+    "max_tokens": 100,
+    "top_k": -1,
+    "top_p": 1,
+    "temperature": 0,
+    "ignore_eos": false,
+    "stream": false
+}'
+"""
+GUIDED = r"""
+curl -X POST http://${docker_ip}:8080/v1/completions \
+-H "Content-Type: application/json" \
+-d '{
+    "model": "${container_model_path}",
+    "prompt": "Meet our valorous character, named Knight, who has reached the age of 32. Clad in impenetrable plate armor, Knight is well-prepared for any battle. Armed with a trusty sword and boasting a strength score of 90, this character stands as a formidable warrior on the field.Please provide details for this character, including their Name, Age, preferred Armor, Weapon, and Strength",
+    "max_tokens": 200,
+    "temperature": 0,
+    "guided_json": "{\"title\": \"Character\", \"type\": \"object\", \"properties\": {\"name\": {\"title\": \"Name\", \"maxLength\": 10, \"type\": \"string\"}, \"age\": {\"title\": \"Age\", \"type\": \"integer\"}, \"armor\": {\"$ref\": \"#/definitions/Armor\"}, \"weapon\": {\"$ref\": \"#/definitions/Weapon\"}, \"strength\": {\"title\": \"Strength\", \"type\": \"integer\"}}, \"required\": [\"name\", \"age\", \"armor\", \"weapon\", \"strength\"], \"definitions\": {\"Armor\": {\"title\": \"Armor\", \"description\": \"An enumeration.\", \"enum\": [\"leather\", \"chainmail\", \"plate\"], \"type\": \"string\"}, \"Weapon\": {\"title\": \"Weapon\", \"description\": \"An enumeration.\", \"enum\": [\"sword\", \"axe\", \"mace\", \"spear\", \"bow\", \"crossbow\"], \"type\": \"string\"}}}"
+}'
+"""
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Where the document's archive is unpacked."""
+    folder = tmp_path_factory.mktemp("root")
+    (folder / "AscendCloud-LLM").mkdir()
+    (folder / "AscendCloud-LLM" / "llm_tools").symlink_to(DEPLOY / "llm_tools")
+    made = Shell(folder)
+    made.environment |= {
+        "root_path_of_AscendCloud": str(folder / "AscendCloud-LLM"),
+        "model": str(longer(folder / "model", 4096)),
+    }
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(shell: Shell) -> Iterator[Served]:
+    flags = ("--num-gpu-blocks-override", "100")
+    command = shell.command(f"export USE_OPENAI=1\nexec {START.strip()}")
+    with Served(*flags, command=command, environment=shell.environment) as served:
+        yield served
+
+
+def without_hosts(text: str) -> str:
+    """Compact, with the addresses that depend on the machine left out; the order of keys stays."""
+    return json.dumps(json.loads(re.sub(r'"(server_id|server_ip|device_ip)":\s*"[^"]*"', r'"\1": ""', text)))
+
+
+def as_printed(shell: Shell, served: Served, request: str) -> Any:
+    """Documents want names and addresses replaced."""
+    text = request.replace("http://${docker_ip}:8080", served.root).replace("${container_model_path}", served.name)
+    return json.loads(shell.says(text))
+
+
+# --- Step 5: rank tables ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("vllm", "pd_ranktable_tools.py", "--mode gen", "--prefill-server-list", "--decode-server-list")
+@pytest.mark.row("vllm", "--api-server", "--save-dir", "global_ranktable_IP.json")
+@pytest.mark.row("vllm", "local_ranktable_IP_DEVICES.json", "local_ranktable_IP_host.json")
+def test_tables_are_written_as_printed(shell: Shell) -> None:
+    shell.says(GEN)
+    folder = shell.folder / "save_dir"
+    (ip,) = {file.name.split("_")[2].removesuffix(".json") for file in folder.glob("*.json")}
+    names = {f"global_ranktable_{ip}.json", *(f"local_ranktable_{ip}_{part}.json" for part in ("45", "67", "host"))}
+    assert {file.name for file in folder.iterdir()} == names
+    assert without_hosts((folder / f"global_ranktable_{ip}.json").read_text()) == without_hosts(GLOBAL)
+    assert without_hosts((folder / f"local_ranktable_{ip}_67.json").read_text()) == without_hosts(LOCAL)
+    host = json.loads((folder / f"local_ranktable_{ip}_host.json").read_text())
+    assert host["server_list"] == [{"server_id": ip, "server_ip": ip}]
+    indented = (folder / f"global_ranktable_{ip}.json").read_text().splitlines()
+    assert indented[3] == '    "server_group_list": ['
+
+
+@pytest.mark.row("vllm", "--mode merge", "--global-ranktable-list", "--ip", "global_ranktable_merge.json")
+def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
+    tool = "python AscendCloud-LLM/llm_tools/PD_separate/pd_ranktable_tools.py --mode gen --save-dir ranktable"
+    shell.says(f"{tool} --ip 0.0,0,0 --prefill-server-list 0,1 2,3 --api-server")
+    shell.says(f"{tool} --ip 1.1.1.1 --decode-server-list 0,1")
+    assert shell.says(MERGE) == "save_dir/global_ranktable_merge.json\n"
+    found = json.loads((shell.folder / "save_dir" / "global_ranktable_merge.json").read_text())
+    groups = found["server_group_list"]
+    assert [(group["group_id"], group["server_count"]) for group in groups] == [("0", "1"), ("1", "2"), ("2", "1")]
+    assert [server["server_ip"] for group in groups for server in group["server_list"]] == [*["0.0,0,0"] * 3, "1.1.1.1"]
+    assert [device["rank_id"] for server in groups[1]["server_list"] for device in server["device"]] == list("0101")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--mode merge --global-ranktable-list global_a global_a", "have 2 servers for clients, and there is one"),
+        ("--mode merge --global-ranktable-list global_b global_b", "have 0 servers for clients, and there is one"),
+        ("--mode merge --global-ranktable-list global_a global_b global_b", "device 0 of b is in two instances"),
+        ("--mode merge --global-ranktable-list local_b", "local_b cannot be read as a global rank table"),
+        ("--mode merge --global-ranktable-list nothing", "nothing cannot be read as a global rank table"),
+        ("--mode merge --global-ranktable-list wrong_count", "wrong_count: server_count of group 2 is 2 for 1"),
+        ("--mode merge --global-ranktable-list wrong_rank", "wrong_rank: rank_id must count from 0 in each instance"),
+        ("--mode merge", "global_ranktable_list: is missing"),
+        ("--mode merge --global-ranktable-list global_a --api-server", "api_server: goes with --mode gen only"),
+        ("--mode gen --global-ranktable-list global_a", "global_ranktable_list: goes with --mode merge only"),
+        ("--mode gen", "gen needs --prefill-server-list, --decode-server-list or --api-server"),
+        (
+            "--mode gen --prefill-server-list 4,5 --decode-server-list 5,6",
+            "decode_server_list: device 5 is given twice",
+        ),
+        ("--mode gen --prefill-server-list 4,x", "prefill_server_list: '4,x' is not numbers of devices"),
+        ("--mode gen --prefill-server-list 1,12 11,2", "_112.json, as another instance"),
+        ("--mode gen --api-server --save-dir global_a", "save_dir: cannot write to global_a"),
+        ("--mode both", "invalid choice: 'both'"),
+    ],
+)
+def test_wrong_tables_are_told_in_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main("ranktable --mode gen --ip a --api-server".split()) == 0
+    assert main("ranktable --mode gen --ip b --decode-server-list 0".split()) == 0
+    for old, new in {"global_ranktable_a": "global_a", "global_ranktable_b": "global_b"}.items():
+        Path(f"{old}.json").rename(new)
+    Path("local_ranktable_b_0.json").rename("local_b")
+    table = Path("global_b").read_text()
+    Path("wrong_count").write_text(table.replace('"server_count": "1"', '"server_count": "2"'))
+    Path("wrong_rank").write_text(table.replace('"rank_id": "0"', '"rank_id": "1"'))
+    capsys.readouterr()
+    try:
+        status = main(["ranktable", *arguments.split()])
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert status == 2 and not said.out
+    assert words in said.err and len(said.err.splitlines()) == 1
+
+
+# --- Steps 6 to 8: starting -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("vllm", "GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS")
+@pytest.mark.parametrize("instance", ["45", "67", "host"])
+def test_separate_instances_are_refused_by_name(shell: Shell, instance: str) -> None:
+    ran = shell.run(TABLES.format(instance=instance) + START)
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    assert "GLOBAL_RANK_TABLE_FILE_PATH: 'global_ranktable_10.**.**.18.json' is wrong: separate prefill and" in line
+
+
+@pytest.mark.row("vllm", "start_servers.sh", "POST /v1/chat/completions", "--served-model-name")
+def test_the_chat_is_answered(shell: Shell, served: Served) -> None:
+    assert served.name == "model-name"
+    answer = as_printed(shell, served, CHAT)
+    assert answer["object"] == "chat.completion" and answer["model"] == "model-name"
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
+    assert choice["finish_reason"] in ("stop", "length") and answer["usage"]["completion_tokens"] <= 100
+
+
+@pytest.mark.row("vllm", "POST /v1/completions", "guided_json")
+def test_the_schema_is_kept_to(shell: Shell, served: Served) -> None:
+    answer = as_printed(shell, served, GUIDED)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop", choice
+    found = json.loads(choice["text"])
+    assert set(found) == {"name", "age", "armor", "weapon", "strength"} and len(found["name"]) <= 10
+    assert isinstance(found["age"], int) and isinstance(found["strength"], int)
+    assert found["armor"] in ("leather", "chainmail", "plate")
+    assert found["weapon"] in ("sword", "axe", "mace", "spear", "bow", "crossbow")
+
+
+@pytest.mark.row("vllm", "USE_OPENAI=1", "model")
+def test_a_request_must_name_the_model(served: Served) -> None:
+    paths: dict[str, dict[str, Any]] = {"completions": {"prompt": "x"}, "chat/completions": {"messages": []}}
+    for path, asked in (paths | {"embeddings": {"input": "x"}}).items():
+        for given in ({}, {"model": None}):
+            missing = httpx.post(f"{served.url}/{path}", json=asked | given)
+            assert missing.status_code == 400 and missing.json()["error"]["param"] == "model", path
+            assert missing.json()["error"]["message"] == "model: is missing; it is model-name"
+            assert missing.json()["error"]["code"] == 400
+        for name, status in (("another", 404), (["model-name"], 400)):
+            wrong = httpx.post(f"{served.url}/{path}", json=asked | {"model": name})
+            assert wrong.status_code == status and wrong.json()["error"]["param"] == "model", path
+    assert httpx.post(f"{served.root}/generate", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.row("vllm", "temperature", "top_p", "top_k", "max_tokens", "stream", "n")
+def test_defaults_are_the_documents(served: Served) -> None:
+    """Whatever the model's makers recommend: what is sampled is the same as with the defaults written out."""
+    client = openai.OpenAI(base_url=served.url, api_key="none")
+    asked: dict[str, Any] = {"model": served.name, "prompt": "Once upon a time", "seed": 3}
+    asked["extra_body"] = {"ignore_eos": True}
+    usual = client.completions.create(**asked)
+    spelt = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "stream": False, "n": 1}
+    spelt["extra_body"] = {"ignore_eos": True, "top_k": -1}
+    assert usual.choices[0].text == client.completions.create(**asked | spelt).choices[0].text
+    makers = {"temperature": 0.4, "top_p": 0.95, "extra_body": {"ignore_eos": True, "top_k": 20}}
+    cold = client.completions.create(**asked | makers)
+    assert cold.choices[0].text != usual.choices[0].text
+    assert usual.usage and usual.usage.completion_tokens == 16 and len(usual.choices) == 1
