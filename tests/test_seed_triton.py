@@ -299,8 +299,11 @@ def test_the_client_script_s_calls_are_answered(served: Served) -> None:
 @pytest.mark.row("triton", "--world_size", "--tritonserver", "--log", "--log-file", "--model_repo")
 def test_the_launcher_starts_the_same(workspace: Path, served: Served) -> None:
     with served_by(workspace, LAUNCH) as launched:
-        for name in ("--tritonserver", "--log", "--log_file"):
-            launched.find(rf"{name} has no meaning here and is ignored")
+        launched.find(r"--tritonserver has no meaning here and is ignored")
+        log = (workspace / "tensorrtllm_backend" / "triton.log").read_text()
+        assert f"at {launched.url}" in log
+        found = json.loads(curl(launched, "curl HOST/v2/logging"))
+        assert found["log_file"].endswith("/tensorrtllm_backend/triton.log")
         assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
 
 

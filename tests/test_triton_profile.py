@@ -85,7 +85,7 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
     launched = ["--world_size=1", "--tritonserver", "/opt/tritonserver/bin/tritonserver", "--force", "--log"]
     launched += ["--log-file", "log.txt", "--http_port", "8300", "--tensorrt_llm_model_name=tensorrt_llm"]
     assert config(capsys, *launched)["port"] == 8300
-    assert "--log_file has no meaning here" in caplog.text
+    assert "--force has no meaning here" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def parameter(key: str, value: str) -> str:
     "triton", "--http-port", "--http-address", "--grpc-port", "--metrics-port", "--allow-grpc", "--allow-http"
 )
 @pytest.mark.row("triton", "--allow-http", "--allow-metrics", "--log-verbose", "--log-info", "--log-warning")
+@pytest.mark.row("triton", "--log", "--log-file")
 @pytest.mark.row("triton", "--log-format", "--exit-timeout-secs", "--model-control-mode", "--http_port", "--grpc_port")
 @pytest.mark.row("triton", "--metrics_port", "--exit_timeout", "--tensorrt_llm_model_name")
 @pytest.mark.parametrize(
@@ -65,6 +66,9 @@ def parameter(key: str, value: str) -> str:
         (["--log-info", "false"], "log_level", "warning"),
         (["--log-info", "0", "--log-warning", "0"], "log_level", "error"),
         (["--log-verbose", "4", "--log-info", "false"], "log_level", "debug"),
+        (["--log-file=a.log"], "log_file", "a.log"),
+        (["--log"], "log_file", "triton_log.txt"),
+        (["--log", "--log-file", "b.log"], "log_file", "b.log"),
         (["--log-format", "ISO8601"], "log_format", "text"),
         (["--exit-timeout-secs", "7"], "drain_timeout", 7),
         (["--exit_timeout", "7"], "drain_timeout", 7),
@@ -77,25 +81,25 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
     assert config(capsys, *arguments)[setting] == value
 
 
-@pytest.mark.row("triton", "--log-file", "--id")
+@pytest.mark.row("triton", "--id")
 @pytest.mark.row("triton", "--strict-readiness", "--exit-on-error", "--disable-auto-complete-config")
 @pytest.mark.row("triton", "--strict-model-config", "--repository-poll-secs")
 @pytest.mark.row("triton", "--backend-directory", "--backend-config", "--cuda-memory-pool-byte-size")
 @pytest.mark.row("triton", "--pinned-memory-pool-byte-size", "--buffer-manager-thread-count")
 @pytest.mark.row("triton", "--model-load-thread-count", "--http-thread-count", "--grpc-infer-thread-count")
 @pytest.mark.row("triton", "--allow-gpu-metrics", "--allow-cpu-metrics", "--metrics-interval-ms", "--metrics-config")
-@pytest.mark.row("triton", "--multi-model", "--tritonserver", "--force", "--log", "--oversubscribe", "--no-mpi")
+@pytest.mark.row("triton", "--multi-model", "--tritonserver", "--force", "--oversubscribe", "--no-mpi")
 @pytest.mark.parametrize(
     "flag",
     [
-        *("--log-file=a.log", "--id=a"),
+        "--id=a",
         *("--strict-readiness=true", "--exit-on-error=false", "--disable-auto-complete-config"),
         *("--strict-model-config=true", "--repository-poll-secs=15"),
         *("--backend-directory=/b", "--backend-config=python,a=b", "--cuda-memory-pool-byte-size=0:64"),
         *("--pinned-memory-pool-byte-size=64", "--buffer-manager-thread-count=2", "--model-load-thread-count=2"),
         *("--http-thread-count=8", "--grpc-infer-thread-count=2", "--allow-gpu-metrics=false"),
         *("--allow-cpu-metrics=false", "--metrics-interval-ms=2000", "--metrics-config=summary_latencies=true"),
-        *("--multi-model", "--tritonserver=/opt/tritonserver", "--force", "--log", "--oversubscribe", "--no-mpi"),
+        *("--multi-model", "--tritonserver=/opt/tritonserver", "--force", "--oversubscribe", "--no-mpi"),
     ],
 )
 def test_a_flag_without_a_meaning_is_told(

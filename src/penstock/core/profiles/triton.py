@@ -17,7 +17,8 @@ NO_BACKENDS = "there are no backends to load"
 OWN_SHAPES = "what a model takes and gives does not depend on its config.pbtxt"
 ANY = "0.0.0.0"
 """The address where nothing is said."""
-STANDARD_ERROR = "the log goes to standard error"
+LOG_FILE = "triton_log.txt"
+"""Of ``launch_triton_server.py``, where it is to log and no file is named."""
 NO_POLLING = "the repository is not looked at again"
 ONE_ENGINE = "an engine answers for all models that are over it"
 
@@ -42,8 +43,10 @@ def _one_address(given: Mapping[str, str]) -> None:
             raise invalid(name, f"{given[name]!r} is wrong: all listen on one address, --http-address ({host})")
 
 
-def _log_level(given: Mapping[str, str]) -> Given:
-    """The one level that three switches and a number tell."""
+def _log(given: Mapping[str, str]) -> Given:
+    """The file that a switch may tell, and the one level that three switches and a number tell."""
+    if "--log" in given and "--log_file" not in given:
+        yield "log_file", LOG_FILE, "--log"
     if given.get("--log_verbose", "0").strip("+-0"):
         yield "log_level", "debug", "--log_verbose"
         return
@@ -78,8 +81,8 @@ PROFILE = Profile(
         "log_warning": WITH_OTHERS,
         "log_error": only("true", "errors are always told"),
         "log_verbose": WITH_OTHERS,
-        "log": ignored(STANDARD_ERROR, True),
-        "log_file": ignored(STANDARD_ERROR),
+        "log": Alias(read=lambda text: {}, switch=True),
+        "log_file": Alias("log_file"),
         "log_format": Alias("log_format", chosen(LOG_FORMATS)),
         "id": ignored("a server is called penstock"),
         "exit_timeout_secs": Alias("drain_timeout"),
@@ -111,7 +114,7 @@ PROFILE = Profile(
         "exit_timeout": Alias("drain_timeout"),
     },
     check=_one_address,
-    together=_log_level,
+    together=_log,
 )
 
 

@@ -96,7 +96,7 @@ async def _done(what: str, name: str, work: Awaitable[None]) -> None:
 def log_settings() -> dict[str, Any]:
     """As ``/v2/logging`` tells it."""
     return {
-        "log_file": "",
+        "log_file": next((h.baseFilename for h in logging.root.handlers if isinstance(h, logging.FileHandler)), ""),
         "log_info": logger.isEnabledFor(logging.INFO),
         "log_warning": logger.isEnabledFor(logging.WARNING),
         "log_error": logger.isEnabledFor(logging.ERROR),
