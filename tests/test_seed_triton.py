@@ -205,19 +205,28 @@ def test_the_files_are_filled(repository: str) -> None:
         assert line in lines
 
 
-def test_fp8_is_refused_by_name_and_eight_bits_are_there(workspace: Path) -> None:
-    """The machine has none, and neither do the kernels: the command says what comes nearest, and that works."""
+@pytest.mark.row("triton", "--use_fp8_context_fmha")
+def test_fp8_is_eight_bits(workspace: Path) -> None:
+    """No kernel here computes FP8: integers of as many bits are taken, and each command says so."""
     said = bash(workspace, QUANTIZE)
-    assert said.returncode == 2
-    assert "--qformat: 'fp8' is not there" in said.stderr and "int8_sq" in said.stderr
-    eight = QUANTIZE.replace("--qformat fp8", "--qformat int8_sq")
-    said = bash(workspace, eight)
-    assert said.returncode == 2 and "--kv_cache_dtype: 'fp8' is not there, only int8" in said.stderr
-    said = bash(workspace, eight.replace("--kv_cache_dtype fp8", "--kv_cache_dtype int8") + BUILD_QUANTIZED)
     assert said.returncode == 0, said.stderr
-    engine = workspace / "models" / "Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2" / "config.json"
-    found = json.loads(engine.read_text())["pretrained_config"]["quantization"]
-    assert found == {"quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN", "kv_cache_quant_algo": "INT8"}
+    assert "--qformat fp8: there is no FP8 here; weights and activations are rounded to integers" in said.stderr
+    assert "--kv_cache_dtype fp8: there is no FP8 here; keys and values are rounded to integers" in said.stderr
+    said = bash(workspace, BUILD_QUANTIZED.rstrip() + " \\\n--use_fp8_context_fmha enable\n")
+    assert said.returncode == 0, said.stderr
+    assert "--use_fp8_context_fmha has no meaning here and is ignored: attention multiplies what" in said.stderr
+    engine = workspace / "models" / "Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2"
+    found = json.loads((engine / "config.json").read_text())["pretrained_config"]["quantization"]
+    assert found == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    repository = workspace / "repository"
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    parameter = f'parameters {{ key: "gpt_model_path" value {{ string_value: "{engine}" }} }}'
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(f'name: "tensorrt_llm" {parameter}')
+    config = [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "triton"]
+    said = subprocess.run([*config, "--model-repository", repository], capture_output=True, text=True)
+    settings = json.loads(said.stdout)
+    assert (settings["quantization"]["value"], settings["kv_cache_dtype"]["value"]) == ("w8a8", "int8")
+    assert "asks for FP8, which is not there: integers of 8 bits are taken" in said.stderr
 
 
 def test_several_devices_are_refused_by_name(workspace: Path, repository: str) -> None:

@@ -120,7 +120,7 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
     assert said.count("each request says whether it wants them") == 2
 
 
-@pytest.mark.row("triton", "--tp_size", "--pp_size", "--paged_kv_cache", "--use_fp8_context_fmha")
+@pytest.mark.row("triton", "--tp_size", "--pp_size", "--paged_kv_cache")
 @pytest.mark.parametrize(
     ("command", "flags", "words"),
     [
@@ -129,13 +129,12 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
         ("convert_checkpoint.py", {"dtype": "fp8"}, "--dtype: 'fp8' is none of auto, float32, float16, bfloat16"),
         ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere holds no checkpoint"),
         ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
-        ("quantize.py", {"qformat": "fp8"}, "--qformat: 'fp8' is not there"),
+        ("quantize.py", {"qformat": "fp4"}, "--qformat: 'fp4' is not there"),
         ("quantize.py", {"qformat": "int4_awq"}, "int4_wo keeps weights in 4 bits"),
         ("quantize.py", {"qformat": "int8_w0"}, "did you mean int8_wo?"),
-        ("quantize.py", {"kv_cache_dtype": "fp8"}, "--kv_cache_dtype: 'fp8' is not there, only int8"),
+        ("quantize.py", {"kv_cache_dtype": "fp4"}, "--kv_cache_dtype: 'fp4' is not there, only int8 and fp8"),
         ("quantize.py", {"tp_size": 2}, "--tp_size: '2' is wrong"),
         ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache always has pages"),
-        ("trtllm-build", {"use_fp8_context_fmha": "enable"}, "there is no FP8 here"),
         ("trtllm-build", {"max_batch_size": 0}, "--max_batch_size: must be at least 1, is 0"),
         ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "is none that convert_checkpoint.py or quantize.py"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),

@@ -8,6 +8,7 @@ names: ``pretrained_config`` is what ``convert_checkpoint.py`` and ``quantize.py
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,19 @@ from penstock import __version__
 from penstock.core.errors import invalid
 from penstock.core.shape import shape_of
 
+logger = logging.getLogger(__name__)
+
 NAME = "config.json"
 ABOUT = "Made by penstock. It holds no weights: those of the checkpoint are served as they are."
-QUANTIZATION = {None: "none", "W8A16": "wint8", "W4A16": "wint4", "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": "w8a8"}
-"""What weights are rounded to at load, by ``quant_algo``."""
-KV_CACHE = {None: "auto", "INT8": "int8"}
+QUANTIZATION = {
+    None: "none",
+    "W8A16": "wint8",
+    "W4A16": "wint4",
+    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": "w8a8",
+    "FP8": "w8a8",
+}
+"""What weights are rounded to at load, by ``quant_algo``. No kernel computes FP8; integers of 8 bits come nearest."""
+KV_CACHE = {None: "auto", "INT8": "int8", "FP8": "int8"}
 """What keys and values are kept in, by ``kv_cache_quant_algo``."""
 LIMITS = {
     "max_batch_size": "max_num_seqs",
@@ -87,6 +96,8 @@ def settings_of(engine: Path) -> dict[str, Any]:
     built, found = config.get("build_config", {}), {}
     if "checkpoint" in (ours := config.get("pretrained_config", {})):
         quantization = ours["quantization"]
+        if "FP8" in quantization.values():
+            logger.warning("%s asks for FP8, which is not there: integers of 8 bits are taken (w8a8, int8)", engine)
         found = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
         found["quantization"] = QUANTIZATION[quantization["quant_algo"]]
         found["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]

@@ -24,17 +24,19 @@ ALGORITHMS = {
     "int8_wo": "W8A16",
     "int4_wo": "W4A16",
     "int8_sq": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
+    "fp8": "FP8",
 }
 """``quant_algo`` by the format's name."""
+CACHES = {None: None, "int8": "INT8", "fp8": "FP8"}
+"""``kv_cache_quant_algo`` by the format's name."""
 INSTEAD = {
-    "fp8": "int8_sq keeps weights and activations in 8 bits",
     "int4_awq": "int4_wo keeps weights in 4 bits",
     "w4a8_awq": "int4_wo keeps weights in 4 bits",
 }
 """For formats that are not there, the nearest that is."""
 ONE_DEVICE = "a model runs on one device here"
 ALWAYS_PAGED = "the KV cache always has pages"
-NO_FP8 = "there is no FP8 here"
+INTEGERS = "there is no FP8 here; {} are rounded to integers of as many bits"
 NO_KERNELS = "kernels are chosen when the server starts"
 NO_BUILD = "nothing is built"
 BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
@@ -42,7 +44,6 @@ BUILD_ONLY = {
     "tp_size": ("1", ONE_DEVICE),
     "pp_size": ("1", ONE_DEVICE),
     "paged_kv_cache": ("enable", ALWAYS_PAGED),
-    "use_fp8_context_fmha": ("disable", NO_FP8),
 }
 """Flags that can have one value, and why."""
 BUILD_IGNORED = {
@@ -55,6 +56,7 @@ BUILD_IGNORED = {
         NO_KERNELS,
     ),
     **dict.fromkeys(("workers", "log_level", "input_timing_cache", "output_timing_cache"), NO_BUILD),
+    "use_fp8_context_fmha": "attention multiplies what the KV cache holds",
     "tokens_per_block": "--block-size of the server says it",
     "opt_num_tokens": NO_KERNELS,
     "opt_batch_size": NO_KERNELS,
@@ -80,7 +82,7 @@ def quantize() -> int:
     parser = _parser("quantize.py", "Note what a checkpoint's weights and its KV cache are to be rounded to.")
     parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
     parser.add_argument("--qformat", default="full_prec", help=f"one of {', '.join(ALGORITHMS)}")
-    parser.add_argument("--kv_cache_dtype", help="int8; as it is computed where nothing is said")
+    parser.add_argument("--kv_cache_dtype", help="int8 or fp8; as it is computed where nothing is said")
     parser.add_argument("--calib_size", help="is ignored")
     parser.add_argument("--calib_dataset", help="is ignored")
     _add_common(parser)
@@ -135,12 +137,15 @@ def _quantize(args: argparse.Namespace) -> str:
     if args.qformat not in ALGORITHMS:
         hint = f"; {INSTEAD[args.qformat]}" if args.qformat in INSTEAD else nearest(args.qformat, ALGORITHMS)
         raise invalid("--qformat", f"{args.qformat!r} is not there, only {', '.join(ALGORITHMS)}{hint}")
-    if args.kv_cache_dtype not in (None, "int8"):
-        raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not there, only int8")
+    if args.kv_cache_dtype not in CACHES:
+        raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not there, only int8 and fp8")
+    for name, what in (("qformat", "weights and activations"), ("kv_cache_dtype", "keys and values")):
+        if getattr(args, name) == "fp8":
+            print(f"--{name} fp8: {INTEGERS.format(what)}", file=sys.stderr)
     for name in ("calib_size", "calib_dataset"):
         if getattr(args, name) is not None:
             _say(name, "weights are rounded to nearest, which needs no data")
-    return _note(args, ALGORITHMS[args.qformat], "INT8" if args.kv_cache_dtype else None)
+    return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
 
 
 def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None) -> str:
