@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     configuration = configure(args).configuration
     logs.set_up(configuration.log, "serve")
     models = [
-        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.at_start else model
+        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.wanted else model
         for model in served(configuration)
     ]
 
