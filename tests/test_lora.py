@@ -366,7 +366,7 @@ def test_what_cannot_be_loaded_is_refused_over_http(server: Served, demo_adapter
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("penstock-demo=/tmp", "is the model's own name"), ("a=/nowhere", "has no adapter_config.json")],
+    [("penstock-demo=/tmp", "is the name of a model"), ("a=/nowhere", "has no adapter_config.json")],
 )
 def test_a_wrong_adapter_stops_the_start_with_one_sentence(given: str, words: str) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--num-gpu-blocks-override", "40"]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -20,7 +21,7 @@ import openai
 import pytest
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
-from serving import SERVE, Served
+from serving import SERVE, Served, belongings
 from tritonclient.utils import InferenceServerException
 
 from penstock import LLM, SamplingParams, demo
@@ -29,7 +30,6 @@ PROMPT, TOKENS = "The story of a fox:", 14
 BLOCKS = ("--num-gpu-blocks-override", "200")
 FIRST = ("--model", str(demo.CHAT), "--served-model-name", "penstock-demo")
 BROKEN = "/nowhere/at/all"
-MODELS = json.dumps({"small": {"model": str(demo.DRAFT), "max-num-seqs": 8}, "broken": BROKEN})
 NAMES = ("penstock-demo", "small")
 KSERVE = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"}
 
@@ -47,9 +47,20 @@ def alone() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose text cannot be read."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "unreadable"
+    shutil.copytree(demo.DRAFT, folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": 5}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(unreadable: Path) -> Iterator[Served]:
+    small = {"model": str(demo.DRAFT), "max-num-seqs": 8}
+    models = json.dumps({"small": small, "broken": BROKEN, "un/readable": str(unreadable)})
     control = ("--model-control-mode", "explicit", "--load-model", *NAMES)
-    flags = ("--models", MODELS, *control, "--api-server-count", "2", "--grpc-port", "0", "--drain-timeout", "60")
+    flags = ("--models", models, *control, "--api-server-count", "2", "--grpc-port", "0", "--drain-timeout", "60")
     with Served(*BLOCKS, *FIRST, *flags) as served:
         yield served
 
@@ -134,7 +145,9 @@ def test_what_there_is_is_told(served: Served, client: openai.OpenAI, repository
     with pytest.raises(openai.NotFoundError, match=r"'broken' is not served: not loaded; there is"):
         said(client, "broken")
     ready = dict.fromkeys([*KSERVE, *NAMES, "model"], "READY")
-    assert states(repository) == {**ready, "broken": "UNAVAILABLE"}
+    assert states(repository) == {**ready, "broken": "UNAVAILABLE", "un/readable": "UNAVAILABLE"}
+    can = httpx.post(f"{served.root}/v2/repository/index", json={"ready": True}).json()
+    assert {each["name"] for each in can} == ready.keys()
     assert set(figures(served, "penstock:kv_blocks").values()) == {200}
     assert figures(served, "penstock:kv_blocks").keys() == set(NAMES)
     before = figures(served, "penstock:generation_tokens")
@@ -152,9 +165,24 @@ def test_one_leaves_once_its_answers_have_ended_and_comes_back(
     whole = client.completions.create(model="small", **long).choices[0].text
     stream = client.completions.create(model="small", stream=True, **long)
     first = next(iter(stream)).choices[0].text
+    many: list[int] = []  # prompts, of which the engine has a part at a time
+
+    def ask_many() -> None:
+        asked = {"model": "small", "prompt": [PROMPT] * 80, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+        many.append(len(client.with_options(max_retries=0).completions.create(**asked).choices))
+
+    asking = threading.Thread(target=ask_many)
+    asking.start()
+    wait(lambda: figures(served, "penstock:num_requests_running").get("small", 0) > 4)
     leaving = threading.Thread(target=repository.unload_model, args=("small",))
     leaving.start()
+    wait(lambda: states(repository)["small"] == "UNLOADING")
+    assert httpx.get(f"{served.root}/ready").status_code == 200
+    with pytest.raises(openai.NotFoundError, match="'small' is not served: it is being unloaded"):
+        said(client, "small")
     assert first + "".join(chunk.choices[0].text for chunk in stream) == whole
+    asking.join()
+    assert many == [80]
     leaving.join()
     assert len(set(served.pids["engine"])) == 1 and set(served.pids["engine"]) < before
     for _ in range(8):  # whichever process hears it
@@ -180,6 +208,13 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(
         repository.load_model("broken")
     with pytest.raises(InferenceServerException, match="failed to load 'brokn', failed to poll"):
         repository.load_model("brokn")
+    with httpx.Client(base_url=f"{served.root}/v2/repository/models/", timeout=60) as http:
+        unread = http.post("un/readable/load")
+        assert unread.status_code == 400 and "its tokenizer or chat template cannot be used" in unread.text
+        for wish in ({"parameters": 5}, {"parameters": [1]}, {"parametres": {}}, {"parameters": {"a parameter": 1}}):
+            for what in ("load", "unload"):
+                refused = http.post(f"small/{what}", json=wish)
+                assert refused.status_code == 400 and "parameter" in refused.text, refused.text
     assert states(repository)["broken"] == "UNAVAILABLE"
     assert said(client, "small") == alone["small"]
 
@@ -236,7 +271,7 @@ def test_what_is_over_an_engine_goes_with_it(
     with pytest.raises(InferenceServerException, match="over the engine of tensorrt_llm; unload that, or set"):
         repository.unload_model("preprocessing")
     repository.unload_model("ensemble", unload_dependents=True)
-    assert states(repository) == {**dict.fromkeys([*KSERVE, "penstock-demo", "broken"], "UNAVAILABLE"), **HERE}
+    assert states(repository) == {**dict.fromkeys([*KSERVE, "penstock-demo", *OTHERS], "UNAVAILABLE"), **HERE}
     assert said(client, "default") == alone["small"]
     repository.unload_model("small")
     assert client.models.list().data == []
@@ -249,6 +284,7 @@ def test_what_is_over_an_engine_goes_with_it(
     assert states(repository)["ensemble"] == "READY"
 
 
+OTHERS = ("broken", "un/readable")
 HERE = {"small": "READY", "model": "READY"}
 
 
@@ -264,13 +300,59 @@ def test_without_leave_nobody_loads_or_unloads() -> None:
 def test_a_server_may_begin_with_nothing(tmp_path: Path) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text(f"model_control_mode: explicit\nmodels:\n  small:\n    model: {demo.DRAFT}\n    max-num-seqs: 8\n")
-    with Served(*BLOCKS, "--config", str(file)) as served:
+    with Served(*BLOCKS, "--config", str(file), "--drain-timeout", "1") as served:
         assert re.search(r"ready: no model at", "\n".join(served.lines))
         assert not served.pids["engine"]
         answer = httpx.post(f"{served.root}/v2/repository/models/small/load", timeout=60)
         assert answer.status_code == 200, answer.text
-        asked = {"prompt": PROMPT, "max_tokens": 3}
+        asked = {"model": "small", "prompt": PROMPT, "max_tokens": 3}
         httpx.post(f"{served.root}/v1/completions", json=asked).raise_for_status()
+        os.kill(served.pids["api"][0], signal.SIGKILL)
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=20)
+        said(client, "small")  # which another process knows as soon as it is there
+
+
+def test_who_waits_for_a_model_hears_what_became_of_it(tmp_path: Path) -> None:
+    models = json.dumps({"small": str(demo.DRAFT)})
+    folder, away = tmp_path / "temporary", tmp_path / "away"
+    folder.mkdir()
+    flags = (*FIRST, "--models", models, "--model-control-mode", "explicit", "--load-model", "penstock-demo")
+    with Served(*BLOCKS, *flags, environment={"TMPDIR": str(folder)}) as served:
+        wish = f"{served.root}/v2/repository/models/small"
+        told: list[httpx.Response] = []
+
+        def begin() -> tuple[threading.Thread, int]:
+            """Loading it, which comes to no end."""
+            asking = threading.Thread(target=lambda: told.append(httpx.post(f"{wish}/load", timeout=60)))
+            asking.start()
+            wait(lambda: len(served.pids["engine"]) == 2)
+            loading = max(served.pids["engine"])
+            os.kill(loading, signal.SIGSTOP)
+            return asking, loading
+
+        files = []
+        for _ in range(2):
+            for what in ("load", "unload"):
+                httpx.post(f"{wish}/{what}", timeout=60).raise_for_status()
+            files.append([belongings(pid)[0] for pid in (served.pid, *served.pids["api"])])
+        assert files[0] == files[1]
+        folder.rename(away)
+        assert "an error of the server" in httpx.post(f"{wish}/load", timeout=60).json()["error"]
+        away.rename(folder)
+        asking, loading = begin()
+        index = httpx.post(f"{served.root}/v2/repository/index").json()
+        assert {"name": "small", "version": "1", "state": "LOADING", "reason": ""} in index
+        early = httpx.post(f"{served.url}/completions", json={"model": "small", "prompt": PROMPT})
+        assert early.status_code == 503 and "starting" in early.text
+        os.kill(loading, signal.SIGKILL)
+        asking.join()
+        assert "killed by SIGKILL" in told.pop().json()["error"]
+        assert httpx.get(f"{served.root}/ready").status_code == 200
+        asking, _ = begin()
+        served.terminate()
+        asking.join()
+        assert "the server is stopping" in told.pop().json()["error"]
+        assert served.ended() == 0
 
 
 def parameters(**values: str) -> str:
@@ -367,6 +449,12 @@ def test_a_folder_of_checkpoints_is_a_repository(tmp_path: Path, alone: dict[str
         (["--models", '{"a": {"max_num_seqs": 0, "model": "/b"}}'], "max_num_seqs"),
         (["--models", '{"a": {"max_num_seqs": 3}}'], '"model" is missing'),
         (["--models", '{"a": "/b"}', "--model", str(demo.CHAT), "--served-model-name", "a"], "name of two models"),
+        (["--models", '{"default": "/b", "a": "/c"}'], "'default' means the first model"),
+        (["--models", '{"": "/b"}'], "one has an empty name"),
+        (
+            ["--models", '{"a": {"model": "/b", "lora_modules": ["x=/c"]}}', "--lora-modules", "x=/d", "--model", "/e"],
+            "'x' is the name of a model, or of another adapter",
+        ),
         (["--models", '{"a": "/b"}', "--load-model", "a"], "goes with --model-control-mode explicit"),
         (
             ["--models", '{"a": "/b"}', "--model-control-mode", "explicit", "--load-model", "aa"],

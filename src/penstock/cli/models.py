@@ -12,7 +12,7 @@ from penstock.core.errors import invalid
 from penstock.core.lora import named
 from penstock.core.options import Configuration
 from penstock.core.settings import nearest, settings
-from penstock.serve.control import ServedModel
+from penstock.serve.control import DEFAULT_NAME, ServedModel
 
 from .configuration import checked
 
@@ -45,7 +45,7 @@ def served(configuration: Configuration) -> tuple[ServedModel, ...]:
     ]
     _check_names(found)
     wanted = _wanted(configuration, found)
-    return tuple(msgspec.structs.replace(model, at_start=model.name in wanted) for model in found)
+    return tuple(msgspec.structs.replace(model, wanted=model.name in wanted) for model in found)
 
 
 def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
@@ -103,10 +103,16 @@ def _check_names(models: list[ServedModel]) -> None:
         for name in model.names:
             if name in seen:
                 raise invalid("models", f"{name!r} is the name of two models")
+            if not name:
+                raise invalid("models", "one has an empty name")
+            if name == DEFAULT_NAME and models[1:]:
+                raise invalid("models", f"{name!r} means the first model; give this one another name")
             seen.add(name)
     for model in models:
-        if both := named(model.configuration.engine.lora_modules).keys() & seen:
-            raise invalid("lora_modules", f"{both.pop()!r} is the model's own name")
+        adapters = named(model.configuration.engine.lora_modules).keys()
+        if both := adapters & seen:
+            raise invalid("lora_modules", f"{min(both)!r} is the name of a model, or of another adapter")
+        seen |= adapters
     kserve = [name for model in models for name in model.kserve]
     if twice := {name for name in kserve if kserve.count(name) > 1}:
         raise invalid("models", f"{min(twice)!r} is the name of two models of KServe's protocol")

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_tag
     configuration = configure(args, "serve").configuration
     models = [
-        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.at_start else model
+        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.wanted else model
         for model in served(configuration)
     ]
 

@@ -13,6 +13,8 @@ from penstock.core.options import Configuration, ServerOptions
 
 WRONG = 2
 """Exit status of a worker that no other start would help."""
+DEFAULT_NAME = "default"
+"""A model's name that every server knows: the first one's."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +26,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Its model is a folder once it is loaded."""
     kserve: Mapping[str, str]
     """The models of the KServe v2 protocol over it: of which kind each is, by name."""
-    at_start: bool = True
-    """Whether the server is not ready without it: it is to be loaded at the start, and has not been unloaded since."""
+    wanted: bool = True
+    """Whether the server is not ready without it: it is loaded at the start, or has been since, and not unloaded."""
     engine: str = ""
     """Its engine's address; nothing where it is not loaded."""
     leaving: bool = False
@@ -36,6 +38,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def coming(self) -> bool:
+        """Whether it is there, or will be."""
+        return not self.leaving and (self.wanted or bool(self.engine))
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +89,12 @@ class Unfit(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """What this API process had open for a model that is being unloaded has ended."""
+
+    engine: str
+
+
 class Load(msgspec.Struct, frozen=True, tag=True):
     """A client wants a model."""
 
@@ -97,7 +110,7 @@ class Unload(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Models | Done
-FromWorker = Met | Unfit | Load | Unload
+FromWorker = Met | Unfit | Left | Load | Unload
 decode_to_worker: Any = msgspec.json.Decoder(ToWorker).decode
 decode_from_worker: Any = msgspec.json.Decoder(FromWorker).decode
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +21,8 @@ from .control import Models, ServedModel
 from .workers import Workers
 
 logger = logging.getLogger("penstock")
+
+T = TypeVar("T")
 
 
 class Engines:
@@ -55,24 +60,12 @@ class Engines:
         Raises ``PenstockError`` where there is no such model, or it cannot be loaded.
         """
         self._check(name)
-        async with self._one_by_one[name], self._starting:
+        async with self._one_by_one[name]:
             if self._models[name].engine:
                 return None
-            configuration = await asyncio.to_thread(self._found, self._models[name].configuration)
-            if self._closing:
-                raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
-            engine = self._running[name] = EngineProcess(configuration.engine, configuration.log)
-            self._tell(name, configuration=configuration, engine=engine.address, reason="")
-            starting = asyncio.create_task(engine.start())
-            try:
-                ready, _ = await asyncio.gather(starting, self._workers.met(engine.address))
-            except BaseException as error:  # text that cannot be served ends an engine that could be
-                starting.cancel()
-                await asyncio.gather(starting, engine.close(), return_exceptions=True)
-                del self._running[name]
-                self._tell(name, engine="", reason=str(error) or "not loaded")
-                raise
-            self._watching[name] = asyncio.create_task(self._watch(name, engine))
+            configuration = await _unhurried(lambda: self._found(self._models[name].configuration))
+            async with self._starting:
+                ready = await self._start(name, configuration)
             profile = load(configuration.server.compat)
             if profile and (greeting := profile.greeting(ready.blocks, configuration.engine)):
                 logger.info(greeting)
@@ -87,10 +80,12 @@ class Engines:
         async with self._one_by_one[name]:
             if name not in self._running:
                 return
-            self._tell(name, leaving=True)
-            await self._running[name].close()
+            engine = self._running[name]
+            self._tell(name, wanted=False, leaving=True, reason="it is being unloaded")
+            await self._workers.left(engine.address)
+            await engine.close()
             del self._running[name]
-            self._tell(name, at_start=False, engine="", leaving=False, reason="unloaded")
+            self._tell(name, engine="", leaving=False, reason="unloaded")
 
     async def close(self) -> None:
         self._closing = True
@@ -103,14 +98,33 @@ class Engines:
         for engine in self._running.values():
             engine.kill()
 
+    async def _start(self, name: str, configuration: Configuration) -> Ready:
+        if self._closing:
+            raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
+        engine = self._running[name] = EngineProcess(configuration.engine, configuration.log)
+        self._tell(name, configuration=configuration, engine=engine.address)
+        starting = asyncio.create_task(engine.start())
+        try:
+            ready, _ = await asyncio.gather(starting, self._workers.met(engine.address))
+        except BaseException as error:  # text that cannot be served ends an engine that could be
+            starting.cancel()
+            await asyncio.gather(starting, engine.close(), return_exceptions=True)
+            del self._running[name]
+            self._tell(name, engine="", reason=str(error) or "not loaded")
+            raise
+        self._tell(name, wanted=True)
+        self._watching[name] = asyncio.create_task(self._watch(name, engine))
+        return ready
+
     async def _watch(self, name: str, engine: EngineProcess) -> None:
         await engine.watch()
-        if engine.closing:
-            return
-        logger.error("%s is not served any more", name)
-        await engine.close()
-        self._running.pop(name, None)
-        self._tell(name, at_start=False, engine="", reason="its engine has died too often")
+        async with self._one_by_one[name]:
+            if engine.closing:
+                return
+            logger.error("%s is not served any more", name)
+            await engine.close()
+            del self._running[name]
+            self._tell(name, wanted=False, engine="", reason="its engine has died too often")
         if not self._running:
             self.lost.set()
 
@@ -121,3 +135,18 @@ class Engines:
     def _tell(self, name: str, **changes: object) -> None:
         self._models[name] = msgspec.structs.replace(self._models[name], **changes)
         self._workers.tell(Models(tuple(self._models.values())))
+
+
+async def _unhurried(work: Callable[[], T]) -> T:
+    """Done in a thread that the server's end does not wait for: a download may take an hour."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(done)

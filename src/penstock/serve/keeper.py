@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import logging
 import sys
 from collections.abc import Coroutine, Mapping
 from typing import Any, BinaryIO
@@ -17,11 +18,15 @@ from penstock.core.options import Configuration
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
 
-from .control import Done, Load, Met, Models, ServedModel, Unfit, Unload, decode_to_worker, line
+from .control import Done, Left, Load, Met, Models, ServedModel, Unfit, Unload, decode_to_worker, line
+from .service import Service
 from .services import Services
+
+logger = logging.getLogger(__name__)
 
 LONGEST_LINE = 2**26
 """Bytes."""
+UNLOADED = Failure(Code.UNAVAILABLE, "the model has been unloaded")
 
 
 class Keeper:
@@ -50,6 +55,7 @@ class Keeper:
             match decode_to_worker(said):
                 case Models(models):
                     await self._follow({model.engine: model for model in models if model.engine}, models)
+                    gc.enable()
                     self._tell(Met())
                 case Done(number, failure):
                     wanted = self._wanted.pop(number)
@@ -74,9 +80,14 @@ class Keeper:
             task.cancel()
         await asyncio.gather(*(gateway.close() for gateway in self._gateways.values()))
 
+    @property
+    def explicit(self) -> bool:
+        """Whether clients may have models loaded and unloaded."""
+        return self._services.options.model_control_mode == "explicit"
+
     def check(self) -> None:
         """Raises ``PenstockError`` (``unsupported``) where models stay as they are."""
-        if self._services.options.model_control_mode != "explicit":
+        if not self.explicit:
             words = "models are loaded at the start and stay; --model-control-mode explicit lets them come and go"
             raise PenstockError(Code.UNSUPPORTED, words, "model_control_mode")
 
@@ -92,13 +103,18 @@ class Keeper:
         for address, gateway in list(self._gateways.items()):
             model = running.get(address)
             if gateway in serving and (model is None or model.leaving):
-                self._services.remove(serving[gateway].name)
+                service = self._services.remove(serving[gateway].name)
+                if model:
+                    self._spawn(self._leave(service, model))
             if model is None:
                 del self._gateways[address]
                 self._spawn(gateway.close())
         for address, model in running.items():
-            if address not in self._gateways and not model.leaving:
-                await self._serve(model)
+            if address not in self._gateways:
+                if model.leaving:
+                    self._tell(Left(address))
+                else:
+                    await self._serve(model)
 
     async def _serve(self, model: ServedModel) -> None:
         try:
@@ -106,19 +122,32 @@ class Keeper:
         except PenstockError as error:
             self._tell(Unfit(model.engine, error.failure))
             return
+        except Exception as error:  # what is wrong with a file may be anything, and is no reason to serve no others
+            logger.exception("the text of %s cannot be served", model.name)
+            words = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
+            self._tell(Unfit(model.engine, Failure(Code.INVALID, words, "model")))
+            return
         gateway = self._gateways[model.engine] = Gateway(model.engine, preparer)
-        if model.at_start:
+        if model.wanted:
             self._services.add(model, gateway)
-        gc.freeze()  # what is there now stays, and need not be looked through again and again
-        gc.enable()
+            gc.freeze()  # what is there now stays, and need not be looked through again and again
         self._spawn(self._meet(gateway, model))
 
     async def _meet(self, gateway: Gateway, model: ServedModel) -> None:
         with contextlib.suppress(PenstockError):  # it ended before it was ready
             await gateway.engine.ready()
-            if not model.at_start:
+            if self._gateways.get(model.engine) is not gateway:
+                return
+            if not model.wanted:
                 self._services.add(model, gateway)
             self._tell(Met(model.engine))
+
+    async def _leave(self, service: Service, model: ServedModel) -> None:
+        """Let what is open come to its end, for as long as it may take."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.idle.wait(), model.configuration.engine.drain_timeout)
+        service.gateway.engine.refuse(UNLOADED)
+        self._tell(Left(model.engine))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
@@ -9,10 +10,8 @@ from penstock.core import Code, PenstockError
 from penstock.core.options import ServerOptions
 from penstock.frontend.gateway import Gateway
 
+from .control import DEFAULT_NAME
 from .metrics import ModelMetrics
-
-DEFAULT_NAME = "default"
-"""A model's name that every server knows."""
 
 
 class Service:
@@ -39,6 +38,10 @@ class Service:
         self.kserve = kserve
         self.metrics = metrics
         self._door = door
+        self._open = 0
+        self.idle = asyncio.Event()
+        """Set while it has no request open."""
+        self.idle.set()
 
     @property
     def name(self) -> str:
@@ -79,7 +82,12 @@ class Service:
         """
         with self._door():
             self.metrics.open.inc()
+            self._open += 1
+            self.idle.clear()
             try:
                 yield
             finally:
                 self.metrics.open.dec()
+                self._open -= 1
+                if not self._open:
+                    self.idle.set()

@@ -14,9 +14,9 @@ from penstock.engine.client import STARTING
 from penstock.frontend.gateway import Gateway
 
 from .body import read_body
-from .control import ServedModel
+from .control import DEFAULT_NAME, ServedModel
 from .metrics import Engines, Metrics
-from .service import DEFAULT_NAME, Service
+from .service import Service
 
 LEAST_BODY, BYTES_A_TOKEN = 2**20, 64
 """Of what a context can hold, with all there is around it in JSON."""
@@ -68,21 +68,27 @@ class Services:
             if service.has(name):
                 return service
         known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine.adapters])
-        for model in self._models:
-            if name in model.names:
-                if model.at_start:
-                    raise PenstockError.of(STARTING)
-                words = f"the model {name!r} is not served: {model.reason or 'it is going'}; there is {known or 'none'}"
-                raise PenstockError(Code.NOT_FOUND, words, "model")
+        model = next((model for model in self._models if name in model.names), None)
+        if model is None:
+            self.check()  # it may be an adapter of one that is not there yet
+        else:
+            self.check_coming(model)
+            words = f"the model {name!r} is not served: {model.reason}; there is {known or 'none'}"
+            raise PenstockError(Code.NOT_FOUND, words, "model")
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known or 'none'}", "model")
 
     def find_or_first(self, name: str | None) -> Service:
         """Likewise, for dialects in which a model's name may be any."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
 
+    def check_coming(self, model: ServedModel | None) -> None:
+        """Raises ``PenstockError`` (``unavailable``) where one that is not there soon is, or nobody knows yet."""
+        if not self._told or (model and model.coming):
+            raise PenstockError.of(STARTING)
+
     def check(self) -> None:
         """Raises ``PenstockError`` (``unavailable``) where a model's engine is not there, or not yet."""
-        if not self._told or any(model.at_start and model.name not in self._found for model in self._models):
+        if not self._told or any(model.wanted and model.name not in self._found for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
             service.gateway.engine.check()
@@ -108,7 +114,7 @@ class Services:
         return max([LEAST_BODY, *(BYTES_A_TOKEN * length for length in lengths)])
 
     async def read(self, request: Request) -> bytes:
-        """A request's body.
+        """The body of a request for any model.
 
         Raises ``PenstockError`` where it is too large, or its client falls silent or goes in the middle of it.
         """

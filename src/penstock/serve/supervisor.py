@@ -109,7 +109,7 @@ class Supervisor:
         """Load what is wanted at the start; returns when no engine can live any more."""
         facts: dict[str, object] = {}
         for model in self._models:
-            if model.at_start and (ready := await self._engines.load(model.name)):
+            if model.wanted and (ready := await self._engines.load(model.name)):
                 facts = facts or {"kv_blocks": ready.blocks, "kernels": ready.fingerprint}
         await self._workers.met()
         facts = {"seconds": time.monotonic() - self._begun, **facts}

@@ -11,12 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from penstock.core import Failure, PenstockError
+from penstock.core import Code, Failure, PenstockError
 from penstock.engine.launcher import Deaths, end, in_words
 
-from .control import WRONG, Done, Load, Met, Models, Unfit, Unload, WorkerStart, decode_from_worker, line
+from .control import WRONG, Done, Left, Load, Met, Models, Unfit, Unload, WorkerStart, decode_from_worker, line
 
 logger = logging.getLogger("penstock")
+
+STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
+INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
 
 
 class Worker:
@@ -28,6 +31,8 @@ class Worker:
         """Addresses of the engines whose models it serves."""
         self.unfit: dict[str, Failure] = {}
         """Of those whose models it cannot serve, with the reason."""
+        self.left: set[str] = set()
+        """Of those being unloaded for which it has nothing open any more."""
 
     def tell(self, message: msgspec.Struct) -> None:
         assert self.process.stdin is not None
@@ -76,20 +81,26 @@ class Workers:
 
         Raises ``PenstockError`` where one cannot.
         """
+
+        def met() -> bool:
+            for worker in self._workers.values():
+                if failure := worker.unfit.get(engine):
+                    raise PenstockError.of(failure)
+            return len(self._workers) == len(self._starts) and all(engine in w.met for w in self._workers.values())
+
         async with self._changed:
-            while True:
-                for worker in self._workers.values():
-                    if failure := worker.unfit.get(engine):
-                        raise PenstockError.of(failure)
-                if all(start.number in self._workers for start in self._starts) and all(
-                    engine in worker.met for worker in self._workers.values()
-                ):
-                    return
-                await self._changed.wait()
+            await self._changed.wait_for(met)
+
+    async def left(self, engine: str) -> None:
+        """Wait until none has anything open for the model of the engine at this address, which is being unloaded."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(engine in w.left for w in self._workers.values()))
 
     async def close(self, patience: float) -> None:
-        """End them, by force after so many seconds."""
+        """End them, by force after so many seconds; what clients of theirs have asked for ends at once."""
         self._closing = True
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(end(worker.process, patience) for worker in self._workers.values()))
 
     def kill(self) -> None:
@@ -111,6 +122,8 @@ class Workers:
                 return
             if self._closing:
                 await asyncio.Event().wait()
+            del self._workers[start.number]
+            await self._tell_waiting()
             _forget(worker.process.pid)
             logger.error("API process %d (process %d) ended: %s", start.number, worker.process.pid, in_words(status))
             if deaths.too_many():
@@ -128,6 +141,9 @@ class Workers:
                 case Unfit(engine, failure):
                     worker.unfit[engine] = failure
                     await self._tell_waiting()
+                case Left(engine):
+                    worker.left.add(engine)
+                    await self._tell_waiting()
                 case asked:
                     task = asyncio.create_task(self._answer(worker, asked))
                     self._tasks.add(task)
@@ -140,9 +156,16 @@ class Workers:
     async def _answer(self, worker: Worker, asked: Load | Unload) -> None:
         failure = None
         try:
+            if self._closing:
+                raise PenstockError.of(STOPPING)
             await self._asked(asked)
         except PenstockError as error:
             failure = error.failure
+        except asyncio.CancelledError:
+            failure = STOPPING
+        except Exception:
+            logger.exception("%s could not be %sed", asked.name, type(asked).__name__.lower())
+            failure = INTERNAL
         worker.tell(Done(asked.number, failure))
 
 

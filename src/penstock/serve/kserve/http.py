@@ -14,9 +14,10 @@ from starlette.types import Message
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.body import read_object
+from penstock.serve.body import convert, read_body, read_object
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
+from penstock.serve.services import LEAST_BODY
 from penstock.serve.shape import Shape
 
 from . import state
@@ -45,6 +46,19 @@ def event(found: object) -> bytes:
     return b"data: " + msgspec.json.encode(found) + b"\n\n"
 
 
+class Index(msgspec.Struct):
+    """What may be asked of the repository's index."""
+
+    ready: bool = False
+    """Whether only models that can be asked are to be told."""
+
+
+class Change(msgspec.Struct):
+    """What may be said where a model is to be loaded or unloaded."""
+
+    parameters: dict[str, Any] | None = None
+
+
 class Json(Response):
     media_type = "application/json"
 
@@ -57,9 +71,12 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
     services = registry.services
 
     async def body_of(request: Request) -> bytes:
-        body = await services.read(request)
-        encoding = request.headers.get("content-encoding", "identity").lower()
-        return body if encoding == "identity" else decompressed(body, encoding, services.max_body_size)
+        return await _body(request, services.max_body_size, services.options.client_timeout)
+
+    async def wish_of(request: Request) -> dict[str, Any]:
+        """Of whoever looks after the server, whether its engines live or not."""
+        body = await _body(request, LEAST_BODY, services.options.client_timeout)
+        return read_object(body) if body else {}
 
     async def live() -> Response:
         return Response()
@@ -88,19 +105,20 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         return Json({"model_stats": [registry.counts.statistics(model) for model in registry]})
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
-        model = registry.find(name, version)
         asked = parse(await body_of(request), request.headers.get(HEADER_LENGTH))
+        model = registry.find(name, version)
         return InferReply(registry, model, asked, request)
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
+            found = read_object(await body_of(request))
             model = registry.find(name, version)
-            asked = from_fields(model, read_object(await body_of(request)))
+            asked = from_fields(model, found)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
-                found = answers(registry, model, asked, record_of(request.scope), streamed)
-                async with aclosing(found):
-                    async for answer in found:
+                stream = answers(registry, model, asked, record_of(request.scope), streamed)
+                async with aclosing(stream):
+                    async for answer in stream:
                         told = await to_fields(model, asked, answer)
                         yield event(told) if streamed else msgspec.json.encode(told)
 
@@ -109,25 +127,24 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         return generate
 
     async def index(request: Request) -> Response:
-        await body_of(request)
-        return Json(state.index(registry))
+        wish = convert(await wish_of(request), Index)
+        return Json(state.index(registry, wish.ready))
 
     async def load(request: Request, name: str) -> Response:
-        body = await body_of(request)
-        await state.load(registry, name, read_object(body).get("parameters") if body else None)
+        wish = convert(await wish_of(request), Change)
+        await state.load(registry, name, wish.parameters)
         return Response()
 
     async def unload(request: Request, name: str) -> Response:
-        body = await body_of(request)
-        await state.unload(registry, name, read_object(body).get("parameters") if body else None)
+        wish = convert(await wish_of(request), Change)
+        await state.unload(registry, name, wish.parameters)
         return Response()
 
     def settings(current: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
         async def change(request: Request, name: str = "") -> Response:
             if name:
                 registry.find(name)
-            body = await body_of(request) if request.method == "POST" else b""
-            return Json(state.unchanged(current(), read_object(body) if body else {}))
+            return Json(state.unchanged(current(), await wish_of(request) if request.method == "POST" else {}))
 
         return change
 
@@ -157,8 +174,8 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
             )
         ],
         ("POST", "/v2/repository/index", index),
-        ("POST", "/v2/repository/models/{name}/load", load),
-        ("POST", "/v2/repository/models/{name}/unload", unload),
+        ("POST", "/v2/repository/models/{name:path}/load", load),
+        ("POST", "/v2/repository/models/{name:path}/unload", unload),
         *[
             (method, f"/v2/{kind}sharedmemory/{{action:path}}", memory)
             for method in ("GET", "POST")
@@ -257,6 +274,12 @@ async def written(model: Model, asked: Asked, answer: Answer) -> tuple[bytes, by
     found: dict[str, Any] = {"id": asked.id} if asked.id else {}
     found |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
     return msgspec.json.encode(found), b"".join(raw) if raw else None
+
+
+async def _body(request: Request, most: int, patience: float) -> bytes:
+    body = await read_body(request, most, patience)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    return body if encoding == "identity" else decompressed(body, encoding, most)
 
 
 def decompressed(body: bytes, encoding: str, most: int) -> bytes:

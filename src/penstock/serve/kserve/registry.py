@@ -40,8 +40,9 @@ class Registry:
     def find(self, name: str, version: str = "") -> Model:
         """Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
-            if (ours := self.owner(name)) and name in ours.kserve:
-                words = f"Request for unknown model: '{name}' has no available versions: {ours.reason or 'it is going'}"
+            self.services.check_coming(ours := self.owner(name))
+            if ours and name in ours.kserve:
+                words = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
             else:
                 there = ", ".join(model.name for model in self) or "none"
                 words = f"Request for unknown model: '{name[:100]}' is not found; there is {there}"

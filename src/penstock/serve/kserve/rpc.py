@@ -145,7 +145,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def RepositoryIndex(self, request: Any, record: Record) -> Any:
-        found = [each for each in state.index(self._registry) if each["state"] == "READY" or not request.ready]
+        found = state.index(self._registry, request.ready)
         return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in found])
 
     @unary

@@ -25,6 +25,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "generate",
 )
+DEPENDENTS = "unload_dependents"
 
 
 def server() -> dict[str, Any]:
@@ -32,18 +33,28 @@ def server() -> dict[str, Any]:
     return {"name": "penstock", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def index(registry: Registry) -> list[dict[str, str]]:
-    """As ``/v2/repository/index`` tells it."""
-    states = [(name, *_state(registry, model)) for model in registry.services.models for name in model.kserve]
+def index(registry: Registry, ready: bool = False) -> list[dict[str, str]]:
+    """As ``/v2/repository/index`` tells it; ``ready`` leaves out what cannot be asked."""
+    states = [
+        (name, *_state(registry, model))
+        for model in registry.services.models
+        for name in model.kserve or model.names[:1]
+    ]
     states += [(model.name, "READY", "") for model in registry.others]
-    return [{"name": name, "version": VERSION, "state": state, "reason": reason} for name, state, reason in states]
+    return [
+        {"name": name, "version": VERSION, "state": state, "reason": reason}
+        for name, state, reason in states
+        if state == "READY" or not ready
+    ]
 
 
 def _state(registry: Registry, model: ServedModel) -> tuple[str, str]:
     """And the reason of it."""
     service = next((service for service in registry.services if service.name == model.name), None)
+    if model.leaving:
+        return "UNLOADING", ""
     if service is None:
-        return ("UNLOADING", "") if model.leaving else ("UNAVAILABLE", model.reason)
+        return ("LOADING", "") if model.engine else ("UNAVAILABLE", model.reason)
     try:
         service.gateway.engine.check()
     except PenstockError as error:
@@ -65,7 +76,7 @@ async def load(registry: Registry, name: str, parameters: Mapping[str, Any] | No
             f"failed to load '{name}': what it runs with is set when the server starts, not by {min(parameters)[:50]}"
         )
         raise PenstockError(Code.UNSUPPORTED, words, "parameters")
-    if _state(registry, model)[0] != "READY":
+    if registry.keeper.explicit or _state(registry, model)[0] != "READY":
         await _done("load", name, registry.keeper.load(model.name))
 
 
@@ -77,11 +88,13 @@ async def unload(registry: Registry, name: str, parameters: Mapping[str, Any] | 
     if (model := registry.owner(name)) is None:
         raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
     registry.keeper.check()
+    if unknown := sorted((parameters or {}).keys() - {DEPENDENTS}):
+        raise PenstockError(Code.INVALID, f"{unknown[0][:100]}: no such parameter; there is {DEPENDENTS}", "parameters")
     own = name in model.names or model.kserve[name] == "tensorrt_llm"
-    if not own and not (parameters or {}).get("unload_dependents"):
+    if not own and not (parameters or {}).get(DEPENDENTS):
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
         words = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}, or set unload_dependents", "model_name")
+        raise PenstockError(Code.UNSUPPORTED, f"{words}, or set {DEPENDENTS}", "model_name")
     await _done("unload", name, registry.keeper.unload(model.name))
 
 

@@ -12,9 +12,10 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.core import Failure, SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.body import read_object
+from penstock.serve.control import DEFAULT_NAME
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
-from penstock.serve.service import DEFAULT_NAME, Service
+from penstock.serve.service import Service
 from penstock.serve.services import Services
 from penstock.serve.shape import Shape
 from penstock.serve.shared import Dialect
@@ -156,7 +157,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def load_lora_adapter(request: Request) -> Response:
         wanted, _ = await read(request, LoadAdapterRequest)
         service = services.find(wanted.base_model_name)
-        if wanted.lora_name == DEFAULT_NAME or any(wanted.lora_name in each.names for each in services):
+        if wanted.lora_name == DEFAULT_NAME or any(wanted.lora_name in each.names for each in services.models):
             raise invalid("lora_name", f"{wanted.lora_name!r} is a model's own name")
         if any(wanted.lora_name in each.gateway.engine.adapters for each in services):
             raise invalid("lora_name", f"{wanted.lora_name!r} is loaded already; unload it first")
