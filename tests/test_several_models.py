@@ -330,12 +330,17 @@ def test_who_waits_for_a_model_hears_what_became_of_it(tmp_path: Path) -> None:
             os.kill(loading, signal.SIGSTOP)
             return asking, loading
 
-        files = []
+        def files() -> list[int]:
+            return [belongings(pid)[0] for pid in (served.pid, *served.pids["api"])]
+
+        counts = []
         for _ in range(2):
             for what in ("load", "unload"):
                 httpx.post(f"{wish}/{what}", timeout=60).raise_for_status()
-            files.append([belongings(pid)[0] for pid in (served.pid, *served.pids["api"])])
-        assert files[0] == files[1]
+            counts.append(files())
+        wait(
+            lambda: all(now <= then for now, then in zip(files(), counts[0], strict=True))
+        )  # some are closed a moment later
         folder.rename(away)
         assert "an error of the server" in httpx.post(f"{wish}/load", timeout=60).json()["error"]
         away.rename(folder)

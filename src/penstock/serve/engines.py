@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.options import Configuration
 from penstock.core.profiles import load
-from penstock.engine.launcher import EngineProcess
+from penstock.engine.launcher import TO_END, EngineProcess
 from penstock.engine.wire import Ready
 
 from .control import Models, ServedModel
@@ -82,7 +83,9 @@ class Engines:
                 return
             engine = self._running[name]
             self._tell(name, wanted=False, leaving=True, reason="it is being unloaded")
-            await self._workers.left(engine.address)
+            with contextlib.suppress(TimeoutError):  # a process that stands still is not waited for
+                async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + TO_END):
+                    await self._workers.left(engine.address)
             await engine.close()
             del self._running[name]
             self._tell(name, engine="", leaving=False, reason="unloaded")
