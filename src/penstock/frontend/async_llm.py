@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
@@ -33,36 +33,8 @@ class AsyncLLM:
     ends with a failure at once.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "",
-        *,
-        tokenizer: str | Path = "",
-        chat_template: str | None = None,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        pooling_type: Literal["auto", "last", "mean"] = "auto",
-        generation_config: Literal["auto", "vllm"] | None = None,
-        enable_logprob: bool | None = None,
-        revision: str = "",
-        hf_token: str = "",
-        download_dir: str = "",
-        compat: str = "",
-        **options: Any,
-    ) -> None:
-        given = {
-            "tokenizer": str(tokenizer),
-            "chat_template": chat_template,
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "pooling_type": pooling_type,
-            "generation_config": generation_config,
-            "enable_logprob": enable_logprob,
-            "revision": revision,
-            "hf_token": hf_token,
-            "download_dir": download_dir,
-        }
-        own, self.options = read_options(model, compat, given | options)
+    def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
+        own, self.options = read_options(model, compat, options)
         self._preparer = Preparer(self.options.model, own)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None

@@ -6,7 +6,7 @@ import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -49,36 +49,8 @@ class LLM:
     Raises ``PenstockError`` with one sentence where options or checkpoint do not allow a start.
     """
 
-    def __init__(
-        self,
-        model: str | Path = "",
-        *,
-        tokenizer: str | Path = "",
-        chat_template: str | None = None,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        pooling_type: Literal["auto", "last", "mean"] = "auto",
-        generation_config: Literal["auto", "vllm"] | None = None,
-        enable_logprob: bool | None = None,
-        revision: str = "",
-        hf_token: str = "",
-        download_dir: str = "",
-        compat: str = "",
-        **options: Any,
-    ) -> None:
-        given = {
-            "tokenizer": str(tokenizer),
-            "chat_template": chat_template,
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "pooling_type": pooling_type,
-            "generation_config": generation_config,
-            "enable_logprob": enable_logprob,
-            "revision": revision,
-            "hf_token": hf_token,
-            "download_dir": download_dir,
-        }
-        own, self.options = read_options(model, compat, given | options)
+    def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
+        own, self.options = read_options(model, compat, options)
         self._preparer = Preparer(self.options.model, own)
         self.engine = Engine(self.options)
         self._ids = itertools.count()

@@ -32,11 +32,12 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
-    found = translated(compat, {name: value for name, value in given.items() if value is not None})
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    found = translated(compat, {name: value for name, value in plain.items() if value is not None})
     of_model, of_engine = ([field.name for field in fields(schema)] for schema in (ModelOptions, EngineOptions))
     for name in found:
         if name not in (*of_model, *of_engine):
-            raise invalid(name, f"no such option{nearest(name, of_engine)}")
+            raise invalid(name, f"no such option{nearest(name, (*of_model, *of_engine))}")
     own = _struct({name: found.pop(name) for name in of_model if name in found}, ModelOptions)
     folder = resolve(model, revision=own.revision, token=own.hf_token or None, cache_dir=own.download_dir or None)
     return own, _struct(found | {"model": str(folder)}, EngineOptions)
