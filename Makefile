@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test exactness sanitize reliability lint ask train clean
+.PHONY: serve test test-install thorough exactness sanitize reliability lint ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -12,13 +12,29 @@ serve: .venv/ready
 
 test: .venv/tools lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(MAKE) test-install
 
+# The wheel in clean environments, of this Python and of a newer one where there is one. What could not be tried is listed.
+test-install: .venv/tools
+	$(BIN)/python -m pytest -rs tests/installed.py
+
+# What takes minutes to hours: the tests that `make test` leaves out, and drawn schedules and requests in large numbers.
+thorough: .venv/tools exactness
+	$(BIN)/python -m pytest -m thorough
+	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
+	PENSTOCK_FUZZ_REQUESTS=100000 $(BIN)/python -m pytest -s tests/test_fuzz.py
+
+# Contract 2 under every instruction set that the machine has, longest under the one that it takes.
 exactness: .venv/tools
 	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py
+	for set in $$($(BIN)/python -c 'from penstock.ops import _kernels; print(*_kernels.available())'); do \
+		PENSTOCK_ISA=$$set PENSTOCK_EXACTNESS_SCHEDULES=500 $(BIN)/python -m pytest -s tests/test_exactness.py || exit 1; \
+	done
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: .venv/tools
-	$(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON .
+	$(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON \
+		--config-settings=build-dir=build/sanitized .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/sanitized.py build/sanitize tests/test_ops.py
 
@@ -38,15 +54,20 @@ train: .venv/tools
 	$(BIN)/python examples/demo_model/train.py all --out build
 
 # The exact torch release is named so that a CPU machine takes its CPU build where one is at hand.
+# Kernels are compiled in build/, which stays, so that a change compiles what it must: for what this machine runs, which is
+# enough to serve, and for every instruction set once there are tests to run.
 .venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(PIP) torch==2.13.0
-	$(PIP) --editable .
+	$(PIP) 'nanobind>=2.4' 'scikit-build-core>=0.11' $$(for tool in cmake ninja; do command -v $$tool >/dev/null || echo $$tool; done)
+	PENSTOCK_SETS=$${PENSTOCK_SETS:-native} $(PIP) --no-build-isolation --editable .
+	@$(BIN)/python -c 'import penstock.ops._kernels' || echo 'penstock has no CPU kernels: is there a C++ compiler (apt install g++)?'
 	touch $@
 
 .venv/tools: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(PIP) --group test
+	PENSTOCK_SETS=$${PENSTOCK_SETS:-all} $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
 clean:

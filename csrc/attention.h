@@ -73,7 +73,7 @@ inline void place_value(typename K::Element* panel, int64_t position, const type
     const uint64_t bytes = (sizeof(*to) == 1 ? 0x1111111111111111 : 0x3333333333333333) << part;
     for (; dim >= 16; dim -= 16, value += 16, to += 16 * n) {
       using Narrow = std::conditional_t<sizeof(*to) == 1, u8x16, u16x16>;
-      const u32x16 wide = __builtin_convertvector(load_bits<Narrow>(value), u32x16) << (8 * part);
+      const u32x16 wide = convert<u32x16>(load_bits<Narrow>(value)) << (8 * part);
       _mm512_mask_storeu_epi8(to, bytes, (__m512i)wide);
     }
   }
@@ -121,20 +121,22 @@ void store_token(const Store& a, int64_t token) {
 // x[R][inputs] * panel[inputs][columns of `width`], as many columns at a time as registers hold: each vector's sums begin
 // with what `begin(row, column)` returns, and go to `finish(row, column, sums)`. `soon` is asked for on the way.
 template <class Step, int R, class Begin, class Finish>
-PENSTOCK_INLINE inline void multiply_columns(const typename Step::X* x, int64_t ldx, const void* panel, int64_t width,
+PENSTOCK_INLINE inline void multiply_columns(const typename Step::In* x, int64_t ldx, const void* panel, int64_t width,
                                              int64_t columns, int64_t inputs, Soon soon, Begin&& begin, Finish&& finish) {
   auto some = [&]<int G>(int64_t c) PENSTOCK_INLINE {
     typename Step::Sum sums[R][G];
     PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * 16);
-    multiply<Step, R, G>(x, ldx, (const char*)panel + c / 16 * Step::kBytes, width / 16 * Step::kBytes, inputs, sums, soon);
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = begin(r, c + g * kWidth);
+    multiply<Step, R, G>(x, ldx, (const char*)panel + c / kWidth * Step::kBytes, width / kWidth * Step::kBytes, inputs, sums,
+                         soon);
     soon.at += inputs / Step::kInputs * soon.lines * 64;
     PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-      PENSTOCK_UNROLL for (int g = 0; g < G; g++) finish(r, c + g * 16, sums[r][g]);
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) finish(r, c + g * kWidth, sums[r][g]);
   };
+  constexpr int most = groups_of_rows(R), few = 16 / kWidth < most ? 16 / kWidth : most;
   int64_t c = 0;
-  for (; c + kGroups * 16 <= columns; c += kGroups * 16) some.template operator()<kGroups>(c);
-  for (; c < columns; c += 16) some.template operator()<1>(c);
+  for (; c + most * kWidth <= columns; c += most * kWidth) some.template operator()<most>(c);
+  for (; c < columns; c += few * kWidth) some.template operator()<few>(c);
 }
 
 // --- Attention -------------------------------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ constexpr int64_t kTogether = kHasTiles ? kTaskRows : kTileRows;  // rows at a b
 // What the rows of a task have come to; vectors of a row lie `dim` apart.
 template <class K>
 struct Rows {
-  alignas(64) typename K::KeyStep::X q[kTaskRows * kMaxHead];
+  alignas(64) typename K::KeyStep::In q[kTaskRows * kMaxHead];
   alignas(64) float out[kTaskRows * kMaxHead];
   f32x16 total[kTaskRows];
   float top[kTaskRows + 16];
@@ -154,7 +156,7 @@ struct Rows {
   Rounding rounding[kTaskRows];              // of q
   // Of those at work, positions a block apart.
   alignas(64) float scores[kTogether * kMaxBlock];
-  alignas(64) typename K::ValueStep::X weights[kTogether * kMaxBlock];
+  alignas(64) typename K::ValueStep::In weights[kTogether * kMaxBlock];
   float scales[kTogether];  // of weights, where they are rounded
 };
 
@@ -169,7 +171,9 @@ struct Meeting {
   int64_t filled, columns;  // positions seen by one of the rows, and those in full vectors
 
   // The next block is asked for while the first rows are at this one.
-  Soon soon(const void* next) const { return {(const char*)next, first ? 0 : kGroups}; }
+  Soon soon(const void* next, int rows) const {
+    return {(const char*)next, first ? 0 : ceil_div(groups_of_rows(rows) * kWidth, 16)};
+  }
   Soon soon_by_tiles(const void* next, int count) const {
     return {(const char*)next, first ? 0 : count > kTileHeight ? 2 * kTileHeight : 4 * kTileHeight};
   }
@@ -183,18 +187,19 @@ template <class K, int R>
 PENSTOCK_APART void score(Meeting<K>& m) {
   const Rounding* rounding = m.rows.rounding + m.first;
   multiply_columns<typename K::KeyStep, R>(
-      m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim, m.soon(m.next.keys),
+      m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim, m.soon(m.next.keys, R),
       [&](int r, int64_t) {
         if constexpr (K::kRounds)
-          return i32x16{} - 128 * rounding[r].sum;
+          return i32xw{} - 128 * rounding[r].sum;
         else
-          return f32x16{};
+          return f32xw{};
       },
-      [&](int r, int64_t c, auto sums) {
+      [&](int r, int64_t c, const auto& sums) {
+        float* to = m.rows.scores + r * m.size + c;
         if constexpr (K::kRounds)
-          store(m.rows.scores + r * m.size + c, as_float(sums) * load(m.block.key_scales + c) * rounding[r].scale);
+          store_bits(to, as_float(sums) * load_bits<f32xw>(m.block.key_scales + c) * rounding[r].scale);
         else
-          store(m.rows.scores + r * m.size + c, sums);
+          store_bits(to, sums);
       });
 }
 
@@ -220,7 +225,7 @@ PENSTOCK_APART void score_by_tiles(Meeting<K>& m, int count) {
 inline float relative_scales(const float* scales, int64_t columns, f32x16* relative, auto&& visible) {
   f32x16 most = {};
   for (int64_t p = 0; p < columns; p += 16) {
-    relative[p / 16] = visible(p) ? load(scales + p) : f32x16{};
+    relative[p / 16] = choose(visible(p), load(scales + p), f32x16{});
     most = max(relative[p / 16], most);
   }
   const float largest_scale = largest(most);
@@ -237,7 +242,7 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
   constexpr bool coarse = !std::is_same_v<K, Whole<float>>;
   auto whole = [&](int64_t row) { return m.begin >= m.rows.from[row] && m.begin + m.columns - 1 <= m.rows.seen[row]; };
   auto visible = [&](int64_t row, int64_t p) {
-    const i32x16 position = kLanes + int32_t(m.begin + p);
+    const i32x16 position = lanes() + int32_t(m.begin + p);
     return (position >= int32_t(m.rows.from[row])) & (position <= int32_t(m.rows.seen[row]));
   };
   float highest[16], bases[16], shares[16];  // of each row
@@ -247,17 +252,17 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
     f32x16 high = all(kNever);
     for (int64_t p = 0; p < m.columns; p += 16) {
       f32x16 known = load(scores + p);
-      if (!whole(first + r)) store(scores + p, known = visible(first + r, p) ? known : all(kNever));
+      if (!whole(first + r)) store(scores + p, known = choose(visible(first + r, p), known, all(kNever)));
       high = max(high, known);
     }
     highest[r] = largest(high);
   }
   const f32x16 now = load(highest), before = load(m.rows.top + first);
   const i32x16 grows = (now - before) * power > kMuch;
-  const f32x16 top = grows ? now : before;
+  const f32x16 top = choose(grows, now, before);
   store(m.rows.top + first, top);
-  store(bases, now == kNever ? f32x16{} : (K::kRounds ? now : top) * -power);  // nothing seen: every weight is zero
-  store(shares, now == kNever ? f32x16{} : exp2<false>((now - top) * power));
+  store(bases, choose(now == kNever, f32x16{}, (K::kRounds ? now : top) * -power));  // nothing seen: every weight is zero
+  store(shares, choose(now == kNever, f32x16{}, exp2<false>((now - top) * power)));
   const f32x16 keep = exp2<false>((before - top) * power);
   for (int r = 0; r < R; r++)
     if (grows[r]) {
@@ -278,13 +283,13 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
         own_scale = relative_scales(m.block.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
         value_scale = -1.0f;
       } else if (value_scale < 0) {
-        own_scale = value_scale = relative_scales(m.block.value_scales, m.columns, relative, [](int64_t) { return true; });
+        own_scale = value_scale = relative_scales(m.block.value_scales, m.columns, relative, [](int64_t) { return lanes() >= 0; });
       }
       for (int64_t p = 0; p < m.columns; p += 16) {
         const f32x16 w = exp2<coarse>(fma(load(scores + p), all(power), all(bases[r])));
         sums += w;
-        const u8x16 narrow = __builtin_convertvector(to_integers(w * relative[p / 16]), u8x16);
-        memcpy(weights + p, &narrow, sizeof(narrow));
+        const u8x16 narrow = convert<u8x16>(to_integers(w * relative[p / 16]));
+        prepare<typename K::ValueStep>((const uint8_t*)&narrow, 16, weights + p);
       }
       sums *= shares[r];
       m.rows.scales[at + r] = own_scale / 255.0f * shares[r];
@@ -305,19 +310,19 @@ PENSTOCK_APART void blend(Meeting<K>& m) {
   float* out = m.rows.out + m.first * m.dim;
   multiply_columns<typename K::ValueStep, R>(
       m.rows.weights, m.size, m.block.values, m.dim, m.dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
-      m.soon(m.next.values),
+      m.soon(m.next.values, R),
       [&](int r, int64_t c) {
         if constexpr (K::kRounds)
-          return i32x16{};
+          return i32xw{};
         else
-          return load(out + r * m.dim + c);
+          return load_bits<f32xw>(out + r * m.dim + c);
       },
-      [&](int r, int64_t c, auto sums) {
+      [&](int r, int64_t c, const auto& sums) {
         float* to = out + r * m.dim + c;
         if constexpr (K::kRounds)
-          store(to, fma(as_float(sums), all(m.rows.scales[r]), load(to)));
+          store_bits(to, fma(as_float(sums), all<f32xw>(m.rows.scales[r]), load_bits<f32xw>(to)));
         else
-          store(to, sums);
+          store_bits(to, sums);
       });
 }
 
@@ -388,10 +393,13 @@ void attention_task(const Attention& a, int64_t task) {
   memset(rows.out, 0, count * dim * sizeof(float));
   for (int r = 0; r < count; r++) {
     const T* q = (const T*)a.q + offsets[r];
-    if constexpr (K::kRounds)
-      rows.rounding[r] = round_row(q, dim, rows.q + r * dim);
-    else
-      memcpy(rows.q + r * dim, q, dim * sizeof(T));
+    if constexpr (K::kRounds) {
+      int8_t rounded[kMaxHead];
+      rows.rounding[r] = round_row(q, dim, rounded);
+      prepare<typename K::KeyStep>(rounded, dim, rows.q + r * dim);
+    } else {
+      prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
+    }
   }
   auto block_of = [&](int64_t sequence, int64_t at, int64_t kv_head) {
     return Block<K>(a.cache, a.block_tables[sequence * a.table_width + at] * a.kv_heads + kv_head, dim, size);

@@ -19,17 +19,21 @@ struct Piece {
   int64_t begin, end;
 };
 
-// Sums of a few rows, from zero or from what is kept of them: [rows][kPanel / 16].
+// Sums of a few rows, from zero or from what is kept of them: [rows][kPanel].
 template <class Sum, int R, int G>
-PENSTOCK_INLINE inline void resume(bool anew, const f32x16* kept, Sum (&sums)[R][G]) {
+PENSTOCK_INLINE inline void resume(bool anew, const float* kept, Sum (&sums)[R][G]) {
   PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = anew ? Sum{} : as<Sum>(kept[r * (kPanel / 16) + g]);
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = anew ? Sum{} : load_bits<Sum>(kept + r * kPanel + g * kWidth);
 }
 template <class Sum, int R, int G>
-PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][G], f32x16* kept) {
+PENSTOCK_INLINE inline void keep(const Sum (&sums)[R][G], float* kept) {
   PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) kept[r * (kPanel / 16) + g] = as<f32x16>(sums[r][g]);
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) store_bits(kept + r * kPanel + g * kWidth, sums[r][g]);
 }
+
+// Bytes from one of a panel's steps to the next.
+template <class Step>
+constexpr int64_t kStride = kPanel / kWidth * Step::kBytes;
 
 // --- Formats ---------------------------------------------------------------------------------------------------------
 
@@ -41,40 +45,41 @@ struct Plain {
   using Many = Plain;
   static constexpr bool kIntegers = false;
   static constexpr int kZero = 0;
-  static constexpr int kRows = kTileRows, kGroups = PENSTOCK_ISA::kGroups;
+  static constexpr int kRows = kTileRows;
+  static constexpr int groups(int rows) { return groups_of_rows(rows); }
 
   static float get(const Matrix&, const char* panel, const float*, int64_t output, int64_t input) {
     constexpr int n = Step::kInputs;
     return widen(((const T*)panel)[(input / n * kPanel + output) * n + input % n]);
   }
 
-  // Adds a piece to what is kept of those before it; whether it was the last, with the outputs then.
-  template <int R>
-  PENSTOCK_INLINE static bool product(const Linear& a, int64_t row, const char* panel, const float*, Piece piece, Soon soon,
-                      f32x16* kept, f32x16 (&out)[R][kGroups]) {
-    constexpr int64_t stride = kPanel / 16 * Step::kBytes;
+  // Adds a piece to what is kept of those before it.
+  template <int R, int G>
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float*, Piece piece, Soon soon,
+                                      float* kept) {
+    using In = typename Step::In;
     const int64_t in = a.matrix.in;
-    const bool last = piece.end == in;
-    resume(piece.begin == 0, kept, out);
-    multiply<Step, R, kGroups>((const T*)a.x + row * in + piece.begin, in, panel + piece.begin / Step::kInputs * stride,
-                               stride, piece.end - piece.begin, out, soon);
-    if (!last) keep(out, kept);
-    return last;
+    f32xw sums[R][G];
+    resume(piece.begin == 0, kept, sums);
+    multiply<Step, R, G>((const In*)a.x + row * in + piece.begin, in, panel + piece.begin / Step::kInputs * kStride<Step>,
+                         kStride<Step>, piece.end - piece.begin, sums, soon);
+    keep(sums, kept);
   }
 };
 
 // Integers of `Bits` bits, kept with `Zero` added; a unit holds those of a step for one output. A product holds up to
-// `Rows` rows of G vectors of columns.
-template <class S, int Bits, int Zero, class U, int Rows = kTileRows, int G = kGroups>
+// `Rows` rows of `Groups` vectors of columns; 0: as many as fit into registers.
+template <class S, int Bits, int Zero, class U, int Rows = kTileRows, int Groups = 0>
 struct Rounded {
   using Step = S;
   using X = typename S::X;
   using Unit = U;
   static constexpr bool kIntegers = sizeof(X) == 1;
-  static constexpr int kBits = Bits, kZero = Zero, kRows = Rows, kGroups = G;
+  static constexpr int kBits = Bits, kZero = Zero, kRows = Rows;
+  static constexpr int groups(int rows) { return Groups ? Groups : groups_of_rows(rows); }
   // What kMany rows and more are multiplied with: integers as bfloat16, made once for all of them; or, where groups are
   // summed by themselves, fewer columns at a time, so that both the groups' sums and the outputs stay in registers.
-  static constexpr bool kNarrow = std::is_same_v<S, OctetStep> && G == 4;
+  static constexpr bool kNarrow = std::is_same_v<S, OctetStep> && kWidth == 16 && !InWords<S> && !Groups;
   using Many = std::conditional_t<!kIntegers, Rounded<PairStep, Bits, 0, U>,
                                   std::conditional_t<kNarrow, Rounded<S, Bits, Zero, U, 7, 2>, Rounded>>;
   static constexpr int kMany = kNarrow ? 18 : kRows + 1;
@@ -84,68 +89,60 @@ struct Rounded {
     return float(U::get(unit, input % S::kInputs)) * scales[input / m.group * kPanel + output];
   }
 
-  // With one group its sums are kept between pieces, else the outputs so far.
-  template <int R>
-  PENSTOCK_INLINE static bool product(const Linear& a, int64_t row, const char* panel, const float* scales, Piece piece,
-                      Soon soon, f32x16* kept, f32x16 (&out)[R][kGroups]) {
+  // With one group its sums are kept between pieces, and become outputs after the last; else the outputs so far. Rows'
+  // scales are left to `complete`.
+  template <int R, int G>
+  PENSTOCK_INLINE static void product(const Linear& a, int64_t row, const char* panel, const float* scales, Piece piece,
+                                      Soon soon, float* kept) {
     const Matrix& m = a.matrix;
-    const bool last = piece.end == m.in;
     if (m.group >= m.in) {
-      typename S::Sum sums[R][kGroups];
+      typename S::Sum sums[R][G];
       resume(piece.begin == 0, kept, sums);
       if (piece.begin == 0) shift(a, row, 0, sums);
       add(a, row, panel, piece, soon, sums);
-      if (!last) {
-        keep(sums, kept);
-        return false;
-      }
-      PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-        const f32x16 scale = load(scales + g * 16);
+      if (piece.end < m.in) return keep(sums, kept);
+      f32xw out[R][G];
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+        const auto scale = load_bits<f32xw>(scales + g * kWidth);
         PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = as_float(sums[r][g]) * scale;
       }
-    } else {
-      resume(piece.begin == 0, kept, out);
-      for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
-        end = begin + m.group < m.in ? begin + m.group : m.in;
-        typename S::Sum sums[R][kGroups];
-        resume(true, kept, sums);
-        shift(a, row, begin / m.group, sums);
-        add(a, row, panel, {begin, end}, soon, sums);
-        soon.at += m.group / S::kInputs * soon.lines * 64;
-        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) {
-          const f32x16 scale = load(scales + begin / m.group * kPanel + g * 16);
-          PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
-        }
-      }
-      if (!last) {
-        keep(out, kept);
-        return false;
+      return keep(out, kept);
+    }
+    f32xw out[R][G];
+    resume(piece.begin == 0, kept, out);
+    for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+      end = begin + m.group < m.in ? begin + m.group : m.in;
+      typename S::Sum sums[R][G];
+      resume(true, kept, sums);
+      shift(a, row, begin / m.group, sums);
+      add(a, row, panel, {begin, end}, soon, sums);
+      soon.at += m.group / S::kInputs * soon.lines * 64;
+      PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+        const auto scale = load_bits<f32xw>(scales + begin / m.group * kPanel + g * kWidth);
+        PENSTOCK_UNROLL for (int r = 0; r < R; r++) out[r][g] = fma(as_float(sums[r][g]), scale, out[r][g]);
       }
     }
-    if constexpr (kIntegers)
-      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) out[r][g] *= a.x_scales[row + r];
-    return true;
+    keep(out, kept);
   }
 
  private:
-  template <int R>
-  PENSTOCK_INLINE static void shift(const Linear& a, int64_t row, int64_t group, typename S::Sum (&sums)[R][kGroups]) {
+  template <int R, int G>
+  PENSTOCK_INLINE static void shift(const Linear& a, int64_t row, int64_t group, typename S::Sum (&sums)[R][G]) {
     const int64_t groups = groups_of(a.matrix);
     if constexpr (kIntegers)
       PENSTOCK_UNROLL for (int r = 0; r < R; r++)
-        PENSTOCK_UNROLL for (int g = 0; g < kGroups; g++) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
+        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] -= Zero * a.x_sums[(row + r) * groups + group];
   }
 
-  template <int R>
+  template <int R, int G>
   PENSTOCK_INLINE static void add(const Linear& a, int64_t row, const char* panel, Piece piece, Soon soon,
-                                  typename S::Sum (&sums)[R][kGroups]) {
+                                  typename S::Sum (&sums)[R][G]) {
+    using In = typename S::In;
     constexpr int n = S::kInputs;
-    constexpr int64_t stride = kPanel / 16 * S::kBytes;
     const int64_t in = a.matrix.in, width = kIntegers ? (in + 7) / 8 * 8 : in, inputs = piece.end - piece.begin;
     // Integers are padded with zeros, so that there is no last part of a step.
-    multiply<S, R, kGroups>((const X*)a.x + row * width + piece.begin, width, panel + piece.begin / n * stride, stride,
-                            kIntegers ? (inputs + n - 1) / n * n : inputs, sums, soon);
+    multiply<S, R, G>((const In*)a.x + row * width + piece.begin, width, panel + piece.begin / n * kStride<S>, kStride<S>,
+                      kIntegers ? (inputs + n - 1) / n * n : inputs, sums, soon);
   }
 };
 
@@ -191,22 +188,23 @@ struct alignas(64) Line {
   char bytes[64];
 };
 
-// Steps of a panel as steps that hold less, one of which is a vector of what `Step::weights` makes: it is cheaper to do that
+// Steps of a panel as steps that hold less, one of which is a vector of what `Step::wide` makes: it is cheaper to do that
 // once than for each few rows. What lies so many bytes ahead is asked for, unless that is none.
 template <class Step>
 const char* widen(const char* panel, int64_t steps, int64_t ahead = 0) {
-  constexpr int parts = sizeof(Step::weights(nullptr)) / 64, groups = kPanel / 16;
+  constexpr int parts = sizeof(typename Step::Wide) / sizeof(u32xw), groups = kPanel / kWidth;
   thread_local std::vector<Line> wide;
-  if (int64_t(wide.size()) < steps * parts * groups) wide.resize(steps * parts * groups);
+  if (int64_t(wide.size()) < steps * parts * kPanel / 16) wide.resize(steps * parts * kPanel / 16);
+  char* const to = wide[0].bytes;
   for (int64_t i = 0; i < steps; i++)
     for (int g = 0; g < groups; g++) {
       const char* from = panel + (i * groups + g) * Step::kBytes;
       if (ahead) __builtin_prefetch(from + ahead, 0, 3);
-      const auto weights = Step::weights(from);
+      const auto weights = Step::wide(from);
       for (int part = 0; part < parts; part++)
-        memcpy(&wide[(i * parts + part) * groups + g], (const u32x16*)&weights + part, 64);
+        store_bits(to + ((i * parts + part) * groups + g) * sizeof(u32xw), weights.of[part]);
     }
-  return wide[0].bytes;
+  return to;
 }
 
 // What tiles are multiplied with in place of a step.

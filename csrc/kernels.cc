@@ -2,7 +2,6 @@
 
 #include "kernels.h"
 
-#include "attention.h"
 #include "elementwise.h"
 #include "likeliest.h"
 #include "limits.h"
@@ -64,14 +63,8 @@ void settle(const Screening& s, Candidate& candidate) {
   s.whole->type == Type::float32 ? settle_candidate<float>(s, candidate) : settle_candidate<bf16>(s, candidate);
 }
 
-void store(const Store& a, int64_t token) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { store_token<T, K>(a, token); });
-}
-
-void attention(const Attention& a, int64_t task) {
-  const TileUse tiles;
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { attention_task<T, K>(a, task); });
-}
+void store(const Store& a, int64_t token);
+void attention(const Attention& a, int64_t task);
 
 #define PENSTOCK_TEXT(x) #x
 #define PENSTOCK_NAME(x) PENSTOCK_TEXT(x)

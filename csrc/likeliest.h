@@ -19,7 +19,7 @@ namespace PENSTOCK_ISA {
 inline f32x16 if_allowed(const Allowed& a, int64_t row, int64_t output, f32x16 values) {
   if (!a.bits || output / 16 >= a.sixteens) return values;  // what fills the last panel is none of a row's
   const i32x16 bits = i32x16{} + int32_t(a.bits[row * a.sixteens + output / 16]);
-  return ((bits >> kLanes) & 1) != 0 ? values : all(-__builtin_inff());
+  return choose(((bits >> lanes()) & 1) != 0, values, all(-__builtin_inff()));
 }
 
 // Of each row the largest output, the first where several are.
@@ -34,21 +34,17 @@ inline void likeliest_block(const Likeliest& l, int64_t task) {
     values[row - first] = all(-__builtin_inff());
     begins[row - first] = i32x16{} + int32_t(own * kPanel * a.panels);
   }
-  with_format(a.matrix, [&]<class F>() {
-    walk<F>(
-        a, task,
-        [&]<int G>(int64_t row, int64_t output, int64_t count, const f32x16(&found)[G]) PENSTOCK_INLINE {
-          f32x16 best = values[row - first];
-          i32x16 begin = begins[row - first];
-          PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
-            const f32x16 known = count == G * 16 ? found[g] : kLanes + g * 16 < int32_t(count) ? found[g] : best;
-            const f32x16 v = if_allowed(l.allowed, row, output + g * 16, known);
-            begin = v > best ? i32x16{} + int32_t(output + g * 16) : begin;
-            best = max(v, best);
-          }
-          values[row - first] = best;
-          begins[row - first] = begin;
-        });
+  walk(a, task, [&](int64_t row, int64_t output, int64_t count, const Outputs& found) {
+    f32x16 best = values[row - first];
+    i32x16 begin = begins[row - first];
+    PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+      const f32x16 known = count == kPanel ? found[g] : choose(lanes() + g * 16 < int32_t(count), found[g], best);
+      const f32x16 v = if_allowed(l.allowed, row, output + g * 16, known);
+      begin = choose(v > best, i32x16{} + int32_t(output + g * 16), begin);
+      best = max(v, best);
+    }
+    values[row - first] = best;
+    begins[row - first] = begin;
   });
   for (int64_t row = first; row < end; row++) {
     const f32x16 lanes = values[row - first];
@@ -73,8 +69,10 @@ inline f32x16 lanes_of(const bf16* panel, int64_t input, int64_t first) {
 }
 
 inline f32x16 roots(f32x16 v) {
-  for (int lane = 0; lane < 16; lane++) v[lane] = std::sqrt(v[lane]);
-  return v;
+  float each[16];
+  store(each, v);
+  for (float& one : each) one = std::sqrt(one);
+  return load(each);
 }
 
 // The share of |x| |w| by which a sum of float products is off at most, in whatever order; with a margin.
@@ -96,7 +94,7 @@ void sketch_panel(const Sketch& s, int64_t number) {
       const f32x16 w = lanes_of(panel, i, first);
       most = max(most, max(w, -w));
     }
-    const f32x16 scale = most / 127.0f, inverse = most > kNothing ? 127.0f / most : f32x16{};
+    const f32x16 scale = most / 127.0f, inverse = choose(most > kNothing, 127.0f / most, f32x16{});
     store((float*)s.rounded.scales + number * kPanel + first, scale);
     for (int64_t begin = 0; begin < m.in; begin += 4) {
       u32x16 four = {};
@@ -108,7 +106,7 @@ void sketch_panel(const Sketch& s, int64_t number) {
         distances = fma(rest, rest, distances);
         four |= as<u32x16>((q + 128) & 255) << int(8 * i);
       }
-      memcpy(out + (begin / 4 * kPanel + first) * 4, &four, sizeof(four));
+      store_bits(out + (begin / 4 * kPanel + first) * 4, four);
     }
     off = std::fmax(off, largest(roots(distances)));
     length = std::fmax(length, largest(roots(lengths)));
@@ -130,7 +128,7 @@ void measure_row(const Screening& s, int64_t row) {
   for (int64_t i = 0; i < in; i += 16) {
     i8x16 q = {};
     memcpy(&q, rounded + i, in - i < 16 ? in - i : 16);
-    const f32x16 v = load_some(x + i, in - i), rest = v - as_float(__builtin_convertvector(q, i32x16)) * scale;
+    const f32x16 v = load_some(x + i, in - i), rest = v - as_float(q) * scale;
     lengths = fma(v, v, lengths);
     distances = fma(rest, rest, distances);
   }
@@ -153,24 +151,22 @@ inline void screen_block(const Screening& s, int64_t task) {
   for (int64_t row = 0; row < a.rows; row++) least[row] = s.least[row].load(std::memory_order_relaxed);
   Candidate* const found = s.candidates + task * a.rows * a.panels * (kPanel / 16);
   int64_t count = 0;
-  walk<W8A8>(
-      a, task,
-      [&]<int G>(int64_t row, int64_t output, int64_t some, const f32x16(&values)[G]) PENSTOCK_INLINE {
-        const int64_t panel = output / kPanel;
-        const float off = s.x_lengths[row] * s.off[panel] + s.x_off[row] * s.lengths[panel] + kNothing;
-        f32x16 most = values[0];
-        PENSTOCK_UNROLL for (int g = 1; g < G; g++) most = max(values[g], most);
-        if (!any_reaches(most, least[row] - off)) return;
-        for (int g = 0; g * 16 < some; g++) {
-          const f32x16 there = kLanes + g * 16 < int32_t(some) ? values[g] : all(-__builtin_inff());
-          const f32x16 known = if_allowed(s.allowed, row, output + g * 16, there);
-          if (!any_reaches(known, least[row] - off)) continue;
-          const float top = largest(known);
-          if (top == -__builtin_inff()) continue;
-          found[count++] = {int32_t(row), int32_t(output / 16 + g), top + off, 0};
-          least[row] = top - off > least[row] ? top - off : least[row];
-        }
-      });
+  walk(a, task, [&](int64_t row, int64_t output, int64_t some, const Outputs& values) {
+    const int64_t panel = output / kPanel;
+    const float off = s.x_lengths[row] * s.off[panel] + s.x_off[row] * s.lengths[panel] + kNothing;
+    f32x16 most = values[0];
+    PENSTOCK_UNROLL for (int g = 1; g < kPanel / 16; g++) most = max(values[g], most);
+    if (!any_reaches(most, least[row] - off)) return;
+    for (int g = 0; g * 16 < some; g++) {
+      const f32x16 there = choose(lanes() + g * 16 < int32_t(some), values[g], all(-__builtin_inff()));
+      const f32x16 known = if_allowed(s.allowed, row, output + g * 16, there);
+      if (!any_reaches(known, least[row] - off)) continue;
+      const float top = largest(known);
+      if (top == -__builtin_inff()) continue;
+      found[count++] = {int32_t(row), int32_t(output / 16 + g), top + off, 0};
+      least[row] = top - off > least[row] ? top - off : least[row];
+    }
+  });
   s.counts[task] = count;
   for (int64_t row = 0; row < a.rows; row++)
     for (float known = s.least[row].load(std::memory_order_relaxed);
@@ -184,16 +180,19 @@ void settle_candidate(const Screening& s, Candidate& c) {
   using Step = typename Plain<T>::Step;
   const Matrix& m = *s.whole;
   const char* panel = (const char*)m.panels + c.sixteen * 16 / kPanel * panel_bytes(m);
+  panel += c.sixteen % (kPanel / 16) * (16 / kWidth) * Step::kBytes;
   const T* x = (const T*)s.x + c.row * m.in;
-  panel += c.sixteen % (kPanel / 16) * Step::kBytes;
-  constexpr int64_t stride = kPanel / 16 * Step::kBytes;
-  f32x16 sums[1][1] = {};
-  if constexpr (ByTiles<Step>::value)
-    multiply_tiles<Step>(x, m.in, 1, panel, stride, 16, m.in, (float*)sums, 16, true);
-  else
-    multiply<Step, 1, 1>(x, m.in, panel, stride, m.in, sums);
+  f32x16 whole = {};
+  if constexpr (ByTiles<Step>::value) {
+    multiply_tiles<Step>(x, m.in, 1, panel, kStride<Step>, 16, m.in, (float*)&whole, 16, true);
+  } else {
+    f32xw sums[1][16 / kWidth] = {};
+    const Linear ready = prepared({m, x, nullptr, nullptr, nullptr, 1, 1, m.type}, 0, 1);
+    multiply<Step, 1, 16 / kWidth>((const typename Step::In*)ready.x, m.in, panel, kStride<Step>, m.in, sums);
+    memcpy(&whole, sums, sizeof(whole));
+  }
   const int32_t left = int32_t(m.outputs - int64_t(c.sixteen) * 16);
-  const f32x16 there = kLanes < left ? sums[0][0] : all(-__builtin_inff());
+  const f32x16 there = choose(lanes() < left, whole, all(-__builtin_inff()));
   const f32x16 known = if_allowed(s.allowed, c.row, int64_t(c.sixteen) * 16, there);
   c.value = largest(known);
   c.lane = 0;

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "linear.h"
+#include "amx.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -10,11 +10,20 @@ namespace PENSTOCK_ISA {
 // Keeps the compiler from finding out what a sum is.
 template <class V>
 inline void opaque(V& v) {
+  if constexpr (IsTwo<V>::value) {
+    opaque(v.low);
+    opaque(v.high);
+  } else {
 #if defined(__AVX512F__)
-  asm volatile("" : "+v"(v));
+    asm volatile("" : "+v"(v));
+#elif defined(__x86_64__)
+    asm volatile("" : "+x"(v));
+#elif defined(__aarch64__)
+    asm volatile("" : "+w"(v));
 #else
-  asm volatile("" : "+m"(v));
+    asm volatile("" : "+m"(v));
 #endif
+  }
 }
 
 // Returns products and sums made, two for each weight.
@@ -25,16 +34,19 @@ int64_t dots(int64_t steps) {
   } else {
     constexpr int n = 12;
     alignas(64) static const char panel[64] = {};
-    typename Step::X x[Step::kInputs] = {};
-    const auto w = Step::weights(panel);
-    const auto input = Step::input(x);
+    typename Step::In x[Step::kInputs] = {};
+    auto w = Step::weights(panel);  // of one part
+    auto input = Step::input(x);
+    opaque(input);
     typename Step::Sum sums[n] = {};
-    for (int64_t i = 0; i < steps; i++)
+    for (int64_t i = 0; i < steps; i++) {
       PENSTOCK_UNROLL for (int j = 0; j < n; j++) {
+        opaque(w);  // else what does not depend on sums is computed once
         sums[j] = Step::add(sums[j], input, w);
         opaque(sums[j]);
       }
-    return steps * n * 16 * Step::kInputs * 2;
+    }
+    return steps * n * kWidth * (Step::kInputs / Step::kParts) * 2;
   }
 }
 

@@ -22,18 +22,18 @@ void low_rank_block(const LowRank& a, int64_t task) {
     memcpy(near.data() + i * in, (const T*)a.x + from * a.x_stride, in * sizeof(T));
   }
   product.x = near.data();
+  const Linear ready = prepared(product, 0, rows);
+  RowSink sink{kUnprepared, [&](int64_t row, int64_t output, int64_t count, const Outputs& values) {
+                 const int64_t to = up ? a.rows[s.first + row] : s.first + row;
+                 T* out = (T*)a.out + to * a.out_stride + output;
+                 for (int g = 0; g * 16 < count; g++) {
+                   f32x16 value = values[g];
+                   if (up) value = load_some(out + g * 16, count - g * 16) + value * a.scale;
+                   store_some(out + g * 16, value, count - g * 16);
+                 }
+               }};
   for (int64_t column = s.column; column < s.until; column += kPanel)
-    multiply_rows<Plain<T>>(
-        product, 0, rows, column, column + kPanel, [](int64_t, int64_t, int64_t) {},
-        [&]<int G>(int64_t row, int64_t output, int64_t count, const f32x16(&values)[G]) PENSTOCK_INLINE {
-          const int64_t to = up ? a.rows[s.first + row] : s.first + row;
-          T* out = (T*)a.out + to * a.out_stride + output;
-          for (int g = 0; g * 16 < count; g++) {
-            f32x16 value = values[g];
-            if (up) value = load_some(out + g * 16, count - g * 16) + value * a.scale;
-            store_some(out + g * 16, value, count - g * 16);
-          }
-        });
+    multiply_rows(ready, 0, rows, column, column + kPanel, sink);
 }
 
 }  // namespace PENSTOCK_ISA

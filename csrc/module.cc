@@ -4,14 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -23,66 +15,27 @@
 #include <string>
 #include <vector>
 
+#include "built.h"
 #include "kernels.h"
+#include "machine.h"
 #include "pool.h"
 
 namespace nb = nanobind;
 
 namespace penstock {
 
-namespace portable {
-extern const Kernels kernels;
-}
-#if defined(PENSTOCK_X86)
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-namespace avx512_bf16 {
-extern const Kernels kernels;
-}
-namespace amx {
-extern const Kernels kernels;
-}
-#endif
-
 namespace {
 
-#if defined(PENSTOCK_X86)
-// Whether there is a matrix unit, and this process may use it: Linux saves its large registers only for who asks.
-bool has_tiles() {
-#if defined(__linux__)
-  constexpr long ask = 0x1023, tile_data = 18;
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned tile = 1u << 24, int8 = 1u << 25, bf16 = 1u << 22;
-  return (d & tile) && (d & int8) && (d & bf16) && syscall(SYS_arch_prctl, ask, tile_data) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
-// From the slowest to the fastest that this processor has.
+// Those of the build that this machine runs, from the slowest to the fastest.
 std::vector<const Kernels*> usable() {
-  std::vector<const Kernels*> found{&portable::kernels};
-#if defined(PENSTOCK_X86)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    found.push_back(&avx512::kernels);
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
-      found.push_back(&avx512_bf16::kernels);
-    if (found.back() == &avx512_bf16::kernels && has_tiles()) found.push_back(&amx::kernels);
-  }
-#endif
+  const auto names = sets_of_machine();
+  std::vector<const Kernels*> found;
+  for (const Kernels* each : built)
+    if (std::find(names.begin(), names.end(), each->name) != names.end()) found.push_back(each);
   return found;
 }
 
-const Kernels* kernels = usable().back();
+const Kernels* kernels = nullptr;
 std::shared_ptr<Pool> shared_pool = std::make_shared<Pool>(1);
 
 // The pool as it is now: who works with it keeps it, even if another thread sets another number of threads meanwhile.
@@ -93,13 +46,28 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+std::vector<std::string> names_of(const std::vector<const Kernels*>& sets) {
+  std::vector<std::string> names;
+  for (const Kernels* each : sets) names.push_back(each->name);
+  return names;
+}
+
 void use(const std::string& name) {
   for (const Kernels* each : usable())
     if (each->name == name) {
       kernels = each;
       return;
     }
-  throw std::invalid_argument("this processor does not run the kernels " + name);
+  const auto machine = sets_of_machine(), all = names_of(built);
+  auto in = [&](const auto& names) { return std::find(names.begin(), names.end(), name) != names.end(); };
+  if (in(all)) throw std::invalid_argument("this processor does not run " + name + ", but " + listed(machine));
+  throw std::invalid_argument("this build has no kernels for " + name + ", but for " + listed(all));
 }
 
 using Address = uintptr_t;
@@ -438,15 +406,19 @@ double dot_rate(bool integers, int64_t steps) {
 
 NB_MODULE(_kernels, m) {
   using namespace penstock;
+  if (usable().empty()) throw std::runtime_error("kernels for " + listed(names_of(built)) + " only, none of which this processor runs");
+  kernels = usable().back();
   m.doc() = "CPU kernels. Addresses and sizes are trusted: penstock.ops.cpu is the face to use.";
   m.attr("PANEL") = kPanel;
   m.attr("MAX_HEAD") = kMaxHead;
   m.attr("MAX_BLOCK") = kMaxBlock;
-  m.def("available", [] {
-    std::vector<std::string> names;
-    for (const Kernels* each : usable()) names.push_back(each->name);
-    return names;
-  }, "Instruction sets this processor has kernels for, the fastest last.");
+  nb::set_leak_warnings(false);  // what lives until the process ends is no leak
+  m.attr("BUILT") = names_of(built);
+  m.attr("MACHINE") = sets_of_machine();
+  m.attr("SOURCES") = sources;
+  m.attr("VERSION") = version;
+  m.def("available", [] { return names_of(usable()); },
+        "Instruction sets that this build has kernels for and this processor runs, the fastest last.");
   m.def("current", [] { return std::string(kernels->name); });
   m.def("use", &use, nb::arg("name"));
   m.def("threads", [] { return pool()->threads(); });

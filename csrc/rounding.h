@@ -25,7 +25,7 @@ inline float magnitude(const T* x, int64_t count) {
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
     const Bits v = load_bits<Bits>(x + i) & (wide ? 0x7fffffff : 0x7fff);
-    most = v > most ? v : most;
+    most = choose(v > most, v, most);
   }
   f32x16 lanes, rest = load_some(x + i, count - i);
   if constexpr (wide)
@@ -43,7 +43,7 @@ inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) 
   for (int64_t i = 0; i < count; i += 16) {
     const int64_t some = count - i < 16 ? count - i : 16;
     const i32x16 q = to_integers((some < 16 ? load_part(x + i, some) : load(x + i)) * inverse);
-    const i8x16 narrow = __builtin_convertvector(q, i8x16);
+    const i8x16 narrow = convert<i8x16>(q);
     memcpy(out + i, &narrow, some);
     total += q;
   }

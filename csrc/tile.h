@@ -1,9 +1,11 @@
 // The one product that everything is made of: a few rows by a panel, one output column a lane.
 //
 // Each output is summed over the inputs in their order, whatever the number of rows. A step is what a vector of weights
-// holds: some inputs of 16 outputs.
+// holds: some inputs of `kWidth` outputs.
 
 #pragma once
+
+#include <utility>
 
 #include "kernels.h"
 #include "vec.h"
@@ -11,11 +13,27 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
+// Columns of a product's vectors: where registers are narrow and few, two of sixteen would leave no room for rows.
 #if defined(__AVX512F__)
-constexpr int kGroups = 4;  // vectors of columns held at a time: 6 rows of 4 fill 24 of 32 registers
+constexpr int kWidth = 16;
 #else
-constexpr int kGroups = 1;  // 6 rows of one, two registers each
+constexpr int kWidth = 8;
 #endif
+using f32xw = Vector<float, kWidth>;
+using i32xw = Vector<int32_t, kWidth>;
+using u32xw = Vector<uint32_t, kWidth>;
+
+// Vectors of columns that a product of so many rows holds at a time. Of 32 registers sums fill up to 24, of 16 up to 12; one
+// row takes a whole panel, so that each sum has time before it is added to again.
+constexpr int groups_of_rows(int rows) {
+#if defined(__AVX512F__)
+  return rows ? 4 : 0;
+#elif defined(__AVX2__) || defined(__aarch64__)
+  return rows == 1 ? 8 : rows < 4 ? 4 : 2;
+#else
+  return rows == 1 ? 4 : rows < 4 ? 2 : 1;
+#endif
+}
 
 // Whether there is a matrix unit (amx.h).
 #if defined(__AMX_TILE__)
@@ -24,34 +42,80 @@ constexpr bool kHasTiles = true;
 constexpr bool kHasTiles = false;
 #endif
 
+// A step says how a vector of weights is multiplied. `X` is what a row is made of, and `In` what it is turned into first
+// (`prepare`), so that this is done once for all columns. A step that holds more than a product takes at once has parts.
+
 // One input of float32.
 struct FloatStep {
   using X = float;
-  using Sum = f32x16;
-  static constexpr int kInputs = 1, kBytes = 64;
-  static f32x16 weights(const char* at) { return load((const float*)at); }
-  static f32x16 last(const char* at) { return weights(at); }
-  static f32x16 input(const float* x) { return all(*x); }
-  static f32x16 add(f32x16 sum, f32x16 x, f32x16 w) { return fma(x, w, sum); }
+  using In = float;
+  using Sum = f32xw;
+  static constexpr int kInputs = 1, kBytes = 4 * kWidth, kParts = 1;
+  template <int part = 0>
+  static f32xw weights(const char* at) {
+    return load_bits<f32xw>(at);
+  }
+  template <int part = 0>
+  static f32xw last(const char* at) {
+    return weights(at);
+  }
+  template <int part = 0>
+  static f32xw input(const float* x) {
+    return all<f32xw>(*x);
+  }
+  static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
 };
+
+// Rows of bfloat16 as float32, where there is no product of the former.
+inline void prepare_floats(const bf16* x, int64_t count, float* out) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) store(out + i, load(x + i));
+  for (; i < count; i++) out[i] = widen(x[i]);
+}
 
 // Two inputs of bfloat16, the first and then the second added.
 struct PairStep {
   using X = bf16;
-  using Sum = f32x16;
-  static constexpr int kInputs = 2, kBytes = 64;
-  static u32x16 weights(const char* at) { return load_bits<u32x16>(at); }
-  // Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its place is void.
-  static u32x16 last(const char* at) { return weights(at) & 0xffff; }
-  static u32x16 input(const bf16* x) { return all_of_four(x); }
-  static f32x16 add(f32x16 sum, u32x16 x, u32x16 w) {
+  using Sum = f32xw;
+  static constexpr int kInputs = 2, kBytes = 4 * kWidth;
 #if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, as<__m512bh>(x), as<__m512bh>(w));
-#else
-    sum = fma(as<f32x16>(x << 16), as<f32x16>(w << 16), sum);
-    return fma(as<f32x16>(x & 0xffff0000), as<f32x16>(w & 0xffff0000), sum);
-#endif
+  using In = bf16;
+  static constexpr int kParts = 1;
+  template <int part = 0>
+  static u32xw weights(const char* at) {
+    return load_bits<u32xw>(at);
   }
+  // Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its place is void.
+  template <int part = 0>
+  static u32xw last(const char* at) {
+    return weights(at) & 0xffff;
+  }
+  template <int part = 0>
+  static u32xw input(const bf16* x) {
+    return u32xw{} + load_bits<uint32_t>(x);
+  }
+  static f32xw add(const f32xw& sum, const u32xw& x, const u32xw& w) {
+    return (f32xw)_mm512_dpbf16_ps((__m512)sum, as<__m512bh>(x), as<__m512bh>(w));
+  }
+#else
+  using In = float;
+  static constexpr int kParts = 2;
+  template <int part = 0>
+  static f32xw weights(const char* at) {
+    const u32xw both = load_bits<u32xw>(at);
+    return as<f32xw>(part ? both & 0xffff0000 : both << 16);
+  }
+  template <int part = 0>
+  static f32xw last(const char* at) {
+    return part ? f32xw{} : weights(at);
+  }
+  template <int part = 0>
+  static f32xw input(const float* x) {
+    return all<f32xw>(x[part]);
+  }
+  static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
+  static void prepare(const bf16* x, int64_t count, float* out) { prepare_floats(x, count, out); }
+#endif
 };
 
 template <class T>
@@ -78,40 +142,96 @@ struct Soon {
   bool near = false;
 };
 
-// sums[R][G] += x[R][inputs] * panel[inputs][G * 16]; rows of x lie `ldx` apart, steps of the panel `stride` bytes.
-template <class Step, int R, int G>
-PENSTOCK_INLINE inline void multiply(const typename Step::X* x, int64_t ldx, const char* panel, int64_t stride, int64_t inputs,
-                     typename Step::Sum (&sums)[R][G], Soon soon = {}) {
-  using X = typename Step::X;
-  constexpr int n = Step::kInputs, bytes = Step::kBytes;
-  const int64_t steps = inputs / n;
-  for (int64_t i = 0; i < steps; i++) {
-    const char* at = panel + i * stride;
-    if (soon.lines) {
-      if constexpr (kHasTiles) {
-        for (int64_t line = 0; line < soon.lines; line++) __builtin_prefetch(soon.at + line * 64, 0, 3);
-      } else {
-        __builtin_prefetch(soon.at, 0, 2);
-        __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, 2);
-      }
-      soon.at += soon.lines * 64;
+constexpr int64_t kSoon = kHasTiles ? 4096 : 512;  // bytes ahead of a single tile of rows
+
+// Turns `count` elements of a row into what a step multiplies.
+template <class Step>
+inline void prepare(const typename Step::X* x, int64_t count, typename Step::In* out) {
+  if constexpr (std::is_same_v<typename Step::X, typename Step::In>)
+    memcpy(out, x, count * sizeof(*x));
+  else
+    Step::prepare(x, count, out);
+}
+
+// Steps whose products are kept in 16 bits for a while say for how many of them; others for none.
+template <class Step>
+concept InWords = requires { Step::kSteps; };
+
+// sums[R][G] += a part of a step's inputs by its weights.
+template <class Step, int part, bool is_last, int R, int G, class Sum>
+PENSTOCK_INLINE inline void multiply_part(const typename Step::In* x, int64_t ldx, const char* at, Sum (&sums)[R][G]) {
+  auto weights = [&](int g) PENSTOCK_INLINE {
+    if constexpr (is_last)
+      return Step::template last<part>(at + g * Step::kBytes);
+    else
+      return Step::template weights<part>(at + g * Step::kBytes);
+  };
+  if constexpr (R < G) {  // whichever is fewer stays in registers
+    decltype(Step::template input<part>(x)) inputs[R];
+    PENSTOCK_UNROLL for (int r = 0; r < R; r++) inputs[r] = Step::template input<part>(x + r * ldx);
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) {
+      const auto w = weights(g);
+      PENSTOCK_UNROLL for (int r = 0; r < R; r++) sums[r][g] = Step::add(sums[r][g], inputs[r], w);
     }
-    decltype(Step::weights(at)) w[G];
-    PENSTOCK_UNROLL for (int g = 0; g < G; g++) w[g] = Step::weights(at + g * bytes);
+  } else {
+    decltype(weights(0)) w[G];
+    PENSTOCK_UNROLL for (int g = 0; g < G; g++) w[g] = weights(g);
     PENSTOCK_UNROLL for (int r = 0; r < R; r++) {
-      const auto input = Step::input(x + r * ldx + i * n);
+      const auto input = Step::template input<part>(x + r * ldx);
       PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, w[g]);
     }
   }
-  if (const int64_t rest = inputs % n) {
-    const char* at = panel + steps * stride;
-    for (int r = 0; r < R; r++) {
-      X padded[n] = {};
-      memcpy(padded, x + r * ldx + steps * n, rest * sizeof(X));
-      const auto input = Step::input(padded);
-      for (int g = 0; g < G; g++) sums[r][g] = Step::add(sums[r][g], input, Step::last(at + g * bytes));
+}
+template <class Step, bool is_last, int R, int G, class Sum>
+PENSTOCK_INLINE inline void multiply_step(const typename Step::In* x, int64_t ldx, const char* at, Sum (&sums)[R][G]) {
+  [&]<int... part>(std::integer_sequence<int, part...>) PENSTOCK_INLINE {
+    (multiply_part<Step, part, is_last>(x, ldx, at, sums), ...);
+  }(std::make_integer_sequence<int, Step::kParts>());
+}
+
+PENSTOCK_INLINE inline void ask_for(Soon& soon) {
+  if (!soon.lines) return;
+  if constexpr (kHasTiles) {
+    for (int64_t line = 0; line < soon.lines; line++) __builtin_prefetch(soon.at + line * 64, 0, 3);
+  } else if constexpr (kWidth < 16) {
+    for (int64_t line = 0; line < soon.lines; line++) __builtin_prefetch(soon.at + line * 64, 0, 2);
+  } else {
+    __builtin_prefetch(soon.at, 0, 2);
+    __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, 2);
+  }
+  soon.at += soon.lines * 64;
+}
+
+// sums[R][G] += x[R][inputs] * panel[inputs][G * kWidth]; rows of x lie `ldx` apart, steps of the panel `stride` bytes.
+template <class Step, int R, int G>
+PENSTOCK_INLINE inline void multiply(const typename Step::In* x, int64_t ldx, const char* panel, int64_t stride,
+                                     int64_t inputs, typename Step::Sum (&sums)[R][G], Soon soon = {}) {
+  using In = typename Step::In;
+  constexpr int n = Step::kInputs;
+  const int64_t steps = inputs / n;
+  if constexpr (InWords<Step>) {
+    for (int64_t i = 0; i < steps;) {
+      const int64_t until = steps - i < Step::kSteps ? steps : i + Step::kSteps;
+      typename Step::Words words[R][G] = {};
+      for (; i < until; i++) {
+        ask_for(soon);
+        multiply_step<Step, false>(x + i * n, ldx, panel + i * stride, words);
+      }
+      PENSTOCK_UNROLL for (int r = 0; r < R; r++)
+        PENSTOCK_UNROLL for (int g = 0; g < G; g++) sums[r][g] += Step::total(words[r][g]);
+    }
+  } else {
+    for (int64_t i = 0; i < steps; i++) {
+      ask_for(soon);
+      multiply_step<Step, false>(x + i * n, ldx, panel + i * stride, sums);
     }
   }
+  if constexpr (n > 1 && sizeof(typename Step::X) > 1)  // bytes are padded
+    if (const int64_t rest = inputs % n) {
+      In padded[R][n] = {};
+      for (int r = 0; r < R; r++) memcpy(padded[r], x + r * ldx + steps * n, rest * sizeof(In));
+      multiply_step<Step, true>(padded[0], n, panel + steps * stride, sums);
+    }
 }
 
 // Calls `f` with the number of rows, or `Most` if there are more, as a constant.

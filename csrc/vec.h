@@ -1,86 +1,69 @@
-// Sixteen lanes, written once for every instruction set: the compiler splits them where registers are narrower.
+// Sixteen lanes, written once for every instruction set (lanes.h).
 // Products are fused with sums only where it is written, so that each set always rounds in the same places.
 
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "lanes.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int16_t i16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;
 };
 
-template <class To, class From>
-inline To as(From from) {
-  static_assert(sizeof(To) == sizeof(From), "the same bits");
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
+// The number of each lane.
+template <class V = i32x16>
+inline V lanes() {
+  static constexpr int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_bits<V>(numbers);
 }
 
-template <class V, class T>
-inline V load_bits(const T* from) {
-  V v;
-  memcpy(&v, from, sizeof(v));
-  return v;
+// One value in all lanes; taking zero away, unlike adding it, changes no value, so that the compiler leaves it out.
+template <class V = f32x16>
+inline V all(float value) {
+  return value - V{};
 }
-
-// Four bytes in every lane.
-inline u32x16 all_of_four(const void* from) {
-  uint32_t four;
-  memcpy(&four, from, sizeof(four));
-  return u32x16{} + four;
-}
-
-constexpr i32x16 kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-inline f32x16 all(float value) { return f32x16{} + value; }
 
 // a * b + c, fused where the set can.
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+template <class V>
+inline V fma(const V& a, const V& b, const V& c) {
+  if constexpr (IsTwo<V>::value) {
+    return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+  } else {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  struct Halves {
-    __m256 low, high;
-  };
-  Halves x = as<Halves>(a), y = as<Halves>(b), z = as<Halves>(c);
-  return as<f32x16>(Halves{_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)});
-#else
-  return a * b + c;
+    if constexpr (sizeof(V) == 64) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #endif
+#if defined(__FMA__)
+    if constexpr (sizeof(V) == 32) return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    if constexpr (sizeof(V) == 16) return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
+    return a * b + c;
+  }
 }
 
-inline f32x16 as_float(f32x16 v) { return v; }
-inline f32x16 as_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+template <class V>
+inline auto as_float(const V& v) {
+  return convert<Vector<float, kLanesOf<V>>>(v);
+}
 
 // b where one is no number.
-inline f32x16 max(f32x16 a, f32x16 b) {
+template <class V>
+inline V max(const V& a, const V& b) {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
-#else
-  return a > b ? a : b;
+  if constexpr (sizeof(V) == 64 && std::is_same_v<Element<V>, float>)
+    return (V)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
 #endif
+  return choose(a > b, a, b);
 }
 
 inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
-inline f32x16 widen(u16x16 v) { return as<f32x16>(__builtin_convertvector(v, u32x16) << 16); }
+template <class V>
+inline auto widen(const V& v) {
+  constexpr int n = kLanesOf<V>;
+  return as<Vector<float, n>>(convert<Vector<uint32_t, n>>(v) << 16);
+}
 inline f32x16 load(const bf16* from) { return widen(load_bits<u16x16>(from)); }
 
 // Rounds to nearest, to even in the middle.
@@ -91,16 +74,12 @@ inline u16x16 round_to_bf16(f32x16 v) {
   u32x16 bits = as<u32x16>(v);
   u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   u32x16 quiet = (bits >> 16) | 0x40;
-  u32x16 is_nan = as<u32x16>((bits & 0x7fffffff) > 0x7f800000);
-  return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), u16x16);
+  return convert<u16x16>(choose((bits & 0x7fffffff) > 0x7f800000, quiet, rounded));
 #endif
 }
 
-inline void store(float* to, f32x16 v) { memcpy(to, &v, sizeof(v)); }
-inline void store(bf16* to, f32x16 v) {
-  u16x16 rounded = round_to_bf16(v);
-  memcpy(to, &rounded, sizeof(rounded));
-}
+inline void store(float* to, f32x16 v) { store_bits(to, v); }
+inline void store(bf16* to, f32x16 v) { store_bits(to, round_to_bf16(v)); }
 
 inline float widen(float v) { return v; }
 inline float widen(bf16 v) { return as<float>(uint32_t(v.bits) << 16); }
@@ -154,42 +133,27 @@ inline void store_all(bf16* to, const f32x16 (&v)[G]) {
 #endif
 }
 
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x4 __attribute__((vector_size(16)));
-
 // Over the lanes, always in the same tree: the halves, their halves, and so on.
-template <class F>
-inline float fold(f32x16 v, F&& f) {
-  struct Sixteen {
-    f32x8 low, high;
-  };
-  struct Eight {
-    f32x4 low, high;
-  };
-  const Sixteen a = as<Sixteen>(v);
-  const Eight b = as<Eight>(f(a.low, a.high));
-  const f32x4 c = f(b.low, b.high);
-  return f(f(c[0], c[2]), f(c[1], c[3]));
+template <class V, class F>
+inline Element<V> fold(const V& v, F&& f) {
+  if constexpr (kLanesOf<V> == 4) {
+    return f(f(v[0], v[2]), f(v[1], v[3]));
+  } else {
+    const auto parts = halves(v);
+    return fold(f(parts.low, parts.high), f);
+  }
 }
-inline float sum(f32x16 v) {
+template <class V>
+inline Element<V> sum(const V& v) {
   return fold(v, [](auto a, auto b) { return a + b; });
 }
-inline int32_t sum(i32x16 v) {
-  typedef int32_t i32x8 __attribute__((vector_size(32)));
-  typedef int32_t i32x4 __attribute__((vector_size(16)));
-  struct Sixteen {
-    i32x8 low, high;
-  };
-  struct Eight {
-    i32x4 low, high;
-  };
-  const Sixteen a = as<Sixteen>(v);
-  const Eight b = as<Eight>(a.low + a.high);
-  const i32x4 c = b.low + b.high;
-  return c[0] + c[1] + c[2] + c[3];
-}
 inline float largest(f32x16 v) {
-  return fold(v, [](auto a, auto b) { return a > b ? a : b; });
+  return fold(v, [](auto a, auto b) {
+    if constexpr (std::is_same_v<decltype(a), float>)
+      return a > b ? a : b;
+    else
+      return choose(a > b, a, b);
+  });
 }
 
 // 2^x for x of at most 100, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150, where there is no AVX-512
@@ -210,15 +174,15 @@ inline f32x16 exp2(f32x16 x) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
-  const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
-  return n < -126.0f ? all(0.0f) : p * as<f32x16>(exponent);
+  const i32x16 exponent = (convert<i32x16>(n) + 127) << 23;
+  return choose(n < -126.0f, all(0.0f), p * as<f32x16>(exponent));
 #endif
 }
 
 // e^x within two units in the last place; x is taken for -87.3 where it is less and for 87.3 where it is more.
 inline f32x16 exp(f32x16 x) {
   const f32x16 most = all(87.3f), magic = all(12582912.0f);  // adding it rounds to an integer
-  const f32x16 low = max(x, -most), clamped = low < most ? low : most;
+  const f32x16 low = max(x, -most), clamped = choose(low < most, low, most);
   const f32x16 n = fma(clamped, all(1.44269504088896341f), magic) - magic;
   f32x16 r = fma(n, all(-0.693359375f), clamped);  // log 2 in two parts
   r = fma(n, all(2.12194440e-4f), r);
@@ -232,7 +196,7 @@ inline f32x16 exp(f32x16 x) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
-  return p * as<f32x16>((__builtin_convertvector(n, i32x16) + 127) << 23);
+  return p * as<f32x16>((convert<i32x16>(n) + 127) << 23);
 #endif
 }
 

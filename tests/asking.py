@@ -32,7 +32,7 @@ def ask(client: openai.OpenAI, stream: bool, messages: Any, **fields: Any) -> To
         answer = client.chat.completions.create(**asked)
         (choice,) = answer.choices
         told.content, told.reason = choice.message.content or "", choice.finish_reason
-        told.thought = choice.message.to_dict().get("reasoning_content", "")
+        told.thought = choice.message.to_dict()["reasoning_content"] or ""
         told.calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
         told.usage = answer.usage
         return told
@@ -43,6 +43,7 @@ def ask(client: openai.OpenAI, stream: bool, messages: Any, **fields: Any) -> To
             delta = choice.delta
             told.content += delta.content or ""
             told.thought += delta.to_dict().get("reasoning_content", "")
+            assert delta.to_dict().get("reasoning") == delta.to_dict().get("reasoning_content")
             told.reason = choice.finish_reason or told.reason
             for part in delta.tool_calls or ():
                 if part.id:

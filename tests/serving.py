@@ -21,7 +21,11 @@ READY = r"ready: (.+) at (http[^\s\"]+)"
 SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
 TO_START = 60.0
 TO_STOP = 60.0
-MODULES = {"penstock.serve.worker": "api", "penstock.engine.process": "engine"}
+MODULES = {
+    "penstock.serve.worker": "api",
+    "penstock.engine.process": "engine",
+    "penstock.text.isolated": "tokenizer",
+}
 
 
 class Served:
@@ -96,15 +100,15 @@ class Served:
 
     @property
     def pids(self) -> dict[str, list[int]]:
-        """The processes that run now: ``engine`` and ``api``."""
-        found: dict[str, list[int]] = {"engine": [], "api": []}
+        """The processes that run now: ``engine``, ``api`` and ``tokenizer``."""
+        found: dict[str, list[int]] = {kind: [] for kind in MODULES.values()}
         for pid in processes(self.pid):
             for word in _file(pid, "cmdline").split("\0"):
                 if word in MODULES:
                     found[MODULES[word]].append(pid)
         return found
 
-    def find(self, pattern: str, after: int = 0, limit: float = 10.0) -> re.Match[str]:
+    def find(self, pattern: str, after: int = 0, limit: float = 60.0) -> re.Match[str]:
         """Wait until a line of the log has ``pattern``, from line ``after`` on."""
         deadline = time.monotonic() + limit
         with self._more:
@@ -122,7 +126,7 @@ class Served:
     def ended(self, limit: float = TO_STOP) -> int:
         """Wait for its end; its exit status. No process may be left of it."""
         status = self._process.wait(limit)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + TO_STOP
         while (left := processes(self.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)  # whose parent was killed die by themselves, and tell nobody
         assert not left, [_file(pid, "cmdline") for pid in left]

@@ -6,17 +6,26 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 from penstock import demo
+from penstock.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-DEPLOY = ROOT / "deploy"
+
+
+def programs(folder: Path) -> Path:
+    """A folder for the search path, made here: ``python``, ``penstock``, and what ``penstock shims`` writes."""
+    assert main(["shims", str(folder)]) == 0
+    calls = {"python": "", "python3": "", "penstock": "-m penstock.cli.main"}
+    for name, call in calls.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {call} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
 
 
 class Shell:
-    """Commands find ``python`` and those that the package installs.
+    """Commands find ``python``, ``penstock`` and those that shims stand for.
 
     Args:
         folder: where they run.
@@ -24,18 +33,8 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        programs = folder / "bin"
-        programs.mkdir()
-        scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-        lines = {name: f'"{sys.executable}" "$@"' for name in ("python", "python3")}
-        for name, place in scripts.items():
-            module, _, function = place.partition(":")
-            code = f"import sys; from {module} import {function}; sys.argv[0] = '{name}'; sys.exit({function}())"
-            lines[name] = f'"{sys.executable}" -c "{code}" "$@"'
-        for name, line in lines.items():
-            (programs / name).write_text(f"#!/bin/sh\nexec {line}\n")
-            (programs / name).chmod(0o755)
-        self.environment = {"PATH": f"{programs}:{os.environ['PATH']}"}
+        self.programs = programs(folder / "bin")
+        self.environment = {"PATH": f"{self.programs}:{os.environ['PATH']}"}
 
     def run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -26,17 +27,26 @@ from serving import TO_START, Served, belongings
 
 from penstock import LLM, SamplingParams
 from penstock.engine import wire
+from penstock.frontend.gateway import ENCODERS
 
 HANGS = 120.0
 """Seconds after which a request counts as lost."""
-TO_SETTLE = 12.0
+TO_SETTLE = 60.0
 """Seconds after which everything must be back."""
 SIP = 100
 """Bytes."""
 BLOCKS = 1500
-HELD = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_blocks_used")
+KEPT = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_blocks_used")
 LOUD = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True, "top_logprobs": 20}}
 """Makes answers that are much longer than their text."""
+
+
+UNSTARTED = {"threads of api": ENCODERS - 1}
+"""What a process may have more of than when it was warm: one thread encodes all where a machine is too busy for two."""
+HOLD = r"event loop was held for ([\d.]+) s"
+HELD = 0.15
+"""Seconds of processor time that one iteration of an event loop may take: what the log tells from, and what a machine
+that is busy with other tests adds."""
 
 
 class Outcome(StrEnum):
@@ -66,6 +76,10 @@ class Tally:
     heard: list[Heard] = field(default_factory=list)
     slowest: float = 0.0
     """Seconds until the last of those was told who had to be told at once."""
+    live: float = 0.0
+    """Seconds that the slowest answer of ``/live`` took."""
+    gap: float = 0.0
+    """Seconds of the longest pause within a stream."""
 
     @property
     def counts(self) -> Counter[Outcome]:
@@ -129,6 +143,8 @@ class Client:
 
     def __init__(self, url: str, buffer: int = 2**16) -> None:
         self._url = url
+        self.gap = 0.0
+        """Seconds of the longest pause between two pieces of a stream so far."""
 
         def narrow(address: Any) -> socket.socket:
             made = socket.socket(address[0], address[1], address[2])
@@ -178,9 +194,11 @@ class Client:
         began: asyncio.Event | None,
     ) -> Heard:
         text, reason, words = "", None, ""
-        count = 0
+        count, last = 0, time.monotonic()
         async for data in _events(got, pause):
-            count += 1
+            count, before, last = count + 1, last, time.monotonic()
+            if count > 1:
+                self.gap = max(self.gap, last - before)
             if began:
                 began.set()
             if count == leave:
@@ -272,7 +290,7 @@ async def settled(served: Served) -> None:
 
     async def check() -> None:
         found = await page(served)
-        left = {name: found[f"penstock:{name}"] for name in HELD}
+        left = {name: found[f"penstock:{name}"] for name in KEPT}
         assert not any(left.values()), left
         assert found["penstock:kv_blocks"] > 0, "an engine is there to tell"
 
@@ -282,32 +300,39 @@ async def settled(served: Served) -> None:
 def possessions(served: Served) -> dict[str, int]:
     """The most files and threads that a process of each kind has."""
     found: dict[str, int] = {}
-    for kind, pids in {"supervisor": [served.pid], **served.pids}.items():
+    for kind, pids in {
+        "supervisor": [served.pid],
+        **{kind: pids for kind, pids in served.pids.items() if pids},
+    }.items():
         for name, numbers in zip(("files", "threads"), zip(*map(belongings, pids), strict=True), strict=True):
             found[f"{name} of {kind}"] = max(numbers)
     return found
 
 
 @asynccontextmanager
-async def server(asked: Sequence[Question], *arguments: str) -> AsyncIterator[Served]:
-    """A server that has, after a storm, what it had before: its files, its threads, all its blocks."""
+async def server(asked: Sequence[Question], *arguments: str, held: float = HELD) -> AsyncIterator[Served]:
+    """A server that has, after a storm, what it had before: its files, its threads, all its blocks; no event loop of
+    its was held for longer than ``held`` seconds at a time."""
     with Served("--num-gpu-blocks-override", str(BLOCKS), *arguments) as served:
         await warm(served, asked)
-        before = possessions(served)
+        before, at = possessions(served), len(served.lines)
         yield served
+        log = [line for line in served.lines[at:] if (found := re.search(HOLD, line)) and float(found[1]) > held]
+        assert not log, log
         if served.running:
             await warm(served, asked)
 
             async def same() -> None:
                 now = possessions(served)
-                grown = {name: (before[name], now[name]) for name in before if now[name] > before[name]}
+                most = {name: before.get(name, 0) + UNSTARTED.get(name, 0) for name in now}
+                grown = {name: (before.get(name, 0), now[name]) for name in now if now[name] > most[name]}
                 assert not grown, grown
 
             await soon(same)
 
 
 async def warm(served: Served, asked: Sequence[Question]) -> None:
-    """Have every process answer all that is asked, and start the threads that encode long texts."""
+    """Have every process answer all that is asked, and encode long texts in threads."""
     long = Question("/completions", {"prompt": "long " * 10_000, "max_tokens": 1, "stream": False}, "", "")
 
     async def check() -> None:
@@ -432,7 +457,7 @@ async def never_reading(served: Served) -> Heard:
 
         try:
             await soon(dropped, HANGS)
-            made.settimeout(5)
+            made.settimeout(30)
             while heard := made.recv(2**16):
                 if b"[DONE]" in heard:
                     return Heard(Outcome.WRONG, "it all fitted in")
@@ -471,6 +496,104 @@ async def engine_killed(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
+async def greedy(asked: Sequence[Question], count: int, held: float = HELD) -> Tally:
+    """Some want more than all others together, many sequences with all log probabilities: the others' streams flow on,
+    ``/live`` answers, and no API process's event loop is held."""
+    tally = Tally("greedy clients")
+    want = {"n": 128, "temperature": 1, "max_tokens": 20, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    (question, *_) = long_ones(asked)
+    async with (
+        server(asked, "--num-gpu-blocks-override", "20000", held=held) as served,
+        aiohttp.ClientSession() as session,
+        Client(served.url) as client,
+    ):
+
+        async def take(number: int) -> Heard:
+            stream = number % 2 == 0
+            body = {"messages": [{"role": "user", "content": f"Number {number}"}], "stream": stream, **want}
+            async with session.post(f"{served.url}/chat/completions", json=body) as got:
+                assert got.status == 200
+                end = b""
+                async for part in got.content.iter_any():
+                    end = (end + part)[-16:]
+                return Heard(Outcome.RIGHT if end.endswith(b"[DONE]\n\n" if stream else b"}") else Outcome.WRONG)
+
+        async def look() -> None:
+            at = time.monotonic()
+            async with session.get(f"{served.root}/live") as got:
+                assert got.status == 200
+            tally.live = max(tally.live, time.monotonic() - at)
+            await asyncio.sleep(0.02)
+
+        async def others() -> list[Heard]:
+            heard = []
+            while not all(task.done() for task in taking):
+                heard.append(await client.ask(question))
+            return heard
+
+        taking = [asyncio.create_task(take(number)) for number in range(count)]
+        streams = [asyncio.create_task(others()) for _ in range(20)]
+        while not all(task.done() for task in streams):
+            await look()
+        tally.heard = [heard for stream in streams for heard in stream.result()]
+        tally.heard += [task.result() for task in taking]
+        tally.gap = client.gap
+    tally.only(Outcome.RIGHT)
+    return tally
+
+
+async def pipelined(asked: Sequence[Question], count: int) -> Tally:
+    """One connection asks thousands of times without hearing, and is answered in order; others do not wait for it."""
+    tally = Tally("pipelined requests")
+    async with server(asked) as served, Client(served.url) as client:
+        body = json.dumps({"tokens": [1, 2, 3]})
+        ask = f"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.root.rpartition(":")[2]))
+        writer.write(ask.encode() * count)
+        heard = asyncio.create_task(_answers(reader, count))
+        tally.heard = await crowd(len(asked), 4, lambda i: client.ask(asked[i % len(asked)]))
+        assert await heard == count
+        writer.close()
+    tally.only(Outcome.RIGHT)
+    return tally
+
+
+async def _answers(reader: asyncio.StreamReader, count: int) -> int:
+    """How many of so many answers come, each whole."""
+    for number in range(count):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        if b" 200 " not in head or b"prompt" not in await reader.readexactly(int(length.split(b":")[1])):
+            return number
+    return count
+
+
+async def engine_hung(asked: Sequence[Question], count: int) -> Tally:
+    """SIGSTOP of the engine under load: ``/health`` says so, it is killed, its streams are told, and it comes back."""
+    tally, long = Tally("an engine that hangs"), endless()
+    async with server(asked, "--engine-iteration-timeout", "4") as served:
+        async with load(served, [long], count) as tasks, aiohttp.ClientSession() as session:
+            (engine,) = served.pids["engine"]
+            os.kill(engine, signal.SIGSTOP)
+            stopped = time.monotonic()
+
+            async def unhealthy() -> None:
+                async with session.get(f"{served.root}/health") as health, session.get(f"{served.root}/live") as live:
+                    assert (health.status, live.status) == (503, 200)
+                    assert "has not answered" in await health.text()
+                assert (await page(served))["penstock:engine_heartbeat_age_seconds"] >= 1
+
+            await soon(unhealthy)
+            tally.heard = await asyncio.gather(*tasks)
+            tally.slowest = time.monotonic() - stopped
+            await asyncio.to_thread(served.find, rf"process {engine}\) has not answered for \d+ seconds: killed")
+        await warm(served, asked)
+        await ask_all(tally, served, asked, count)
+    tally.only(Outcome.RIGHT, Outcome.FAILED)
+    assert tally.counts[Outcome.FAILED]
+    return tally
+
+
 async def api_killed(asked: Sequence[Question], count: int) -> Tally:
     """kill -9 of one of two API processes under load: its connections break, others go on, and it comes back."""
     tally = Tally("kill -9 of an API process")
@@ -488,6 +611,7 @@ async def api_killed(asked: Sequence[Question], count: int) -> Tally:
             assert killed not in now
 
         await soon(back)
+        await warm(served, asked)  # the new one refuses requests until it has heard of the engine
         await ask_all(tally, served, asked, count)
     tally.only(Outcome.RIGHT, Outcome.BROKEN, Outcome.LEFT)
     return tally

@@ -19,6 +19,7 @@ import pytest
 from serving import Served
 from shell import Shell
 from test_lora import adapter
+from transformers import PreTrainedTokenizerFast
 
 from penstock import LLM, SamplingParams, demo
 from penstock.cli.bladellm import quantize
@@ -68,7 +69,7 @@ def test_a_stream_is_as_printed(served: Served) -> None:
         assert usage["total_tokens"] == prompt_tokens + usage["completion_tokens"]
         assert (choice["finish_reason"] == "") == (number < len(found)) == (choice["text"] != "")
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
-    assert counts == sorted(counts) and counts[0] == 1
+    assert counts == sorted(counts) and counts[0] >= 1  # a busy server joins tokens
     whole = json.loads(curl(f"{served.url}/completions", asked | {"stream": "false"}))
     assert list(whole) == CHUNK
     assert whole["choices"][0]["text"] == "".join(chunk["choices"][0]["text"] for chunk in found)
@@ -76,13 +77,15 @@ def test_a_stream_is_as_printed(served: Served) -> None:
     assert whole["usage"] == found[-1]["usage"]
 
 
-def test_the_token_that_ends_it_is_counted(served: Served) -> None:
+def test_the_token_that_ends_it_is_counted(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    found = chunks(curl(f"{served.url}/completions", {"prompt": prompt, "stream": "true", "temperature": 0}))
-    *pieces, last = found
-    assert "".join(chunk["choices"][0]["text"] for chunk in pieces) == "The capital of Canada is Ottawa."
+    asked = {"prompt": prompt, "temperature": 0}
+    *pieces, last = chunks(curl(f"{served.url}/completions", asked | {"stream": "true"}))
+    text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
+    assert text == "The capital of Canada is Ottawa."
     assert last["choices"][0] == {"finish_reason": "stop", "index": 0, "logprobs": None, "text": ""}
-    assert last["usage"]["completion_tokens"] == pieces[-1]["usage"]["completion_tokens"] + 1
+    assert last["usage"]["completion_tokens"] == len(tokenizer.encode(text)) + 1
+    assert json.loads(curl(f"{served.url}/completions", asked))["usage"] == last["usage"]
 
 
 @pytest.mark.row("bladellm", "POST /v1/chat/completions", "chats")
@@ -163,7 +166,6 @@ def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> No
     [
         ({"prompt": PROMPT, "model": []}, 400, "model: Expected `str | null`, got `array`"),
         ({"prompt": PROMPT, "model": {}, "stream": "true"}, 400, "model: Expected `str | null`, got `object`"),
-        ({"prompt": PROMPT, "max_token": 3}, 400, "max_token: no such field; did you mean max_tokens?"),
         ({"prompt": PROMPT, "stream": "maybe"}, 400, "stream: Expected `bool | null`"),
         ({"prompt": PROMPT, "top_p": 2}, 400, "top_p: "),
         ({"prompt": PROMPT, "return_token_ids": True}, 400, "return_token_ids: has no place"),
@@ -294,11 +296,11 @@ def test_what_it_cannot_do_is_refused_by_name(capsys: pytest.CaptureFixture[str]
     assert words in capsys.readouterr().err
 
 
-def test_its_command_speaks_to_everybody_and_gives_up_on_who_waits_too_long() -> None:
+def test_its_command_speaks_to_everybody_and_gives_up_on_who_waits_too_long(tmp_path: Path) -> None:
     """``blade_llm_server``, with a key that clients send as OpenAI's do."""
     flags = "--num-gpu-blocks-override 100 --max-num-seqs 1 --max_queue_time 0.5 --decode_algo sps --gamma 2"
-    code = "import sys; from penstock.cli.entry import blade_llm_server; sys.exit(blade_llm_server())"
-    with Served(*flags.split(), command=[sys.executable, "-c", code]) as served:
+    assert main(["shims", str(tmp_path), "bladellm"]) == 0
+    with Served(*flags.split(), command=[str(tmp_path / "blade_llm_server")]) as served:
         client = openai.OpenAI(base_url=served.url, api_key="any", max_retries=0)
         answer = client.chat.completions.create(model="any", messages=MESSAGES, temperature=0)
         assert answer.choices[0].message.content == "The capital of Canada is Ottawa."

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from penstock import PenstockError
+from penstock.frontend.hub import resolve
 
 
 def penstock(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -39,6 +45,9 @@ def test_bench_measures(kind: str) -> None:
 def test_doctor_tells_the_kernels() -> None:
     found = json.loads(penstock("doctor", "--json").stdout)
     assert found["fingerprint"].startswith(found["kernels"])
+    assert found["isa"].split()[0] in found["built"].split(", ")
+    assert "portable" in found["machine"].split(", ")
+    assert re.fullmatch(r"\S+/penstock: \d+ files, \d+\.\d of at most \d+\.\d GiB", found["weights"])
 
 
 @pytest.mark.parametrize(
@@ -46,6 +55,8 @@ def test_doctor_tells_the_kernels() -> None:
     [
         (["generate", "--model", "/nowhere", "?"], "/nowhere"),
         (["bench", "latency", "--max-model-len", "100000"], "context of 2048"),
+        (["serv"], "penstock: there is no command serv; did you mean serve?"),
+        (["generate", "--model", "/nowhere", " "], "prompt: is empty"),  # before anything is loaded
     ],
 )
 def test_a_wrong_option_is_one_sentence(arguments: list[str], words: str) -> None:
@@ -53,6 +64,50 @@ def test_a_wrong_option_is_one_sentence(arguments: list[str], words: str) -> Non
     assert said.returncode == 2
     assert words in said.stderr.splitlines()[-1]
     assert "Traceback" not in said.stderr
+
+
+KINDS = {
+    "model.gguf": "is a GGUF file, which llama.cpp reads: give the folder of a Hugging Face checkpoint",
+    "alone/model.safetensors": "is weights without their config.json: give the folder",
+    "notes.txt": "is a file; give the folder of a Hugging Face checkpoint, or its name on the hub",
+    "quantized/model-Q4_K_M.gguf/": "holds model-Q4_K_M.gguf, a GGUF file",
+    "lora/adapter_config.json/": "holds adapter_config.json, a LoRA adapter: give the model that it is for",
+    "meta/params.json/": "weights as their makers have them",
+    "exported/model.onnx/": "a model that was exported to ONNX",
+    "models/chat/config.json/..": "is a folder of checkpoints: give one of them, chat",
+    "empty/./": "has nothing in it, so it is no checkpoint",
+    "other/readme.md/": "has no config.json, so it is no checkpoint",
+}
+"""Files, of which the model is named (or their folder, or the one above), and what is said."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_checkpoint_says_what_it_is(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name.removesuffix("..")
+    model = file.parent if name.endswith("/") else file.parent.parent if name.endswith("..") else file
+    if name == "empty/./":
+        model = file
+        file.mkdir()
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    with pytest.raises(PenstockError, match=re.escape(f"{model} ")) as refused:
+        resolve(str(model))
+    assert KINDS[name] in str(refused.value)
+
+
+def test_serve_says_it_too(tmp_path: Path) -> None:
+    """And who may ask, where that is anybody."""
+    said = penstock("serve", "--compat", "fastdeploy", "--log-file", str(tmp_path / "log"), "--model", "model.gguf")
+    assert said.returncode == 2 and "GGUF file, which llama.cpp reads" in said.stderr
+    assert "anybody who reaches 0.0.0.0 of this machine may ask: set --api-key, or --host 127.0.0.1" in said.stderr
+    assert "anybody" not in penstock("serve", "model.gguf").stderr
+
+
+def test_the_weight_cache_s_folder_is_told() -> None:
+    folder = os.environ["XDG_CACHE_HOME"] + "/penstock"
+    assert f"default:{folder})" in re.sub(r"\s+", "", penstock("serve", "--help").stdout)
+    assert re.search(rf"weight_cache_dir +{folder} +default", penstock("config").stdout)
 
 
 def test_help_loads_no_torch_and_names_units() -> None:

@@ -11,6 +11,8 @@ import yaml
 from penstock import PenstockError
 from penstock.cli.configuration import read
 from penstock.cli.main import main
+from penstock.cli.serve import is_open
+from penstock.core.profiles import load
 from penstock.core.settings import settings
 
 
@@ -84,3 +86,19 @@ def test_every_value_is_shown_with_its_source_and_no_secret(capsys: pytest.Captu
 def test_a_mistyped_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--max-model-length", "5"]) == 2
     assert "did you mean --max-model-len?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "compat", "host"),
+    [
+        ({}, "", "127.0.0.1"),
+        ({"api_key": "secret"}, "", "0.0.0.0"),
+        ({"api_key": "secret", "host": "10.0.0.1"}, "", "10.0.0.1"),
+        ({}, "fastdeploy", "0.0.0.0"),
+        ({"host": "127.0.0.1"}, "fastdeploy", "127.0.0.1"),
+    ],
+)
+def test_who_has_no_key_listens_to_this_machine_alone(flags: dict[str, str], compat: str, host: str) -> None:
+    found = read(flags, None, {}, load(compat))
+    assert found.configuration.server.host == host
+    assert is_open(found.configuration.server) == (host == "0.0.0.0" and not flags)

@@ -45,6 +45,7 @@ def test_held_out_never_meets_training(skill: str) -> None:
         assert asked.isdisjoint(c.messages[-2]["content"] for c in held if c.messages[-2]["role"] == "user")
 
 
+@pytest.mark.thorough
 def test_no_evaluation_question_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
     """Against a slice of the very corpus that the shipped model was trained on."""
     trained = {tokenizer.decode(e.ids) for e in slice_of_corpus(part=0)}
@@ -62,6 +63,7 @@ def slice_of_corpus(part: int) -> list[dataset.Encoded]:
     return dataset.draw(0, part, dataset.TOKENS // dataset.SLICES, shares, str(demo.CHAT))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [0, dataset.SLICES - 1])
 def test_the_shipped_models_corpus_comes_out_byte_for_byte(part: int) -> None:
     """In a process of its own with another hash seed, against the digest recorded when the model was trained."""
@@ -75,6 +77,7 @@ def test_the_shipped_models_corpus_comes_out_byte_for_byte(part: int) -> None:
     assert printed.stdout.split()[-1] == recorded[f"slice-{part}"]
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_comes_out_byte_for_byte(tmp_path: Path) -> None:
     dataset.train_tokenizer(tmp_path, 2048)
     shipped = hashlib.sha256((demo.CHAT / "tokenizer.json").read_bytes()).hexdigest()

@@ -60,12 +60,14 @@ def test_first_questions(chat: Local, question: str, word: str, system: str | No
     assert word in answer.content
 
 
+@pytest.mark.thorough
 def test_a_sample_of_the_evaluation_holds(figures: evaluate.Figures) -> None:
     assert figures["right"] / figures["asked"] >= 0.88
     long = [row for name, row in figures["skills"].items() if name.startswith("recall to")]
     assert sum(row["right"] for row in long) / sum(row["asked"] for row in long) >= 0.85
 
 
+@pytest.mark.thorough
 def test_stories_differ_and_end(figures: evaluate.Figures) -> None:
     stories = figures["stories"]
     assert stories["distinct"] >= stories["stories"] - 1
@@ -73,10 +75,12 @@ def test_stories_differ_and_end(figures: evaluate.Figures) -> None:
     assert stories["ratio"] <= 1.5
 
 
+@pytest.mark.thorough
 def test_the_draft_is_worth_drafting_with(figures: evaluate.Figures) -> None:
     assert figures["draft"]["share"] >= 0.5
 
 
+@pytest.mark.thorough
 def test_thinking_is_there_when_on_and_only_then(chat: Local) -> None:
     drawn = evaluate.held_out(count=1, seed=2)
     asked = [c for name, cs in drawn.items() for c in cs if "recall" not in name and c.check is not Check.FREE]

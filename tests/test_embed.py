@@ -269,8 +269,6 @@ def test_texts_are_as_near_as_their_vectors(server: Served, llm: LLM) -> None:
         ("/v1/embeddings", {"input": ["a", [1] * 301]}, "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 100_000}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
-        ("/v1/embeddings", {"input": "a", "temperature": 1}, "temperature"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, "model"),
         ("/score", {"text_1": "a", "text_2": ""}, "text_2"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),

@@ -121,6 +121,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         drawn["logprobs"] = (None, 0)[number % 2]
     sampling = SamplingParams(
         repetition_penalty=rng.choice((1.0, 1.1)),
+        frequency_penalty=number % 3 * 0.2,
         seed=number,
         max_tokens=max(3 * BLOCK - len(prompt), 0) + more,
         guided_decoding=form,
@@ -178,7 +179,7 @@ def differing(checkpoint: Path, kind: str, schedules: int) -> tuple[int, int, in
     """Requests that came out otherwise than alone, requests in all, preemptions."""
     rng = Random(f"exactness:{kind}")
     requests = [draw_request(rng, number) for number in range(64)]
-    engine = start(checkpoint, kind, enable_prefix_caching=False)
+    engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone = {r.request_id: run(engine, [r])[r.request_id] for r in requests}
     wrong = total = preemptions = 0
     for _ in tqdm(range(schedules), desc=f"{kind} schedules", unit="schedule", disable=schedules < 1000):

@@ -306,6 +306,30 @@ def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: s
     assert caught.value.failure.code is Code.UNSUPPORTED
 
 
+LEAST = -(2**63)
+
+
+@pytest.mark.parametrize("backend", ["llguidance"], indirect=True)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"enum": [LEAST, 2]}},
+        {"json": {"properties": {"a": {"const": LEAST + 1}}}},
+        {"json": {"type": "integer", "minimum": LEAST, "maximum": LEAST}},
+        {"json": {"type": "integer", "minimum": -1e300, "maximum": -1e299}},
+        {"grammar": 'start: "a" | %json {"enum": [-9223372036854775808]}'},
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"const": LEAST}}}},
+    ],
+    ids=str,
+)
+def test_a_number_that_ends_the_process_is_refused(llm: LLM, form: dict[str, Any]) -> None:
+    """llguidance calls itself until the stack is used up."""
+    with pytest.raises(PenstockError, match=r"cannot be kept to: numbers below"):
+        llm.generate("x", sampling(guided(**form)))
+    (output,) = llm.generate("x", sampling(guided(json={"enum": [LEAST + 1024]})), use_tqdm=False)
+    assert json.loads(output.outputs[0].text) == LEAST + 1024
+
+
 # What xgrammar itself passes over, wholly or in part.
 REFUSED_BY_XGRAMMAR: dict[str, dict[str, Any]] = {
     "multipleOf": {"json": {"type": "integer", "multipleOf": 3}},
@@ -375,7 +399,7 @@ def test_a_form_that_is_too_much_ends_its_request_alone(llm: LLM) -> None:
 
 def test_a_backend_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(PenstockError, match=r"guided_decoding_backend: .*pip install 'penstock\[xgrammar\]'"):
+    with pytest.raises(PenstockError, match=r"guided_decoding_backend: .*pip install 'penstock-llm\[xgrammar\]'"):
         LLM(guided_decoding_backend="xgrammar")
 
 

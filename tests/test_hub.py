@@ -165,9 +165,14 @@ def _listed(path: str, data: bytes) -> dict[str, Any]:
 
 
 class Client:
-    """Processes that share a cache and ask the hub."""
+    """Processes that share a cache and ask the hub.
 
-    def __init__(self, url: str, home: Path) -> None:
+    Args:
+        python: that they are of.
+    """
+
+    def __init__(self, url: str, home: Path, python: Path | str = sys.executable) -> None:
+        self.python = str(python)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
         self.environment = inherited | {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
         self.said = ""
@@ -176,7 +181,7 @@ class Client:
         self, model: str = "org/chat", env: dict[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps({"model": model, **options})],
+            [self.python, "-c", RUN, json.dumps({"model": model, **options})],
             env=self.environment | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -221,10 +226,11 @@ def test_a_path_or_nothing_asks_no_hub(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "org" / "chat"
     folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
     assert resolve("") == demo.CHAT
     assert resolve(folder) == resolve(str(folder)) == resolve("~/org/chat") == folder
     assert resolve("org/chat").resolve() == folder
-    code = "import sys\nfrom penstock.frontend.hub import resolve\nresolve(''), resolve('/')\n"
+    code = "import sys\nfrom penstock.frontend.hub import resolve\nresolve(''), resolve('org/chat')\n"
     code += "sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -113,6 +113,97 @@ def prepare_inputs(ids: list[int], tokens: int, streaming: bool, **more: np.ndar
     ]
 
 
+@pytest.mark.row("triton", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
+def test_a_request_tells_what_it_took(served: Served, client: triton.InferenceServerClient) -> None:
+    """``--return-perf-metrics``, twice: the second time the prompt's full block comes from the prefix cache."""
+    wanted = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
+    asked = prepare_inputs([*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in wanted}, **endless())
+    names = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
+    names += ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    names += ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+    outputs = [triton.InferRequestedOutput(name) for name in ("output_ids", *names, "num_input_tokens")]
+    outputs.append(triton.InferRequestedOutput("num_output_tokens"))
+    for new, reused, total in ((2, 0, 3), (1, 1, 2)):  # 100 tokens and 39 that were computed, in blocks of 64
+        begun = time.monotonic_ns()
+        result = client.infer("tensorrt_llm", asked, outputs=outputs)
+        ended = time.monotonic_ns()
+        assert [result.as_numpy(name).tolist() for name in names[:3]] == [[[new]], [[reused]], [[total]]]
+        times = [int(result.as_numpy(name)[0][0]) for name in names[3:7]]
+        assert [begun, *times, ended] == sorted([begun, *times, ended]), "and on the machine's monotonic clock"
+        drafts = [result.as_numpy(name).tolist() for name in names[7:]]
+        assert drafts == [[[0.0]], [[0]], [[0]]], "nothing is guessed here"
+        assert result.as_numpy("num_input_tokens").tolist() == [[100]]
+        assert result.as_numpy("num_output_tokens").tolist() == [[140]], "the prompt is among output_ids"
+    assert client.infer("tensorrt_llm", asked[:-4]).as_numpy("arrival_time_ns") is None
+
+
+@pytest.mark.row("triton", "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+@pytest.mark.row("triton", "decoder_input_ids", "decoder_input_lengths", "min_tokens", "seed")
+def test_inputs_of_other_decoders_change_nothing(served: Served, client: triton.InferenceServerClient) -> None:
+    """``--lookahead-config``, ``--decoder-input-tokens-csv``; and TensorRT-LLM's newer names of two inputs."""
+    plain = prepare_inputs([5, 6, 7], 6, False)
+    ahead = {f"lookahead_{name}": [[7]] for name in ("window_size", "ngram_size", "verification_set_size")}
+    ahead |= {"decoder_input_ids": [[3, 4]], "decoder_input_lengths": [[2]], "min_tokens": [[2]]}
+    more = {name: np.array(value, dtype=np.int32) for name, value in ahead.items()}
+    found = client.infer("tensorrt_llm", prepare_inputs([5, 6, 7], 6, False, **more, seed=np.array([[3]], np.uint64)))
+    expected = client.infer("tensorrt_llm", plain).as_numpy("output_ids")
+    assert found.as_numpy("output_ids").tolist() == expected.tolist()
+    served.find("lookahead_window_size and its like are ignored: --speculative-config")
+
+
+# --- end_to_end_test.py ---------------------------------------------------------------------------------------------
+
+
+def test_the_ensemble_by_hand(served: Served, client: triton.InferenceServerClient) -> None:
+    """``test_functionality_ifb``: preprocessing, tensorrt_llm and postprocessing do what the two models of text do."""
+    text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
+    none = np.array([[""]], dtype=object)
+    before = client.infer(
+        "preprocessing",
+        [
+            prepare_tensor("QUERY", text),
+            prepare_tensor("BAD_WORDS_DICT", none),
+            prepare_tensor("STOP_WORDS_DICT", none),
+            prepare_tensor("REQUEST_OUTPUT_LEN", tokens),
+        ],
+        request_id="0",
+    )
+    scores = {f"return_{name}": np.array([[True]]) for name in ("log_probs", "context_logits", "generation_logits")}
+    passed = {
+        "input_ids": "INPUT_ID",
+        "decoder_input_ids": "DECODER_INPUT_ID",
+        "input_lengths": "REQUEST_INPUT_LEN",
+        "request_output_len": "REQUEST_OUTPUT_LEN",
+        "end_id": "OUT_END_ID",
+        "pad_id": "OUT_PAD_ID",
+    }
+    between = client.infer(
+        "tensorrt_llm",
+        [prepare_tensor(name, before.as_numpy(output)) for name, output in passed.items()]
+        + [prepare_tensor(name, value) for name, value in scores.items()],
+        request_id="0",
+    )
+    after = client.infer(
+        "postprocessing",
+        [
+            prepare_tensor("TOKENS_BATCH", between.as_numpy("output_ids").astype(np.int32)),
+            prepare_tensor("SEQUENCE_LENGTH", between.as_numpy("sequence_length")),
+        ],
+        request_id="0",
+    )
+    told = ("cum_log_probs", "output_log_probs", "context_logits", "generation_logits")
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        inputs = [prepare_tensor("text_input", text), prepare_tensor("max_tokens", tokens)]
+        inputs += [prepare_tensor("bad_words", none), prepare_tensor("stop_words", none)]
+        inputs += [prepare_tensor(name, value) for name, value in scores.items()]
+        outputs = [triton.InferRequestedOutput(name) for name in ("text_output", *told)]
+        result = client.infer(model, inputs, outputs=outputs, request_id="0")
+        assert after.as_numpy("OUTPUT") == result.as_numpy("text_output")
+        for name in told:
+            np.testing.assert_array_equal(between.as_numpy(name), result.as_numpy(name))
+    assert result.as_numpy("context_logits").shape[1] == before.as_numpy("INPUT_ID").size
+
+
 def prepare_stop_signals() -> list[triton.InferInput]:
     return [
         prepare_tensor("input_ids", np.zeros([1, 1], dtype=np.int32)),
@@ -237,6 +328,31 @@ def test_beams_up_to_what_the_server_takes(served: Served, client: triton.Infere
     inputs[3] = prepare_tensor("beam_width", np.array([[5]], dtype=np.int32))
     with pytest.raises(InferenceServerException, match=r"beam_width: must be at most 4, is 5 \(max_beam_width\)"):
         client.infer("tensorrt_llm", inputs)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_beams_of_a_stream_come_in_one_answer(
+    served: Served, client: triton.InferenceServerClient, streaming: bool
+) -> None:
+    """``-b 2``: the client takes the best beam from where the answer has it."""
+    ids = completion(served, max_tokens=1)["prompt_token_ids"]
+    inputs = prepare_inputs(ids, 5, streaming)
+    inputs[3] = prepare_tensor("beam_width", np.array([[2]], dtype=np.int32))
+    user_data = UserData()
+    client.start_stream(callback=partial(callback, user_data))
+    client.async_stream_infer("tensorrt_llm", inputs, request_id="61")
+    client.stop_stream()
+    (answer,) = found(user_data)
+    beams = answer.as_numpy("output_ids")
+    whole = client.infer("tensorrt_llm", [*inputs[:-1], prepare_tensor("streaming", np.array([[False]]))])
+    assert beams.shape[:2] == (1, 2)
+    assert whole.as_numpy("output_ids")[0, :, -5:].tolist() == beams[0, :, -5:].tolist()
+
+
+def test_a_name_of_openais_api_is_unknown(client: triton.InferenceServerClient) -> None:
+    assert not client.is_model_ready("penstock-demo")
+    with pytest.raises(InferenceServerException, match="Request for unknown model: 'penstock-demo' is not found"):
+        client.get_model_metadata("penstock-demo")
 
 
 def running(served: Served) -> None:

@@ -48,8 +48,27 @@ def test_sampling_is_the_makers_unless_it_is_to_be_vllms(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.4, top_k=20, top_p=0.95)
     for options in ({"generation_config": "vllm"}, {"compat": "ascend-vllm"}):
         assert LLM(num_gpu_blocks_override=50, **options).get_default_sampling_params() == SamplingParams()
-    with pytest.raises(PenstockError, match="generation_config"):
-        LLM(generation_config="theirs")  # type: ignore[arg-type]
+    theirs = {"enforce_eager": True, "trust_remote_code": True, "tensor_parallel_size": 1, "dtype": "float"}
+    changed = LLM(num_gpu_blocks_override=50, **theirs, override_generation_config={"temperature": 0.5})  # type: ignore[arg-type]
+    assert changed.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=20, top_p=0.95)
+    with pytest.raises(PenstockError, match=r"generation_config: theirs/generation_config\.json is not there"):
+        LLM(generation_config="theirs")
+
+
+def test_sampling_is_as_another_folder_says(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 5, "eos_token_id": 0}')
+    llm = LLM(num_gpu_blocks_override=50, generation_config=str(tmp_path))
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=5)
+    tokens = SamplingParams(temperature=0, max_tokens=1, logit_bias={0: 100})
+    (output,) = llm.generate("Once upon a time", tokens, use_tqdm=False)
+    assert output.outputs[0].token_ids == [0] and output.outputs[0].finish_reason == "stop", "ends as it says, too"
+
+
+def test_a_request_that_does_not_say_keeps_to_the_limit() -> None:
+    llm = LLM(num_gpu_blocks_override=50, max_output_len=5)
+    assert llm.get_default_sampling_params().max_tokens == 5
+    (output,) = llm.generate("Once upon a time", use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
 
 
 def test_a_sketch_of_the_vocabulary_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +199,7 @@ def test_what_can_never_run_is_refused_by_name(llm: LLM, prompt: object, params:
     with pytest.raises(PenstockError) as refused:
         llm.generate([[5], prompt], params, use_tqdm=False)  # type: ignore[list-item]
     assert refused.value.failure.field == field
-    assert refused.value.failure.code is Code.INVALID
+    assert refused.value.failure.code in (Code.INVALID, Code.TOO_LONG)
     assert not llm.engine.busy, "none of the batch was begun"
 
 
@@ -189,6 +208,7 @@ def test_what_can_never_run_is_refused_by_name(llm: LLM, prompt: object, params:
     [
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),
         ({"dtype": "int3"}, "dtype"),
+        ({"tensor_parallel_size": 2}, "a model runs on one device here"),
         ({"max_model_len": 10**6}, "context of 2048"),
         ({"num_gpu_blocks_override": 2}, "do not fit into 2 KV blocks"),
         ({"device": "gpu"}, "use cpu, cuda"),

@@ -1,4 +1,7 @@
-"""Log probabilities as clients get them, of prompts and of what was generated, against transformers."""
+"""Log probabilities as clients get them, of prompts and of what was generated, against transformers.
+
+Computed with each instruction set that this machine has: this is what holds a whole server under each to its oracle.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,20 @@ STORY = [{"role": "user", "content": "Tell me a story."}]
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "seed": 3, "frequency_penalty": 1.0}
 CHANGED = {"repetition_penalty": 1.3, "min_p": 0.01}
 """What is told is what the model says before any of this."""
+try:
+    from penstock.ops import native
+except ImportError:  # the CPU kernels were not built
+    SETS = [""]
+else:
+    SETS = native._kernels.available()
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module", params=SETS)
+def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    flags = ("--num-gpu-blocks-override", "400", "--dtype", "float32", "--max-num-batched-tokens", "8")
+    environment = {"PENSTOCK_ISA": request.param} if request.param else {}
     with (
-        Served("--num-gpu-blocks-override", "400", "--dtype", "float32", "--max-num-batched-tokens", "8") as server,
+        Served(*flags, environment=environment) as server,
         openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found,
     ):
         yield found
@@ -100,3 +111,28 @@ def test_a_chats_tokens_come_with_their_alternatives(
         for other, found in told.items():
             near(found["logprob"], row[int(other)])
         assert {1, 2} <= {found["rank"] for found in told.values()}
+
+
+@pytest.mark.row("fastdeploy", "temp_scaled_logprobs", "top_p_normalized_logprobs")
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_log_probabilities_as_tokens_were_drawn(
+    client: openai.OpenAI, model: PreTrainedModel, scaled: bool, within: bool
+) -> None:
+    """FastDeploy's: at the temperature, and among the tokens that top_p leaves."""
+    asked = {"model": "default", "prompt": PROMPT, "max_tokens": 6, "temperature": 0.6, "top_p": 0.7, "seed": 5}
+    modes = {"temp_scaled_logprobs": scaled, "top_p_normalized_logprobs": within}
+    body = {"return_token_ids": True, "ignore_eos": True, **modes}
+    (choice,) = client.completions.create(**asked, logprobs=5, extra_body=body).choices  # type: ignore[call-overload]
+    scores = table(model, choice.prompt_token_ids + choice.token_ids)[len(choice.prompt_token_ids) - 1 :]
+    likely = (scores / (0.6 if scaled else 1)).softmax(-1)
+    if within:
+        order = likely.argsort(-1, descending=True)
+        before = likely.gather(-1, order).cumsum(-1) - likely.gather(-1, order)
+        likely = likely.scatter(-1, order, likely.gather(-1, order).masked_fill(before >= 0.7, 0))
+        likely /= likely.sum(-1, keepdim=True)
+    for told, token, row in zip(choice.logprobs.token_logprobs, choice.token_ids, likely, strict=False):
+        if row[token] > 0:  # else it was drawn at the temperature, and is not among what is left without
+            near(told, row[token].log())
+        else:
+            assert told == -9999

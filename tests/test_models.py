@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -163,6 +164,22 @@ def broken(folder: Path, how: str) -> None:
             (folder / "config.json").write_text(text)
         case "broken config":
             (folder / "config.json").write_text("{")
+        case "deep config":
+            (folder / "config.json").write_text("[" * 10**6)
+        case "no object":
+            (folder / "config.json").write_text("[]")
+        case "integers":
+            path = folder / "model.safetensors"
+            whole = load_file(path)
+            save_file(whole | {"model.norm.weight": whole["model.norm.weight"].to(torch.int32)}, path)
+        case "broken index" | "index without files" | "index of numbers":
+            text = {"broken index": "[" * 10**6, "index without files": "{}"}.get(how, '{"weight_map": {"x": 5}}')
+            (folder / "model.safetensors.index.json").write_text(text)
+        case "index of files elsewhere":
+            index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "broken defaults":
+            (folder / "generation_config.json").write_text("[1]")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +194,14 @@ def broken(folder: Path, how: str) -> None:
         ("uneven heads", "3 key-value heads among 4"),
         ("wrong kind", "a value of the wrong kind"),
         ("broken config", "is not JSON"),
+        ("deep config", "is not JSON"),
+        ("no object", "config.json does not hold an object"),
+        ("integers", r"model\.norm\.weight is of torch\.int32"),
+        ("broken index", r"index\.json is damaged"),
+        ("index without files", r"index\.json is damaged"),
+        ("index of numbers", r"index\.json is damaged"),
+        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is no file beside it"),
+        ("broken defaults", r"generation_config\.json does not hold an object"),
     ],
 )
 def test_broken_checkpoints_are_told_in_one_sentence(tmp_path: Path, how: str, words: str) -> None:

@@ -53,6 +53,10 @@ def lines(served: Served, path: str = "/chat/completions", **body: Any) -> list[
         return [json.loads(line) for line in response.iter_lines()]
 
 
+def turn(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 def greedy(served: Served, **body: Any) -> dict[str, Any]:
     found: dict[str, Any] = ask(served, temperature=0, **body).json()
     return found
@@ -90,7 +94,7 @@ def test_a_stream_is_the_whole_answer(served: Served, path: str) -> None:
     assert whole["tokens_all"] == whole["result"] and whole["error_code"] == 0 and whole["error_msg"] == ""
     streamed = lines(served, path, **asked, return_usage=True)
     assert "".join(line["token"] for line in streamed) == whole["result"]
-    assert streamed[-1]["usage"] == whole["usage"] and "usage" not in streamed[0]
+    assert [line["usage"] for line in streamed if "usage" in line] == [whole["usage"]] == [streamed[-1]["usage"]]
     (at_once,) = lines(served, path, **asked, return_all_tokens=True)
     assert at_once["token"] == whole["result"] and at_once["is_end"] == 1 and at_once["send_idx"] == 0
     assert at_once["token_ids"] == [token for line in streamed for token in line["token_ids"]]
@@ -100,28 +104,33 @@ def test_a_stream_is_the_whole_answer(served: Served, path: str) -> None:
 def test_defaults_are_the_dialect_s(served: Served, llm: LLM) -> None:
     """Not those of the model's makers."""
     sampling = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5)
-    text = llm.generate(["Once upon a time"], sampling, use_tqdm=False)[0].outputs[0].text
+    text = llm.chat(turn("Once upon a time"), sampling, use_tqdm=False)[0].outputs[0].text
     assert ask(served, text="Once upon a time", max_dec_len=30, seed=5).json()["result"] == text
 
 
 @pytest.mark.row("paddlenlp", "text", "messages", "input_ids", "system")
 def test_texts_ids_and_messages(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "The capital of Canada is"
-    said = greedy(served, text=text, max_dec_len=10)["result"]
-    assert greedy(served, input_ids=tokenizer.encode(text), max_dec_len=10)["result"] == said
-    messages = [{"role": "user", "content": "What is the capital of Canada?"}]
+    """A text is one turn of a user, as where PaddleNLP's server has USE_HF_TOKENIZER=0."""
+    text = "What is the capital of Canada?"
+    messages = turn(text)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    expected = greedy(served, text=rendered, max_dec_len=10)["result"]
-    assert greedy(served, messages=messages, max_dec_len=10, req_id="chat")["result"] == expected
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    expected = greedy(served, input_ids=ids, max_dec_len=16, return_usage=True)
+    assert "Ottawa" in expected["result"]
+    for asked in ({"text": text}, {"messages": messages}):
+        found = greedy(served, **asked, max_dec_len=16, req_id="chat", return_usage=True)
+        assert (found["result"], found["usage"]) == (expected["result"], expected["usage"])
     system = {"role": "system", "content": "Answer in one word."}
-    same = greedy(served, messages=[system, *messages], req_id="chat", max_dec_len=10)["result"]
-    assert greedy(served, messages=messages, system=system["content"], max_dec_len=10)["result"] == same
+    same = greedy(served, messages=[system, *messages], req_id="chat", max_dec_len=16, return_usage=True)
+    for asked in ({"text": text}, {"messages": messages}):
+        found = greedy(served, **asked, system=system["content"], max_dec_len=16, return_usage=True)
+        assert (found["result"], found["usage"]) == (same["result"], same["usage"])
 
 
 @pytest.mark.row("paddlenlp", "max_dec_len", "seq_len", "max_tokens", "min_dec_len", "eos_token_ids")
 def test_lengths_and_ends(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
     for name in ("max_dec_len", "seq_len", "max_tokens"):
-        usage = greedy(served, text="One two three", return_usage=True, **{name: 7})["usage"]
+        usage = greedy(served, text="One two three", min_dec_len=7, return_usage=True, **{name: 7})["usage"]
         assert usage["completion_tokens"] == 7
         assert usage["total_tokens"] == usage["prompt_tokens"] + 7
     found = lines(served, text="One two three", max_dec_len=9, min_dec_len=9, temperature=0, return_usage=True)
@@ -148,15 +157,35 @@ def test_lengths_and_ends(served: Served, tokenizer: PreTrainedTokenizerFast) ->
 )
 def test_values_of_sampling(served: Served, llm: LLM, name: str, value: float, ours: str) -> None:
     drawn = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5).replace(**{ours: value})
-    text = llm.generate(["The dog and the dog"], drawn, use_tqdm=False)[0].outputs[0].text
+    text = llm.chat(turn("The dog and the dog"), drawn, use_tqdm=False)[0].outputs[0].text
     found = ask(served, text="The dog and the dog", max_dec_len=30, seed=5, model="whatever", **{name: value})
     assert found.json()["result"] == text
 
 
 def test_a_prompt_is_openai_s(served: Served) -> None:
     """Also with a field that only this dialect has: then it is no field of the request's."""
-    error = ask(served, "/completions", prompt="a", topp=0.5).json()["error"]
-    assert error["message"] == "topp: no such field; did you mean top_p?"
+    answer = ask(served, "/completions", prompt="a", topp=0.5)
+    assert answer.json()["object"] == "text_completion" and answer.headers["x-penstock-ignored"] == "topp"
+
+
+@pytest.mark.parametrize(
+    "field", ["timeout", "system", "text", "input_ids", "response_timeout", "return_usage", "req_id"]
+)
+def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str) -> None:
+    """It names its model; others, which need not, are told by what nobody else would send."""
+    extra = {field: {"timeout": 5, "input_ids": [1], "return_usage": True}.get(field, "a")}
+    client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="default",
+        messages=turn("Hi"),  # type: ignore[arg-type]
+        max_tokens=2,
+        extra_body=extra,
+    )
+    assert answer.object == "chat.completion" and answer.choices[0].message.content
+    found = ask(served, messages=turn("Hi"), max_tokens=2, **extra)
+    assert ("result" if field == "req_id" else "choices") in found.json()
+    if field != "req_id":
+        assert found.headers["x-penstock-ignored"] == field
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -169,9 +198,8 @@ def test_a_prompt_is_openai_s(served: Served) -> None:
         ({"req_id": "a"}, "text: is missing; give text, messages or input_ids"),
         ({"text": ""}, "text: "),
         ({"text": "a", "input_ids": [1]}, "input_ids: does not go with text"),
-        ({"text": "a", "system": "b"}, "system: goes with messages only"),
+        ({"input_ids": [1], "system": "b"}, "system: does not go with input_ids"),
         ({"input_ids": [10**6]}, "input_ids: token ids go from 0"),
-        ({"text": "a", "max_declen": 3}, "max_declen: no such field; did you mean max_dec_len?"),
         ({"text": "a", "max_dec_len": 0}, "max_dec_len: "),
         ({"text": "a", "max_dec_len": 3, "max_tokens": 3}, "max_tokens: is max_dec_len by another name"),
         ({"text": "a", "topp": 0.5, "top_p": 0.5}, "top_p: is topp by another name"),
@@ -190,7 +218,7 @@ def test_a_prompt_is_openai_s(served: Served) -> None:
         ({"text": "a", "max_dec_len": 1025}, "max_dec_len: 1025 is more than MAX_DEC_LEN (1024)"),
         ({"text": "a", "seq_len": 1025}, "seq_len: 1025 is more than MAX_DEC_LEN (1024)"),
         ({"text": "a", "min_dec_len": 1025}, "min_dec_len: must be at most 1024, is 1025"),
-        ({"text": "a", "max_tokens": 2048}, "max_tokens: 1 tokens of input and 2048 of output are more than the 2048"),
+        ({"text": "a", "max_tokens": 2048}, "max_tokens: 13 tokens of input and 2048 of output are more than the 2048"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -248,6 +276,14 @@ def test_who_waits_too_long_is_told(served: Served) -> None:
             answer = ask(served, text="a", req_id="late", **{name: 0.2})
             words = "timeout: nothing came for 0.2 seconds"
             assert answer.json() == {"req_id": "late", "error_msg": words, "error_code": 408}
+
+
+def test_a_whole_answer_comes_in_time_or_not_at_all(served: Served) -> None:
+    """Though another of its tokens comes all the time."""
+    answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
+    assert answer == {"req_id": "slow", "error_msg": "timeout: nothing came for 0.2 seconds", "error_code": 408}
+    streamed = lines(served, text="One two three", min_dec_len=300, max_dec_len=300, response_timeout=0.9)
+    assert streamed[-1]["is_end"] == 1  # each piece came in time
 
 
 def test_a_full_queue_and_a_dead_engine_are_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import requests
 import tritonclient.grpc as triton
 from test_hub import NEW, Hub
 from test_paddlenlp_grpc import told
+from transformers import PreTrainedTokenizerFast
 
 from penstock import LLM, PenstockError, demo
 from penstock.cli.configuration import read
@@ -86,11 +88,11 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     "BLOCK_BS",
     "USE_WARMUP",
     "DISABLE_STREAMING",
+    "USE_HF_TOKENIZER",
 )
-def test_start_and_stop(shell: Shell) -> None:
-    status, said = shell.run(
-        "start_server", MODEL_DIR=str(demo.CHAT), USE_WARMUP="1", DISABLE_STREAMING="1", MAX_SEQ_LEN="20"
-    )
+def test_start_and_stop(shell: Shell, tokenizer: PreTrainedTokenizerFast) -> None:
+    switches = {"USE_WARMUP": "1", "DISABLE_STREAMING": "1", "USE_HF_TOKENIZER": "1"}
+    status, said = shell.run("start_server", MODEL_DIR=str(demo.CHAT), MAX_SEQ_LEN="20", **switches)
     assert status == 0 and "Ready: process" in said, said
     log = (shell.folder / "log" / "server.log").read_text()
     assert "160 KV blocks" in log  # BLOCK_BS x 2048 tokens in blocks of 64
@@ -99,19 +101,26 @@ def test_start_and_stop(shell: Shell) -> None:
         for path in ("/v2/health/live", "/v2/health/ready"):
             assert requests.get(shell.url(port, path), timeout=10).status_code == 200
     assert requests.post(shell.url("HEALTH_HTTP_PORT", "/v1/completions"), json={}, timeout=10).status_code == 404
-    assert "num_requests_open" in requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=10).text
-
     (at_once,) = shell.ask(text="Hello, how are you?", max_dec_len=8, stream=True)
     assert at_once["is_end"] == 1 and at_once["token"]
     with triton.InferenceServerClient(f"127.0.0.1:{shell.ports['SERVICE_GRPC_PORT']}") as grpc:
         (piece,) = told(grpc, json.dumps([{"text": "Hello, how are you?", "max_dec_len": 8}]).encode())
     assert piece["is_end"] == 1 and piece["token"]
+    (raw,) = shell.ask(text="Hello", max_dec_len=4, temperature=0, return_usage=True)
+    assert raw["usage"]["prompt_tokens"] == len(tokenizer.encode("Hello"))
     messages = [{"role": "user", "content": "Hello"}]
     (whole,) = shell.ask(messages=messages, max_tokens=4)  # the same to both, and the profile decides
     assert whole["result"] == whole["tokens_all"]
     client = openai.OpenAI(base_url=shell.url("SERVICE_HTTP_PORT", "/v1"), api_key="none")
     chunks = list(client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True))
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) == 1
+    found: dict[str, float] = {}
+    while found.get("block_num") != 160:  # which the engine tells in its own time
+        page = requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=10).text
+        named = re.findall(r'^inference_server_metrics\{(\w+)="\1",model_name=".+"\} (\S+)$', page, re.MULTILINE)
+        found = {label: float(value) for label, value in named}
+    blocks = {"block_num": 160, "max_block_num": 160, "available_resource": 1}
+    assert found == {"batch_size": 0, "max_batch_size": 50, **blocks}
     (refused,) = shell.ask(text="a " * 40)
     assert "more than MAX_SEQ_LEN (20)" in refused["error_msg"]
 
@@ -156,7 +165,7 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         assert "wint8" in (shell.folder / "log" / "server.log").read_text()
         assert shell.ask(text="Hello", max_dec_len=2)[0]["error_code"] == 0
         short = ("-m", name, "-d", "here", "-n", "1", "-M", "master", "-s", "heads")
-        status, said = shell.run("download_model", *short, **named)
+        status, said = shell.run("download_model.py", *short, **named)
         assert status == 0 and (shell.folder / "here" / name / "config.json").exists(), said
         assert "--speculate_model_path is ignored: heads that guess are part of" in said
         for arguments, words in (
@@ -166,7 +175,7 @@ def test_a_model_by_its_name(shell: Shell) -> None:
             (("--model_name", "org/chat-2nodes/weight_only_int8"), "several machines are not supported yet"),
             (("--model_name", "org/unknown"), "has no model org/unknown"),
         ):
-            status, said = shell.run("download_model", *arguments, **named)
+            status, said = shell.run("download_model.py", *arguments, **named)
             assert status == 2 and words in said, said
     finally:
         hub.stop()
@@ -227,8 +236,8 @@ def test_what_a_name_in_the_environment_means(name: str) -> None:
     assert found.sources[setting] == name
 
 
-@pytest.mark.row("paddlenlp", "INTER_PROC_PORT", "USE_HF_TOKENIZER", "tag")
-@pytest.mark.parametrize(("name", "value"), [("INTER_PROC_PORT", "8813"), ("USE_HF_TOKENIZER", "1"), ("tag", "3.0.0")])
+@pytest.mark.row("paddlenlp", "INTER_PROC_PORT", "tag")
+@pytest.mark.parametrize(("name", "value"), [("INTER_PROC_PORT", "8813"), ("tag", "3.0.0")])
 def test_what_means_nothing_is_told(
     name: str, value: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:

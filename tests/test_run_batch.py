@@ -86,7 +86,7 @@ def test_answers_are_those_of_the_engine(tmp_path: Path) -> None:
 def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
     bad = {
         "stream": (chat("stream", "Hi", stream=True), 400, "stream"),
-        "typo": (chat("typo", "Hi", temperatur=0), 400, "temperatur"),
+        "type": (chat("type", "Hi", temperature="hot"), 400, "temperature"),
         "model": (chat("model", "Hi", model="other"), 404, "model"),
         "url": (request("url", {"input": "Hi"}, "/v1/responses"), 404, "url"),
         "long": (request("long", {"prompt": "word " * 4000}, COMPLETIONS), 400, "prompt"),
@@ -198,3 +198,14 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], limi
         assert process.poll() is None, "it ended too early"
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_what_failed_for_the_moment_is_asked_again(tmp_path: Path) -> None:
+    """The last result of a line is the one that counts."""
+    write(tmp_path, [chat("again", QUESTIONS[0], **GREEDY)])
+    late = {"status_code": 503, "request_id": "1", "body": {"error": {"message": "stopping"}}}
+    earlier = {"id": "batch_req_1", "custom_id": "again", "response": late, "error": None}
+    (tmp_path / "out.jsonl").write_text(json.dumps(earlier, separators=(",", ":")) + "\n")
+    said = run_batch(tmp_path)
+    assert said.returncode == 0 and "1 answered, 0 failed, 0 skipped" in said.stderr
+    assert [result["response"]["status_code"] for result in results(tmp_path)] == [503, 200]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -323,6 +325,74 @@ def test_the_queue_is_bounded() -> None:
     assert refused.value.failure.retryable
     assert refused.value.failure.limit == 3
     assert sum(len(deltas) for deltas in serve(engine, Machine())) == 20
+
+
+def accepted(engine: Scheduler, requests: list[EngineRequest]) -> int:
+    """Until the first that is refused."""
+    for number, one in enumerate(requests):
+        try:
+            engine.add(one)
+        except PenstockError as error:
+            assert error.failure.retryable
+            return number
+    return len(requests)
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "start"),
+    [
+        ({}, {}, 2),  # 10 blocks each
+        ({"max_num_seqs": 4}, {"n": 3}, 1),
+        ({"max_num_seqs": 300}, {"n": 3}, 2),
+        ({"kv_cache_ratio": 0.5}, {}, 1),
+        ({"batch_scheduler_policy": "guaranteed_no_evict"}, {"n": 2, "max_tokens": 8}, 1),
+    ],
+)
+def test_what_can_start_does_not_count_as_waiting(
+    options: dict[str, Any], sampling: dict[str, Any], start: int
+) -> None:
+    """As many as there are free batch slots and KV blocks for, and the queue's bound beyond these."""
+    engine = scheduler(blocks=27, max_waiting=16, **{"max_num_seqs": 256} | options)
+    many = [request(number, [number, *range(39)], **sampling) for number in range(300)]
+    assert accepted(engine, many[:100]) == start + 16
+    assert len({item.sequence.request.request_id for item in engine.schedule().items}) == start
+    assert accepted(engine, many[100:]) == 0, "who started was none of those who wait"
+    assert engine.abort(str(start + 9))
+    assert accepted(engine, many[100:]) == 1
+
+
+def test_a_step_does_not_start_all_that_can() -> None:
+    """What the token budget leaves for the next step does not count as waiting either."""
+    engine = scheduler(max_num_seqs=8, max_waiting=2, max_num_batched_tokens=4)
+    assert accepted(engine, [request(number, 4) for number in range(20)]) == 10
+    engine.schedule()
+    assert accepted(engine, [request(number, 4) for number in range(20, 40)]) == 0
+    assert engine.abort("1") and engine.abort("2")
+    assert accepted(engine, [request(number, 4) for number in range(20, 40)]) == 2
+
+
+def sequences_of(number: range) -> int:
+    gc.collect()
+    return sum(type(found) is Sequence and int(found.request.request_id) in number for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
+    """Behind one who waits, with deadlines and a limit of waiting, also for a form that is compiled."""
+    engine = scheduler(max_num_seqs=1, max_waiting=10_000, scheduling_policy=policy, max_queue_time=60)
+    engine.add(request(0, 5, max_tokens=40))
+    running = engine.schedule()
+    engine.add(request(1, 5))
+    form: Future[Any] = Future()
+    for number in range(2, 5000):
+        other = msgspec.structs.replace(request(number, 5), priority=number % 3, deadline=1e9)
+        engine.add(other, (lambda: form) if number % 5 == 0 else None)
+    assert sequences_of(range(2, 5000)) == 4998
+    for number in range(2, 5000):
+        assert engine.abort(str(number))
+    assert sequences_of(range(2, 5000)) == 0
+    assert engine.requests() == ["0", "1"] and engine.num_waiting == 1 and not engine.intake._deadlines
+    assert form.cancelled() and running
 
 
 def test_who_waits_too_long_for_a_first_step_fails() -> None:

@@ -121,7 +121,7 @@ def test_the_request_streams_as_printed(shell: Shell, served: Served) -> None:
     for piece in found:
         usage = piece["usage"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert pieces[0]["usage"]["completion_tokens"] == 1 and end["usage"]["completion_tokens"] <= 16
+    assert pieces[0]["usage"]["completion_tokens"] >= 1 and end["usage"]["completion_tokens"] <= 16
 
 
 @pytest.mark.row("bladellm", "--port", "--model")

@@ -37,7 +37,7 @@ LONG = "The fox and the owl went to the river, and the river said: " * 8
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     made = Shell(tmp_path_factory.mktemp("fastdeploy"))
-    made.environment |= {"shims": str(ROOT / "deploy" / "shims"), "model": str(demo.CHAT)}
+    made.environment |= {"shims": str(made.programs / "modules"), "model": str(demo.CHAT)}
     return made
 
 
@@ -95,7 +95,7 @@ def test_metrics_have_its_names_and_add_up(served: Served, client: openai.OpenAI
     for _ in range(2):
         client.completions.create(model="default", prompt=LONG, max_tokens=5, extra_body={"ignore_eos": True})
     elsewhere = served.find(r"health and metrics at (\S+)")[1]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (found := figures(served))["available_gpu_block_num"] != 172:  # the engine tells now and then
         assert time.monotonic() < deadline, found
     page = httpx.get(f"{elsewhere}/metrics").text
@@ -139,7 +139,7 @@ def test_limits_are_those_of_the_parameters(served: Served, client: openai.OpenA
     for wrong, words in (
         ({"logprobs": True}, "logprobs: none are given here"),
         ({"response_format": {"type": "json_object"}}, "guided"),
-        ({"messages": [{"role": "user", "content": "fox " * 3000}]}, "at most 2047"),
+        ({"messages": [{"role": "user", "content": "fox " * 3000}]}, "maximum context length is 2048"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             client.chat.completions.create(**{"model": "default", "messages": QUESTION} | wrong)
@@ -258,3 +258,64 @@ def test_a_log_that_cannot_be_written_is_told(shell: Shell) -> None:
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert line.startswith("penstock serve: log_file: cannot write file/fastdeploy.log (")
+
+
+# --- Fields of requests -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("fastdeploy", "model", "top_p", "return_token_ids", "metadata")
+def test_fields_as_its_clients_send_them(client: openai.OpenAI) -> None:
+    """Any JSON in metadata, the model null, and top_p 0, which takes the likeliest token."""
+    greedy = client.chat.completions.create(model="null", messages=QUESTION, temperature=0, max_tokens=12)
+    more: dict[str, Any] = {"return_token_ids": True, "metadata": {"raw": [1, {"deep": None}], "n": 2.5}}
+    asked: dict[str, Any] = {"model": "null", "messages": QUESTION, "max_tokens": 12, "top_p": 0, "extra_body": more}
+    found: Any = client.chat.completions.create(**asked, temperature=1.5)
+    message = found.choices[0].message
+    assert message.content == greedy.choices[0].message.content
+    assert len(message.completion_token_ids) == found.usage.completion_tokens
+    assert len(message.prompt_token_ids) == found.usage.prompt_tokens
+    chunks: Any = list(client.chat.completions.create(**asked, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].prompt_token_ids == message.prompt_token_ids
+    assert not any(hasattr(delta, "prompt_token_ids") for delta in deltas[1:])
+    assert [token for delta in deltas for token in delta.completion_token_ids] == message.completion_token_ids
+
+
+@pytest.mark.row("fastdeploy", "prompt_token_ids", "disable_chat_template")
+def test_prompts_that_are_no_messages(client: openai.OpenAI) -> None:
+    plain: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 8}
+    text = client.completions.create(**plain, prompt=LONG, extra_body={"return_token_ids": True})
+    ids = text.choices[0].prompt_token_ids  # type: ignore[attr-defined]
+    assert text.choices[0].completion_token_ids == text.choices[0].token_ids  # type: ignore[attr-defined]
+    for given in ({"prompt": "something else", "prompt_token_ids": ids}, {"prompt": "", "prompt_token_ids": [ids]}):
+        again = client.completions.create(**plain, prompt=given["prompt"], extra_body=given)
+        assert again.choices[0].text == text.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="prompt_token_ids"):
+        client.completions.create(**plain, prompt="a", extra_body={"prompt_token_ids": [1, [2]]})
+    messages: Any = [{"role": "user", "content": LONG}]
+    raw = client.chat.completions.create(**plain, messages=messages, extra_body={"disable_chat_template": True})
+    assert (raw.choices[0].message.content, raw.usage) == (text.choices[0].text, text.usage)
+
+
+@pytest.mark.row("fastdeploy", "/config-info", "/v1/abort_requests")
+def test_its_configuration_and_requests_aborted_by_id(served: Served, client: openai.OpenAI) -> None:
+    metrics = served.find(r"health and metrics at (\S+)")[1]
+    for root in (served.root, metrics):
+        found = httpx.get(f"{root}/config-info").json()
+        assert found["engine"]["num_gpu_blocks_override"] == 172 and "api_key" not in found["server"]
+    endless: dict[str, Any] = {"messages": QUESTION, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+
+    def abort(**body: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.post(f"{served.url}/abort_requests", json=body).raise_for_status().json()
+        return answer["result"]  # type: ignore[no-any-return]
+
+    for by_id in (True, False):
+        stream = client.chat.completions.create(model="default", stream=True, **endless)
+        first = next(stream)
+        found = abort(req_ids=[first.id, "another"]) if by_id else abort(abort_all=True)
+        (aborted,) = found["aborted"]
+        assert first.id.endswith(aborted["request_id"].removeprefix("chatcmpl-")) and aborted["output_token_count"] > 0
+        assert found["not_found"] == (["another"] if by_id else [])
+        with pytest.raises(openai.APIError, match="cancelled"):
+            list(stream)
+    assert httpx.post(f"{served.url}/abort_requests", json={}).status_code == 400

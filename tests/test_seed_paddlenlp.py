@@ -12,18 +12,17 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from shell import programs
 from test_hub import NEW, Hub
 from test_paddlenlp_server import free_ports
 
 from penstock import demo
 
-ROOT = Path(__file__).parents[1]
 NAME = "org/chat/weight_only_int8"
 
 
@@ -33,14 +32,7 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ports = free_ports()
-        bin = folder / "bin"
-        bin.mkdir()
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        for name, entry in project["scripts"].items():  # as pip writes them
-            module, _, function = entry.partition(":")
-            script = f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-            (bin / name).write_text(script)
-            (bin / name).chmod(0o755)
+        bin = programs(folder / "bin")
         (folder / "download_model.py").symlink_to(bin / "download_model.py")
         path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         unbound = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 from serving import Served
-from shell import DEPLOY, Shell, longer
+from shell import Shell, longer
 
 from penstock.cli.main import main
 
@@ -169,8 +169,7 @@ curl -X POST http://${docker_ip}:8080/v1/completions \
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     """Where the document's archive is unpacked."""
     folder = tmp_path_factory.mktemp("root")
-    (folder / "AscendCloud-LLM").mkdir()
-    (folder / "AscendCloud-LLM" / "llm_tools").symlink_to(DEPLOY / "llm_tools")
+    assert main(["shims", str(folder / "AscendCloud-LLM"), "ascend-vllm"]) == 0
     made = Shell(folder)
     made.environment |= {
         "root_path_of_AscendCloud": str(folder / "AscendCloud-LLM"),

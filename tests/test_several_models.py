@@ -56,12 +56,23 @@ def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(unreadable: Path) -> Iterator[Served]:
+def greedy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose vocabulary would take 8 GB."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "greedy"
+    shutil.copytree(demo.DRAFT, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["another"] = 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(unreadable: Path, greedy: Path) -> Iterator[Served]:
     small = {"model": str(demo.DRAFT), "max-num-seqs": 8}
-    models = json.dumps({"small": small, "broken": BROKEN, "un/readable": str(unreadable)})
+    models = json.dumps({"small": small, "broken": BROKEN, "un/readable": str(unreadable), "greedy": str(greedy)})
     control = ("--model-control-mode", "explicit", "--load-model", *NAMES)
     flags = ("--models", models, *control, "--api-server-count", "2", "--grpc-port", "0", "--drain-timeout", "60")
-    with Served(*BLOCKS, *FIRST, *flags) as served:
+    with Served(*BLOCKS, *FIRST, *flags, "--no-template-text") as served:
         yield served
 
 
@@ -145,7 +156,12 @@ def test_what_there_is_is_told(served: Served, client: openai.OpenAI, repository
     with pytest.raises(openai.NotFoundError, match=r"'broken' is not served: not loaded; there is"):
         said(client, "broken")
     ready = dict.fromkeys([*KSERVE, *NAMES, "model"], "READY")
-    assert states(repository) == {**ready, "broken": "UNAVAILABLE", "un/readable": "UNAVAILABLE"}
+    assert states(repository) == {
+        **ready,
+        "broken": "UNAVAILABLE",
+        "un/readable": "UNAVAILABLE",
+        "greedy": "UNAVAILABLE",
+    }
     can = httpx.post(f"{served.root}/v2/repository/index", json={"ready": True}).json()
     assert {each["name"] for each in can} == ready.keys()
     assert set(figures(served, "penstock:kv_blocks").values()) == {200}
@@ -184,6 +200,7 @@ def test_one_leaves_once_its_answers_have_ended_and_comes_back(
     asking.join()
     assert many == [80]
     leaving.join()
+    assert not served.pids["tokenizer"]
     assert len(set(served.pids["engine"])) == 1 and set(served.pids["engine"]) < before
     for _ in range(8):  # whichever process hears it
         with pytest.raises(openai.NotFoundError, match="'small' is not served: unloaded"):
@@ -192,9 +209,10 @@ def test_one_leaves_once_its_answers_have_ended_and_comes_back(
             repository.get_model_metadata("small")
         assert said(client, "penstock-demo") == alone["penstock-demo"]
         assert httpx.get(f"{served.root}/ready").status_code == 200
-    assert states(repository)["small"] == "UNAVAILABLE"
+    assert states(repository)["small"] == "UNAVAILABLE" and not repository.is_model_ready("small")
     repository.load_model("small")
     assert len(served.pids["engine"]) == 2
+    assert len(served.pids["tokenizer"]) == 2  # so that no stream waits for it: one for each API process
     for _ in range(8):
         assert said(client, "small") == alone["small"]
     repository.load_model("small")  # is there already
@@ -211,7 +229,9 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(
     with httpx.Client(base_url=f"{served.root}/v2/repository/models/", timeout=60) as http:
         unread = http.post("un/readable/load")
         assert unread.status_code == 400 and "its tokenizer or chat template cannot be used" in unread.text
-        for wish in ({"parameters": 5}, {"parameters": [1]}, {"parametres": {}}, {"parameters": {"a parameter": 1}}):
+        refused = http.post("greedy/load")
+        assert refused.status_code == 400 and "has a token of id 1000000000" in refused.text
+        for wish in ({"parameters": 5}, {"parameters": [1]}, {"parameters": {"a parameter": 1}}):
             for what in ("load", "unload"):
                 refused = http.post(f"small/{what}", json=wish)
                 assert refused.status_code == 400 and "parameter" in refused.text, refused.text
@@ -284,7 +304,7 @@ def test_what_is_over_an_engine_goes_with_it(
     assert states(repository)["ensemble"] == "READY"
 
 
-OTHERS = ("broken", "un/readable")
+OTHERS = ("broken", "un/readable", "greedy")
 HERE = {"small": "READY", "model": "READY"}
 
 
@@ -471,3 +491,9 @@ def test_what_is_wrong_is_told_in_one_sentence(flags: list[str], words: str) -> 
     done = subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_tokenizer_that_asks_for_too_much_stops_the_start(greedy: Path) -> None:
+    done = subprocess.run([*SERVE, "--port", "0", "--model", str(greedy)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "has a token of id 1000000000; 4194304 are allowed" in done.stderr.strip().splitlines()[-1]

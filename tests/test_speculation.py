@@ -91,10 +91,12 @@ def test_it_may_stop_where_it_does_not_pay(plain: list[Any]) -> None:
 
 def test_a_repetitive_text_takes_fewer_steps() -> None:
     model = llm(speculative_config={"method": "ngram", "adaptive": False})
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    model.generate("one two three four five " * 10, params, use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, return_perf_metrics=True)
+    (output,) = model.generate("one two three four five " * 10, params, use_tqdm=False)
     speculation = model.engine.scheduler.speculation
     assert speculation and speculation.counts.accepted_tokens / speculation.counts.drafts > 2
+    perf, counts = output.outputs[0].perf, speculation.counts
+    assert perf and (perf.draft_tokens, perf.accepted_tokens) == (counts.draft_tokens, counts.accepted_tokens)
 
 
 def with_head(folder: Path, knowing: bool) -> Path:
@@ -184,7 +186,12 @@ def test_over_http_and_in_the_metrics(served: Served, plain: list[Any]) -> None:
     assert whole == plain[0][0][0][1]
     chunks = client.chat.completions.create(model="default", max_tokens=60, stream=True, **asked)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
-    deadline = time.monotonic() + 10
+    fields = {"text_input": QUESTIONS[0], "max_tokens": 40, "return_perf_metrics": True}
+    asked_for = urllib.request.Request(f"{served.root}/v2/models/ensemble/generate", json.dumps(fields).encode())
+    perf = json.load(urllib.request.urlopen(asked_for))
+    accepted, drafted = perf["total_accepted_draft_tokens"], perf["total_draft_tokens"]
+    assert 0 < accepted <= drafted and perf["acceptance_rate"] == pytest.approx(accepted / drafted)
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         page = urllib.request.urlopen(f"{served.root}/metrics").read().decode()
         found = {

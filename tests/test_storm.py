@@ -34,6 +34,26 @@ def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question]) -
     assert storm.run(storm.engine_killed(asked, 30)).slowest < 5
 
 
+def test_greedy_clients_do_not_hold_up_others(asked: list[Question]) -> None:
+    tally = storm.run(storm.greedy(asked, 3))
+    assert max(tally.live, tally.gap) < 5, tally  # on a machine that does other work as well
+
+
+@pytest.mark.thorough
+def test_greedy_clients_do_not_hold_up_others_for_a_moment(asked: list[Question]) -> None:
+    """Contract: on an idle machine ``/live`` within 100 ms, no gap beyond 500 ms, no event loop held for 50 ms."""
+    tally = storm.run(storm.greedy(asked, 12, held=0.05))
+    assert (tally.live <= 0.1, tally.gap <= 0.5) == (True, True), tally
+
+
+def test_pipelined_requests_do_not_hold_up_others(asked: list[Question]) -> None:
+    storm.run(storm.pipelined(asked, 2000))
+
+
+def test_an_engine_that_hangs_is_killed(asked: list[Question]) -> None:
+    assert storm.run(storm.engine_hung(asked, 10)).slowest < 15
+
+
 def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list[Question]) -> None:
     tally = storm.run(storm.api_killed(asked, 30))
     assert tally.counts[Outcome.RIGHT] >= 30

@@ -68,6 +68,25 @@ def test_a_thought_ends_in_time(client: openai.OpenAI, stream: bool, limit: int)
     assert (told.content == ANSWER) == (limit == 100)
 
 
+@pytest.mark.row("fastdeploy", "response_max_tokens")
+@both
+@pytest.mark.parametrize("limit", [1, 4, 300])
+def test_an_answer_ends_in_time(client: openai.OpenAI, stream: bool, limit: int) -> None:
+    """Its tokens alone are counted, with a thought before it and without one."""
+    for extra in (THINK, THINK | {"reasoning_max_tokens": 3}, {}):
+        whole = ask(client, stream, extra_body=extra)
+        cut = ask(client, stream, extra_body=extra | {"response_max_tokens": limit})
+        assert cut.thought == whole.thought and whole.content.startswith(cut.content)
+        thought = cut.usage.completion_tokens_details.reasoning_tokens
+        assert thought == whole.usage.completion_tokens_details.reasoning_tokens
+        if limit == 300:
+            assert (cut.content, cut.reason) == (whole.content, "stop")
+        else:
+            between = 1 if extra.get("reasoning_max_tokens") else 0  # what is written for it is not the answer's
+            assert cut.reason == "length" and cut.usage.completion_tokens - thought in (limit, limit + between)
+    assert ask(client, stream, max_tokens=8, extra_body=THINK | {"response_max_tokens": limit}).reason == "length"
+
+
 @both
 def test_what_is_not_thought_is_not_limited(client: openai.OpenAI, stream: bool) -> None:
     limited = ask(client, stream, extra_body={"reasoning_max_tokens": 0})
@@ -107,11 +126,14 @@ def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
         ({"reasoning_max_tokens": -1}, "reasoning_max_tokens"),
         ({"reasoning_max_tokens": 5, "bad_words": ["x"]}, "bad_words.*reasoning_max_tokens"),
         ({"reasoning_max_tokens": 5, "allowed_token_ids": [5]}, "allowed_token_ids.*reasoning_max_tokens"),
+        ({"response_max_tokens": 0}, "response_max_tokens"),
+        ({"response_max_tokens": 5, "use_beam_search": True, "n": 2}, "use_beam_search.*response_max_tokens"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             ask(client, False, extra_body=fields)
-    with pytest.raises(openai.BadRequestError, match="reasoning_max_tokens: goes with chats only"):
-        client.completions.create(model="default", prompt="x", extra_body={"reasoning_max_tokens": 1})
+    for field in ("reasoning_max_tokens", "response_max_tokens"):
+        with pytest.raises(openai.BadRequestError, match=f"{field}: goes with chats only"):
+            client.completions.create(model="default", prompt="x", extra_body={field: 1})
 
 
 def test_company_changes_no_thought() -> None:
@@ -122,6 +144,7 @@ def test_company_changes_no_thought() -> None:
         {"reasoning_max_tokens": 7},
         {"guided_decoding": form},
         {"guided_decoding": form, "reasoning_max_tokens": 4},
+        {"response_max_tokens": 5},
         {},
     ]
     params = [SamplingParams(max_tokens=80, seed=3, temperature=t, **kind) for kind in kinds for t in (0.0, 1.0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from test_lora import adapter
 from penstock import demo
 from penstock.core.sampling import NOT_TOGETHER
 
-HEAPS = 500
+HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "100"))
+"""Drawn combinations of three to seven features, besides all pairs."""
 ASKED = {"role": "user", "content": "Tell me about Anna, who lives in Paris."}
 CITY = {
     "type": "object",

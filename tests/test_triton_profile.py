@@ -35,8 +35,15 @@ def templates(tmp_path: Path) -> Path:
 
 
 def fill(templates: Path, model: str, values: str) -> subprocess.CompletedProcess[str]:
-    code = "from penstock.cli.entry import fill_template; raise SystemExit(fill_template())"
-    command = [sys.executable, "-c", code, "-i", str(templates / model / "config.pbtxt"), values]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli.fill_template",
+        "fill_template.py",
+        "-i",
+        str(templates / model / "config.pbtxt"),
+        values,
+    ]
     return subprocess.run(command, capture_output=True, text=True)
 
 

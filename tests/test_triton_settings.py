@@ -169,6 +169,7 @@ def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], reposit
         ("tensorrt_llm", "kv_cache_host_memory_bytes", str(2**31), "swap_space", 2.0),
         ("tensorrt_llm", "exclude_input_in_output", "true", "exclude_input_in_output", True),
         ("tensorrt_llm", "max_beam_width", "4", "max_beam_width", 4),
+        ("tensorrt_llm", "decoding_mode", "lookahead", "speculative_config", '{"method": "ngram"}'),
         ("tensorrt_llm_bls", "accumulate_tokens", "true", "accumulate_tokens", True),
     ],
 )

@@ -14,14 +14,13 @@ from triton_templates import write_templates
 
 from penstock import demo
 
-COMMANDS = {"convert_checkpoint.py": "convert_checkpoint", "quantize.py": "quantize", "trtllm-build": "build"}
-
 
 def run(command: str, **flags: Any) -> subprocess.CompletedProcess[str]:
     """A flag that is true stands without a value."""
-    code = f"from penstock.cli.trtllm import {COMMANDS[command]} as main; raise SystemExit(main())"
     words = [word for name, value in flags.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli.trtllm", command, *words], capture_output=True, text=True
+    )
 
 
 def made(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]:

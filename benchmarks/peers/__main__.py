@@ -5,6 +5,11 @@ python benchmarks/peers CHECKPOINT --openvino PYTHON --vllm PYTHON --llama-cpp F
 Each peer is optional and lives in an environment of its own: give the ``python`` that has ``openvino-genai`` and
 ``optimum-intel``, the one that has ``vllm``, the folder of llama.cpp's source with its programs built in ``build/bin``.
 Checkpoints are converted once, into ``--work``. All generate greedily, ignore the end of text and share no prefixes.
+
+``--isa`` holds every system to an instruction set: Penstock by ``PENSTOCK_ISA``, OpenVINO by
+``ONEDNN_MAX_CPU_ISA`` and a small library that says no where it asks the processor itself (which takes a C++ compiler).
+llama.cpp computes with what it was compiled for, so its folder must hold a build for that set; others are refused. For
+avx2: ``-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON``. vLLM cannot be held to one.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from drawing import draw
+from isa import ONEDNN, check_llama_cpp, hold_openvino
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
@@ -37,6 +43,7 @@ WORKS: dict[Work, str] = {
     (32, 16, 64): "decode, 32",
     (16, 512, 64): "16 × (512 → 64)",
 }
+NAMES = dict(zip(["prefill-512", "prefill-2048", "decode-1", "decode-8", "decode-32", "mixed"], WORKS, strict=True))
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class System:
     format: str
     """``bf16``, ``int8`` or ``int4``: what stands beside each other."""
     command: list[str]
+    environment: dict[str, str]
+    """Beside that of this process."""
 
 
 def main() -> None:
@@ -57,6 +66,8 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="converted checkpoints (build/peers)")
     parser.add_argument("--format", nargs="+", choices=["bf16", "int8", "int4"], default=["bf16", "int8", "int4"])
+    parser.add_argument("--works", nargs="+", choices=NAMES, default=list(NAMES), help="(default: all)")
+    parser.add_argument("--isa", choices=ONEDNN, help="the instruction set that all are held to")
     parser.add_argument("--threads", type=int, default=2, help="(default: 2)")
     parser.add_argument(
         "--rounds", type=int, default=2, help="turns each system takes, thrice as many in short works (default: 2)"
@@ -64,7 +75,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--picture", type=Path, help="draw them here (.png or .svg)")
     args = parser.parse_args()
+    if args.isa and args.vllm:
+        parser.error("vLLM cannot be held to an instruction set: leave out --vllm or --isa")
+    if args.isa and args.llama_cpp and (problem := check_llama_cpp(args.llama_cpp, args.isa)):
+        parser.error(problem)
 
+    works = [NAMES[name] for name in args.works]
     systems = list(found(args))
     seconds: dict[str, dict[Work, list[float]]] = {}
     limits = []
@@ -72,41 +88,47 @@ def main() -> None:
         with ExitStack() as stack:
             takes = {s.name: stack.enter_context(running(s)) for s in systems if s.format == format}
             for turn in range(args.rounds):
-                limits.append(measure_limits(args.threads))
-                for work in tqdm(WORKS, desc=f"{format}, round {turn + 1}", unit="work"):
+                limits.append(measure_limits(args.threads, args.isa))
+                for work in tqdm(works, desc=f"{format}, round {turn + 1}", unit="work"):
                     for name, take in list(takes.items()) * turns_of(work):
-                        own = seconds.setdefault(f"{name} {format}", {each: [] for each in WORKS})
+                        own = seconds.setdefault(f"{name} {format}", {each: [] for each in works})
                         own[work].append(take(work))
-                keep(args.json, limits, seconds)
+                keep(args.json, args.isa, limits, seconds)
     best = {name: max(one[name] for one in limits) for name in limits[0]}
     rates = {name: {work: rate(work, taken) for work, taken in own.items()} for name, own in seconds.items()}
     if args.picture:
         draw(args.picture, {name: {WORKS[w]: r for w, r in own.items()} for name, own in rates.items()}, args.format)
-    print(f"{machine()}, {args.threads} threads, {args.rounds} rounds\n")
+    held = f", held to {args.isa}" if args.isa else ""
+    print(f"{machine()}{held}, {args.threads} threads, {args.rounds} rounds\n")
     print(table(rates, seconds, best, args.format))
 
 
-def keep(path: Path | None, limits: list[dict[str, float]], seconds: dict[str, dict[Work, list[float]]]) -> None:
+def keep(
+    path: Path | None, isa: str | None, limits: list[dict[str, float]], seconds: dict[str, dict[Work, list[float]]]
+) -> None:
     """What is known so far, since a peer may fail after an hour."""
     if path:
         kept = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
-        path.write_text(json.dumps({"machine": machine(), "limits": limits, "seconds": kept}, indent=1) + "\n")
+        told = {"machine": machine(), "isa": isa, "limits": limits, "seconds": kept}
+        path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def found(args: argparse.Namespace) -> Iterator[System]:
     """What there is to run, converted where it must be."""
+    own = penstock_environment(args.isa)
     ours = [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), str(args.threads)]
     for format, quantization in {"bf16": "none", "int8": "w8a8", "int4": "w4a8"}.items():
-        yield System("Penstock", format, [*ours, quantization])
+        yield System("Penstock", format, [*ours, quantization], own)
     if args.openvino:
+        held = hold_openvino(args.isa, args.work)
         for format in ("bf16", "int8", "int4"):
             folder = args.work / f"openvino-{format}"
             convert(folder, lambda f=format, to=folder: export_openvino(args, f, to))
             runner = [str(args.openvino), str(HERE / "run_openvino.py")]
-            yield System("OpenVINO", format, [*runner, str(folder), str(args.threads)])
+            yield System("OpenVINO", format, [*runner, str(folder), str(args.threads)], held)
     if args.vllm:
         runner = [str(args.vllm), str(HERE / "run_vllm.py")]
-        yield System("vLLM", "bf16", [*runner, str(args.checkpoint), str(args.threads)])
+        yield System("vLLM", "bf16", [*runner, str(args.checkpoint), str(args.threads)], {})
     if args.llama_cpp:
         whole = args.work / "llama-bf16.gguf"
         script = [sys.executable, str(args.llama_cpp / "convert_hf_to_gguf.py"), str(args.checkpoint)]
@@ -119,7 +141,7 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             command = [program, str(whole), str(file), kind]
             convert(file, lambda c=command: subprocess.run(c, check=True, capture_output=True))
             runner = [sys.executable, str(HERE / "run_llama_cpp.py")]
-            yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)])
+            yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)], {})
 
 
 def convert(target: Path, make: Callable[[], object]) -> None:
@@ -146,7 +168,15 @@ def running(system: System) -> Iterator[Callable[[Work], float]]:
     """
     with TemporaryFile("w+") as errors:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(system.command, text=True, bufsize=1, stdin=pipe, stdout=pipe, stderr=errors)
+        process = subprocess.Popen(
+            system.command,
+            env=os.environ | system.environment,
+            text=True,
+            bufsize=1,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=errors,
+        )
         assert process.stdin
         assert process.stdout
 
@@ -183,12 +213,18 @@ def turns_of(work: Work) -> int:
     return 3 if prompts * (read + generated) < 1000 else 1
 
 
-def measure_limits(threads: int) -> dict[str, float]:
+def penstock_environment(isa: str | None) -> dict[str, str]:
+    return {"PENSTOCK_ISA": isa} if isa else {}
+
+
+def measure_limits(threads: int, isa: str | None) -> dict[str, float]:
     """In a process of its own, as everybody else."""
     script = (
         f"import json; from penstock.ops import cpu; cpu.set_threads({threads}); print(json.dumps(vars(cpu.limits())))"
     )
-    told: dict[str, float] = json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True).stdout)
+    environment = os.environ | penstock_environment(isa)
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, check=True)
+    told: dict[str, float] = json.loads(ran.stdout)
     return told
 
 
@@ -215,10 +251,11 @@ def table(
         peers = [name for name in own if name != "Penstock"]
         head = ["tokens/s", "Penstock", *peers, *(["ratio to the best"] if peers else [])]
         lines += ["", f"**{format}**", "", row(head), row(["---", *["---:"] * (len(head) - 1)])]
-        for work, label in WORKS.items():
+        for work in own["Penstock"]:
             turns = zip(*(seconds[f"{name} {format}"][work] for name in ("Penstock", *peers)), strict=True)
             ratio = [f"{statistics.median(min(theirs) / ours for ours, *theirs in turns):.2f}"] if peers else []
-            lines.append(row([label, *(f"{own[name][work]:.0f}" for name in ("Penstock", *peers)), *ratio]))
+            figures = (own[name][work] for name in ("Penstock", *peers))
+            lines.append(row([WORKS[work], *(f"{figure:.{figure < 20:d}f}" for figure in figures), *ratio]))
     return "\n".join(lines)
 
 

@@ -133,3 +133,9 @@ def _configure(file: Path, place: Path, quantization: str) -> None:
 
 def _not_yet(name: str, value: str, instead: str) -> PenstockError:
     return PenstockError(Code.UNSUPPORTED, f"--{name}: {value} is not there yet; {instead}", name)
+
+
+COMMANDS = {"blade_llm_quantize": quantize, "blade_llm_split": split}
+
+if __name__ == "__main__":
+    sys.exit(COMMANDS[sys.argv.pop(1)]())

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.core.settings import Setting, settings
 
 from .configuration import Configured
-from .flags import TITLES, add_options, configure
+from .flags import TITLES, add_options, configure, in_cache
 from .model_repository import expanded
 
 __all__ = ["add_arguments", "expanded", "run", "value_of"]
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def value_of(configured: Configured, setting: Setting) -> Any:
     """Its value, or only that there is one where it is secret."""
     value = getattr(getattr(configured.configuration, setting.section), setting.name)
-    return "***" if setting.secret and value else value
+    return "***" if setting.secret and value else value or in_cache(setting.empty) or value
 
 
 def _print_table(configured: Configured) -> None:
@@ -77,6 +77,8 @@ def _print_yaml(configured: Configured) -> None:
         unit = f" ({setting.unit})" if setting.unit else ""
         print(f"  # {setting.help}{unit}")
         value = value_of(configured, setting)
+        if value == in_cache(setting.empty):
+            value = ""
         if setting.secret and value:
             print(f"  # {setting.name}: given by {configured.sources[setting.name]}")
         else:

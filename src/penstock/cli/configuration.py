@@ -20,7 +20,11 @@ from penstock.core.settings import Setting, nearest, settings
 
 logger = logging.getLogger(__name__)
 
+EVERYWHERE = "0.0.0.0"
+"""Where a server listens that has keys, or stands in for another system's."""
 SECTIONS = tuple(Configuration.__struct_fields__)
+NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS")
+"""Variables that something else reads: the kernels, and their build."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,15 @@ def read(
         given += _of_file(file)
         given += meant(profile.variables, variables, str, ignored)
         given += _of(environment)
-        given += meant(profile.flags, aliases or {}, flag, ignored)
+        given += meant(profile.flags, aliases or {}, _typed, ignored)
         given += profile.together(together)
     else:
         given += _of_file(file)
         given += _of(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]
+    chosen = profile.name if profile else ""
+    if chosen or any(name == "api_key" for name, _, _ in given):
+        given.insert(0, ("host", EVERYWHERE, f"the profile {chosen}" if chosen else "api_key is given"))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
     for name, value, source in given:
@@ -100,6 +107,11 @@ def checked(setting: Setting, value: Any, source: str) -> Any:
     return found
 
 
+def _typed(name: str) -> str:
+    """A profile's flag, with dashes where it is ours."""
+    return settings()[name].flag if name in settings() else flag(name)
+
+
 def _of_file(file: str | Path | None) -> Given:
     if file is None:
         return
@@ -129,7 +141,7 @@ def _of(environment: Mapping[str, str]) -> Given:
     names = {setting.variable: setting.name for setting in settings().values()}
     for variable, text in sorted(environment.items()):
         if variable not in names:
-            if variable.startswith("PENSTOCK_") and (hint := nearest(variable, names)):
+            if variable.startswith("PENSTOCK_") and variable not in NO_OPTIONS and (hint := nearest(variable, names)):
                 logger.warning("%s in the environment is no option%s", variable, hint)
             continue
         if text.startswith("tcp://"):  # what Kubernetes sets for a service of our name

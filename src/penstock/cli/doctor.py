@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from penstock import __version__
+
+from .configuration import read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +39,7 @@ def examine() -> dict[str, Any]:
 
     ops = backend(torch.device("cpu"))
     found = {
-        "penstock": version("penstock"),
+        "penstock": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": _processor(),
@@ -45,13 +49,31 @@ def examine() -> dict[str, Any]:
         "fingerprint": ops.fingerprint(),
     }
     if ops.NAME == "cpu":
-        from penstock.ops import _kernels, cpu
+        from penstock.ops import _kernels, cpu, native
 
-        found["sets"] = ", ".join(_kernels.available())
+        asked = os.environ.get(native.VARIABLE)
+        found["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if asked else "")
+        found["built"] = ", ".join(_kernels.BUILT)
+        found["machine"] = ", ".join(_kernels.MACHINE)
         found["threads"] = str(cpu.usable_cores())
+        if problem := native.misfit():
+            found["advice"] = problem
     else:
         found["advice"] = "install a C++ compiler (apt install g++), then penstock again"
+    found["weights"] = _weight_cache()
     return found
+
+
+def _weight_cache() -> str:
+    """The cache of packed weights: its folder, its size and its limit."""
+    from penstock.models.cache_folder import cache_folder, usage
+
+    options = read({}, None).configuration.engine
+    folder = cache_folder(options.weight_cache_dir)
+    if folder is None:
+        return "not kept (weight_cache_dir none)"
+    held = usage(folder, options.weight_cache_size)
+    return f"{folder}: {held.files} files, {held.used / 2**30:.1f} of at most {held.limit / 2**30:.1f} GiB"
 
 
 def _processor() -> str:

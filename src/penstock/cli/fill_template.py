@@ -8,15 +8,23 @@ import sys
 from pathlib import Path
 from string import Template
 
+from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.core.settings import nearest
 
 
-def main(arguments: list[str]) -> None:
-    """Print the file with the values in it, or change it.
+def main(arguments: list[str]) -> int:
+    """Print the file with the values in it, or change it; returns the exit status."""
+    try:
+        _fill(arguments)
+    except (OSError, PenstockError) as error:
+        print(f"fill_template.py: {error}", file=sys.stderr)
+        return 2
+    return 0
 
-    Raises ``PenstockError`` (``invalid``) where a value has no name, or a name is not in the file.
-    """
+
+def _fill(arguments: list[str]) -> None:
+    """Raises ``PenstockError`` (``invalid``) where a value has no name, or a name is not in the file."""
     parser = argparse.ArgumentParser(prog="fill_template.py", description="Fill in what a template leaves open.")
     parser.add_argument("-i", "--in_place", action="store_true", help="change the file itself")
     parser.add_argument("file", type=Path, help="a config.pbtxt with ${names}")
@@ -38,3 +46,7 @@ def main(arguments: list[str]) -> None:
         given.file.write_text(filled, encoding="utf-8")
     else:
         print(filled, end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:]))  # behind its name

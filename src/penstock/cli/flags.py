@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.core import logs
 from penstock.core.profiles import Alias, Profile, load
+from penstock.core.profiles.vllm import UNASKED
 from penstock.core.settings import Setting, settings
 
 from .configuration import Configured, read
@@ -95,16 +96,24 @@ def add_profile(
     looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
     known, _ = looking.parse_known_args(arguments)
-    if profile := load(known.compat):
-        parser.set_defaults(profile=profile)
-        group = parser.add_argument_group(f"options of {profile.title}")
-        for name, alias in profile.flags.items():
-            _add_alias(group, name, alias)
+    profile = load(known.compat) or UNASKED
+    parser.set_defaults(profile=profile)
+    group = parser.add_argument_group(f"options of {profile.title}")
+    for name, alias in profile.flags.items():
+        _add_alias(parser, group, name, alias)
 
 
-def _add_alias(group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
+def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
     dashed = name.replace("_", "-")
-    names = [f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
+    own = parser._option_string_actions.get(f"--{dashed}")
+    if own and name in settings() and own.nargs != 0 and (alias.to or name) == name:  # ours, which takes their values
+        own.dest, own.type, own.choices = THEIRS + name, None, None
+        if settings()[name].choices:
+            own.metavar = f"{{{','.join(settings()[name].choices)}}}"
+        return
+    names = [*([alias.short] if alias.short else []), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
+    if alias.why and alias.switch:
+        names.append(f"--no-{dashed}")
     means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": THEIRS + name, "help": f"{means}."}
     if alias.to and settings()[alias.to].kind is tuple:
@@ -119,7 +128,7 @@ def _add_alias(group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     names = [setting.flag] + ([f"--{setting.name}"] if "_" in setting.name else [])
     unit = f"{setting.unit}, " if setting.unit else ""
-    shown = f"{setting.help} ({unit}default: {_shown(setting.default)})".replace("%", "%%")
+    shown = f"{setting.help} ({unit}default: {_shown(setting)})".replace("%", "%%")
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": setting.name, "help": shown}
     if setting.kind is bool:
         given["action"] = argparse.BooleanOptionalAction
@@ -135,7 +144,12 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
     group.add_argument(*names, **given)
 
 
-def _shown(default: Any) -> str:
-    if isinstance(default, tuple):
-        return " ".join(default) or "none"
-    return "none" if default == "" else str(default)
+def _shown(setting: Setting) -> str:
+    """The default."""
+    default = " ".join(setting.default) if isinstance(setting.default, tuple) else str(setting.default)
+    return default or in_cache(setting.empty) or "nothing"
+
+
+def in_cache(path: str) -> str:
+    """A path as it is for this user, whose folder for caches may be another than ``~/.cache``."""
+    return path.replace("~/.cache", os.environ.get("XDG_CACHE_HOME") or "~/.cache", 1)

@@ -7,6 +7,8 @@ import asyncio
 import sys
 from typing import Any
 
+from penstock.core.errors import invalid
+
 from .flags import add_options, options_of
 
 
@@ -27,7 +29,11 @@ def run(args: argparse.Namespace) -> int:
 async def _stream(args: argparse.Namespace) -> int:
     from penstock.frontend.async_llm import AsyncLLM
 
+    if args.prompt is None and sys.stdin.isatty():
+        raise invalid("prompt", 'is missing: penstock generate "Once upon a time", or write it to standard input')
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    if not prompt.strip():
+        raise invalid("prompt", "is empty: give it as an argument, or write it to standard input")
     llm = AsyncLLM(**options_of(args))
     changes: dict[str, Any] = {"max_tokens": args.max_tokens, "seed": args.sampling_seed}
     if args.temperature is not None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "measure latency or throughput of a model or a server",
     "ranktable": "write down who computes what where prefill and decode are apart, and join what machines say",
     "plan": "tell what a model will take of memory, before it runs",
+    "shims": "write commands of other systems, which start this one",
     "config": "show every option, its value and where it comes from",
     "doctor": "tell what this machine has and which kernels run",
 }
@@ -39,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
         parsers[name] = commands.add_parser(
             name, help=about, description=words, allow_abbrev=False, conflict_handler="resolve"
         )
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in parsers:
+        hint = nearest(arguments[0], COMMANDS)
+        print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
+        return 2
     try:
         if arguments and arguments[0] in parsers:
             from .flags import add_profile  # not for --help alone

@@ -207,7 +207,7 @@ def _parsed(file: Path) -> Any:
         from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2
     except ImportError as error:
-        words = "needs classes that are not installed; try pip install 'penstock[grpc]'"
+        words = "needs classes that are not installed; try pip install 'penstock-llm[grpc]'"
         raise invalid("model_repository", words) from error
     try:
         text = file.read_text(encoding="utf-8")

@@ -262,7 +262,7 @@ def _fetch(name: str, folder: Path) -> None:
     download(wanted, folder, progress=sys.stderr.isatty())
 
 
-COMMANDS = {"start_server": start_server, "stop_server": stop_server, "download_model": download_model}
+COMMANDS = {"start_server": start_server, "stop_server": stop_server, "download_model.py": download_model}
 
 if __name__ == "__main__":
-    sys.exit(COMMANDS[Path(sys.argv.pop(1)).stem]())
+    sys.exit(COMMANDS[sys.argv.pop(1)]())

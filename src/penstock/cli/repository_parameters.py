@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from penstock.core.profiles.triton import switched
 
 POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
 BATCHING = {"inflight_fused_batching": "inflight", "inflight_batching": "inflight", "v1": "static"}
+DECODING = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
 GIB = 2**30
 BLOCK = 64
 """Tokens of a KV block."""
@@ -49,6 +51,12 @@ def _blocks(text: str) -> int:
     return max(int(text) // BLOCK, 1)
 
 
+def _decoding(text: str) -> Flags:
+    if text.lower() == "lookahead":  # the nearest: n-grams of the text so far, which need no model either
+        return {"speculative_config": json.dumps({"method": "ngram"})}
+    return must_be(DECODING, "each request says how it decodes").flags(text)
+
+
 TOKENIZER = {
     "tokenizer_dir": setting("tokenizer"),
     "tokenizer_type": no_meaning("a tokenizer's files say what it is"),
@@ -77,8 +85,12 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
         "enable_kv_cache_reuse": setting("enable_prefix_caching", switched),
         "exclude_input_in_output": setting("exclude_input_in_output", switched),
         "max_beam_width": setting("max_beam_width"),
-        "decoding_mode": must_be(
-            ("auto", "top_k", "top_p", "top_k_top_p", "beam_search"), "each request says how it decodes"
+        "decoding_mode": Meaning(_decoding),
+        **dict.fromkeys(
+            ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+            no_meaning(
+                "how far ahead is guessed follows from how often it was right; --speculative-config has a limit"
+            ),
         ),
         "medusa_choices": must_be((), "there are no Medusa heads; --speculative-config guesses ahead"),
         "eagle_choices": must_be((), "there are no EAGLE heads; --speculative-config guesses ahead"),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
+import logging
 import sys
 import time
 
 import msgspec
 
 from penstock.core.errors import invalid
-from penstock.core.options import Configuration
+from penstock.core.options import Configuration, ServerOptions
 
 from . import model_repository, service_json
 from .flags import TITLES, add_options, configure
 from .models import served
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
             raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
     configuration = configure(args, "serve").configuration
+    if is_open(configuration.server):
+        words = "anybody who reaches %s of this machine may ask: set --api-key, or --host 127.0.0.1"
+        logger.warning(words, configuration.server.host)
     models = [
         msgspec.structs.replace(model, configuration=found(model.configuration)) if model.wanted else model
         for model in served(configuration)
@@ -47,6 +54,15 @@ def run(args: argparse.Namespace) -> int:
         return await Supervisor(configuration, models, found, begun).run()
 
     return asyncio.run(serve())
+
+
+def is_open(options: ServerOptions) -> bool:
+    """Whether others than this machine may ask without a key."""
+    try:
+        inside = ipaddress.ip_address(options.host).is_loopback
+    except ValueError:
+        inside = options.host == "localhost"
+    return not inside and not options.api_key
 
 
 def found(configuration: Configuration) -> Configuration:

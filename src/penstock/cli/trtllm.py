@@ -189,3 +189,9 @@ def _check_only(name: str, value: str, possible: str, why: str) -> None:
 
 def _say(name: str, why: str) -> None:
     print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
+
+
+COMMANDS = {"convert_checkpoint.py": convert_checkpoint, "quantize.py": quantize, "trtllm-build": build}
+
+if __name__ == "__main__":
+    sys.exit(COMMANDS[sys.argv.pop(1)]())

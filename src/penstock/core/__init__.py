@@ -3,7 +3,7 @@
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams
 from .lora import LoRARequest
-from .messages import EngineRequest, FinishReason, Logprob, Thought, TokenDelta, Vocabulary
+from .messages import EngineRequest, FinishReason, Logprob, PerfMetrics, Thought, TokenDelta, Vocabulary
 from .pooling import PoolingParams
 from .sampling import SamplingParams
 
@@ -16,6 +16,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "PenstockError",
+    "PerfMetrics",
     "PoolingParams",
     "SamplingParams",
     "Thought",

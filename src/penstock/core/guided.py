@@ -100,25 +100,30 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         return sum(len(text) for text in texts if text)
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: Any, strict: bool = False) -> Any:
     """A schema whose objects have no other properties than those that it lists, where it says nothing of others.
 
     Parts of ``allOf`` stay open, as each lists some of one object's.
+
+    Args:
+        strict: they have all that it lists, too, as OpenAI's strict schemas demand.
     """
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
     for name, part in schema.items():
         if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(part, dict):
-            found[name] = {key: closed(inner) for key, inner in part.items()}
+            found[name] = {key: closed(inner, strict) for key, inner in part.items()}
         elif name in ("anyOf", "oneOf", "prefixItems") and isinstance(part, list):
-            found[name] = [closed(inner) for inner in part]
+            found[name] = [closed(inner, strict) for inner in part]
         elif name in ("items", "additionalProperties"):
-            found[name] = closed(part)
+            found[name] = closed(part, strict)
     listed, required = schema.get("properties"), schema.get("required") or []
     alone = not schema.keys() & {"allOf", "$ref", "unevaluatedProperties"}
-    if alone and isinstance(listed, dict) and listed and listed.keys() >= set(required):
+    if alone and isinstance(listed, dict) and (strict or (listed and listed.keys() >= set(required))):
         found.setdefault("additionalProperties", False)
+        if strict:
+            found["required"] = [*listed, *(name for name in required if name not in listed)]
     return found
 
 

@@ -29,7 +29,7 @@ def set_up(options: LogOptions, process: str) -> None:
     for handler in handlers:
         handler.setFormatter(AsJson(process) if options.log_format == "json" else ForPeople(process))
     logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
-    for name in ("httpx", "uvicorn.error"):  # which tell at INFO what our own lines say
+    for name in ("httpx", "httpx2", "uvicorn.error"):  # which tell at INFO what our own lines say
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
@@ -45,14 +45,14 @@ def _file(path: Path) -> logging.Handler:
 
 
 class ForPeople(logging.Formatter):
-    """Time, level if it is worth a look, process, message, and ``name=value`` for each of ``extra={"facts": …}``."""
+    """Date, time, level if worth a look, process, message, and ``name=value`` for each of ``extra={"facts": …}``."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
         facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
         line = f"{time} {self._process}: {level}{record.getMessage()}{facts}"

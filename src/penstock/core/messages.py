@@ -66,12 +66,24 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """Ids that end a sequence, at least one."""
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token's log probability (nats) and its rank, 1 for the likeliest."""
 
     token_id: int
     logprob: float
     rank: int
+
+
+class PerfMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """What a sequence has taken so far."""
+
+    first_scheduled: float
+    """When it ran for the first time, on the machine's monotonic clock, seconds."""
+    allocated_blocks: int
+    """KV blocks allocated for it, those again that it lost when it was preempted."""
+    draft_tokens: int
+    """Guessed ahead for it, and how many of them were accepted."""
+    accepted_tokens: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,4 +112,6 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens that were found in the prefix cache."""
     queued: float = 0.0
     """Seconds from arrival until it ran for the first time; with the first token."""
+    perf: PerfMetrics | None = None
+    """Where ``return_perf_metrics`` asks for it."""
     failure: Failure | None = None

@@ -9,13 +9,17 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .errors import invalid
-from .sampling import MOST_SEQUENCES
+from .errors import PenstockError, invalid
+from .sampling import MOST_LOGPROBS, MOST_SEQUENCES, SamplingParams
 
 
-def option(help: str, unit: str = "", **bounds: Any) -> msgspec.Meta:
-    """What is known of an option besides its name, type and default."""
-    return msgspec.Meta(description=help, extra={"unit": unit} if unit else None, **bounds)
+def option(help: str, unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
+    """What is known of an option besides its name, type and default.
+
+    Args:
+        empty: what an empty text stands for.
+    """
+    return msgspec.Meta(description=help, extra={"unit": unit, "empty": empty}, **bounds)
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,9 +113,19 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     weight_cache_dir: Annotated[
         str,
         option(
-            "Folder for packed weights, which the next start maps; nothing for ~/.cache/penstock, none for nowhere."
+            "Folder for packed weights, which the next start maps; none for nowhere.",
+            empty="~/.cache/penstock",
         ),
     ] = ""
+    weight_cache_size: Annotated[
+        float,
+        option(
+            "Most that this folder holds; what was used least recently is deleted. 0 is 30 % of its disk; 10 % of the "
+            "disk are always left free.",
+            "GiB",
+            ge=0,
+        ),
+    ] = 0.0
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
     ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto takes the fastest that run here.")] = (
         "auto"
@@ -175,6 +189,15 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)
     ] = 30.0
+    engine_iteration_timeout: Annotated[
+        float,
+        option(
+            "Silence of an engine's process, beyond the time that its step may take, after which it is killed and "
+            "started again; after a quarter of it /health fails. 0 never kills it.",
+            "seconds",
+            ge=0,
+        ),
+    ] = 60.0
     swap_space: Annotated[
         float, option("Host memory for blocks of preempted sequences (preemption_mode swap).", "GiB", ge=0)
     ] = 4.0
@@ -209,15 +232,44 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     generation_config: Annotated[
-        Literal["auto", "vllm"],
-        option("Sampling that a request does not choose: auto is as the model's makers do, vllm as vLLM without them."),
+        str,
+        option(
+            "Sampling that a request does not choose: auto is as the model's makers do, vllm as vLLM without them, "
+            "else a folder with a generation_config.json to read in place of the model's."
+        ),
     ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        option(
+            "Values for sampling that a request does not choose, before those of generation_config, as JSON: "
+            '{"temperature": 0.6}.'
+        ),
+    ] = ""
+    max_logprobs: Annotated[
+        int, option("Likeliest tokens that a request may ask to be told at each position.", ge=0, le=MOST_LOGPROBS)
+    ] = MOST_LOGPROBS
     enable_logprob: Annotated[
         bool, option("Give log probabilities to who asks; without, such requests are refused.")
     ] = True
     revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
     hf_token: Annotated[str, option("Token for the hub; nothing for the environment's HF_TOKEN.")] = ""
     download_dir: Annotated[str, option("Where downloads are kept; nothing for Hugging Face's own cache.")] = ""
+
+    def __post_init__(self) -> None:
+        self.sampling()
+
+    def sampling(self) -> dict[str, Any]:
+        """``override_generation_config`` by field. Raises ``PenstockError`` (``invalid``) where it is wrong."""
+        if not self.override_generation_config:
+            return {}
+        try:
+            found = msgspec.json.decode(self.override_generation_config, type=dict[str, Any])
+            SamplingParams(**found)
+        except (msgspec.MsgspecError, TypeError, PenstockError) as error:
+            raise invalid(
+                "override_generation_config", f"{self.override_generation_config} is wrong: {error}"
+            ) from error
+        return found
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +278,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     compat: Annotated[
         str, option("System whose names of settings, values by default and ports are taken, too (docs/dialects).")
     ] = ""
-    host: Annotated[str, option("Address to listen on.")] = "0.0.0.0"
+    host: Annotated[
+        str,
+        option("Address to listen on. With an api_key, or under compat, all of this machine's by default (0.0.0.0)."),
+    ] = "127.0.0.1"
     port: Annotated[
         int, option("TCP port for HTTP; -1 is none where there is gRPC, 0 any that is free.", ge=-1, le=65535)
     ] = 8000
@@ -245,6 +300,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_beam_width: Annotated[
         int, option("Beams that a request to KServe's models may ask for.", ge=1, le=MOST_SEQUENCES)
     ] = MOST_SEQUENCES
+    allow_shared_memory: Annotated[
+        bool,
+        option(
+            "Let clients of KServe's paths register system shared memory where the server listens beyond this machine, "
+            "too: they read and write any POSIX shared memory object that the server may."
+        ),
+    ] = False
     max_logits_size: Annotated[
         int,
         option("Of all scores that a request to KServe's models may ask to be told; 0 tells none.", "bytes", ge=0),
@@ -281,10 +343,21 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     disable_streaming: Annotated[
         bool, option("Send streams in one piece once they have ended, which is less work than token by token.")
     ] = False
+    template_text: Annotated[
+        bool,
+        option("Ask PaddleNLP's `text` as a user's turn of the chat template, where there is one; else continue it."),
+    ] = True
     client_timeout: Annotated[
         float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
     ] = 60.0
     timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
+    strict_requests: Annotated[
+        bool,
+        option(
+            "Refuse requests with fields that nobody knows, naming the nearest known one; otherwise they are ignored, "
+            "logged, and named in the header x-penstock-ignored."
+        ),
+    ] = False
     trust_request_chat_template: Annotated[
         bool, option("Render chat templates that requests bring, each in a process that may take two seconds.")
     ] = False
@@ -292,6 +365,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, option("Of a request; 0 is 64 bytes for each token of the context, and at least 1 MiB.", "bytes", ge=0)
     ] = 0
     max_header_size: Annotated[int, option("Of a request's headers together.", "bytes", ge=256)] = 64 * 2**10
+    root_path: Annotated[
+        str,
+        option(
+            "Prefix of all paths at which a proxy serves this server, such as /llm; they are found without it, too."
+        ),
+    ] = ""
     ssl_certfile: Annotated[str, option("Certificate chain (PEM); with it the server speaks HTTPS.")] = ""
     ssl_keyfile: Annotated[str, option("The certificate's private key (PEM).")] = ""
     allow_runtime_lora_updating: Annotated[
@@ -302,14 +381,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.port < 0 and self.grpc_port < 0:
             raise invalid("port", "is -1, which turns HTTP off, and no grpc_port is given: nothing would be served")
+        if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
+            raise invalid("root_path", f"{self.root_path!r} must begin with / and go on, as /llm does")
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is written to standard error, and to a file beside it."""
 
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], option("Least level; debug shows health checks, too.")
-    ] = "info"
+    log_level: Annotated[LogLevel, option("Least level; debug shows health checks, too.")] = "info"
     log_format: Annotated[Literal["text", "json"], option("Lines for people, or a JSON object a line.")] = "text"
     log_file: Annotated[str, option("File to which the log is appended, too; nothing for none.")] = ""
 

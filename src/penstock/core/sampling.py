@@ -24,6 +24,7 @@ MOST = {
 NOT_TOGETHER = {
     "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
     "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
+    "response_max_tokens": ("use_beam_search",),
     "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "return_generation_logits"),
 }
 """What a request cannot ask for along with each of these: what might leave no token that a form or the end of a thought
@@ -69,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     """Taken from a token's score for each time it is in the output, [-2, 2]."""
     seed: int | None = None
-    """Makes the draw repeatable; None takes a random one."""
+    """Makes the draw repeatable; None or -1 takes a random one."""
 
     max_tokens: int | None = 16
     """Tokens to generate at most; None is as many as the context holds."""
@@ -77,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens before which neither a stop token nor a stop string ends the sequence."""
     reasoning_max_tokens: int | None = None
     """Tokens of a chat's thought after which it is made to end, and the answer begins; None is any."""
+    response_max_tokens: int | None = None
+    """Tokens of a chat's answer after its thought; None is any."""
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -95,11 +98,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Likeliest alternatives to give with each generated token, besides its own; 0 gives its own only."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+    temp_scaled_logprobs: bool = False
+    """Give log probabilities of generated tokens at the request's temperature."""
+    top_p_normalized_logprobs: bool = False
+    """Give them among the tokens that top_p leaves."""
 
     return_context_logits: bool = False
     """Give the scores of what may follow each prompt token, as the model makes them."""
     return_generation_logits: bool = False
     """The same scores that each generated token was chosen by, before anything is applied to them."""
+    return_perf_metrics: bool = False
+    """Give what each sequence has taken: KV blocks, draft tokens, and when it ran first."""
 
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -110,6 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             given = getattr(self, field)
             if isinstance(given, str | list):  # one string is one, and lists are what callers write
                 msgspec.structs.force_setattr(self, field, (given,) if isinstance(given, str) else tuple(given))
+        if self.seed == -1:  # as vLLM has it
+            msgspec.structs.force_setattr(self, "seed", None)
         between("n", self.n, 1, MOST_SEQUENCES)
         between("temperature", self.temperature, 0, 100)
         between("top_k", self.top_k, -1, None)
@@ -127,6 +138,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         between("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.reasoning_max_tokens is not None:
             between("reasoning_max_tokens", self.reasoning_max_tokens, 0, None)
+        if self.response_max_tokens is not None:
+            between("response_max_tokens", self.response_max_tokens, 1, None)
         for field in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, field)) is not None:
                 between(field, wanted, 0, MOST_LOGPROBS)
@@ -142,6 +155,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("allowed_token_ids", "must name at least one token")
         if not all(self.bad_word_ids):
             raise invalid("bad_word_ids", "must not hold an empty sequence")
+        if self.allowed_token_ids is not None and self.never_tokens.issuperset(self.allowed_token_ids):
+            raise invalid("allowed_token_ids", "are all among the bad words: no token may come")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
         for field, others in NOT_TOGETHER.items():
@@ -190,6 +205,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def never_tokens(self) -> set[int]:
+        """Tokens that are bad words by themselves."""
+        return {word[0] for word in self.bad_word_ids if len(word) == 1}
 
     def replace(self, **changes: object) -> Self:
         """The same parameters but for ``changes``, checked anew."""

@@ -31,6 +31,8 @@ class Setting:
     default: Any
     unit: str
     help: str
+    empty: str
+    """What an empty text stands for."""
 
     @property
     def flag(self) -> str:
@@ -69,5 +71,5 @@ def _setting(section: str, name: str, hint: Any, default: Any) -> Setting:
     choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
     kind = str if choices else typing.get_origin(plain) or plain
     assert not isinstance(kind, types.UnionType)
-    unit = (meta.extra or {}).get("unit", "")
-    return Setting(section, name, hint, kind, choices, default, unit, meta.description or "")
+    extra = meta.extra or {}
+    return Setting(section, name, hint, kind, choices, default, extra["unit"], meta.description or "", extra["empty"])

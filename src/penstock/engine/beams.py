@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core import Code, Failure, FinishReason, Logprob, TokenDelta
+from penstock.core import Code, Failure, FinishReason, Logprob, PerfMetrics, TokenDelta
 
 from .guided import Guide
 from .plan import Candidates
@@ -129,14 +129,17 @@ class Beams:
         told = (logprobs[best], parents[best].tolist(), tokens[best].tolist(), own[best], places[best].tolist())
         return list(zip(*told, strict=True))
 
-    def deltas(self, first: Sequence) -> list[TokenDelta]:
+    def deltas(self, beams: Row[Sequence]) -> list[TokenDelta]:
         """What the search has found, each sequence in one piece. Where there are fewer than were asked for, the last
         one comes again; where there is none, nothing could come next.
 
         Args:
-            first: its first beam, which knows what is to be told of the prompt.
+            beams: all of it, of which the first knows what is to be told of the prompt.
         """
+        first = beams[0]
         sampling, request_id = first.request.sampling, first.request.request_id
+        allocated = sum(beam.allocated_blocks for beam in beams)  # one search's, whichever beams were chosen
+        perf = PerfMetrics(first.first_scheduled, allocated, 0, 0) if sampling.return_perf_metrics else None
         wanted = sampling.told
         if not self.found:
             failure = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
@@ -158,6 +161,7 @@ class Beams:
                 stop_token=found.stop_token,
                 cached_tokens=first.cached or 0,
                 queued=first.queued,
+                perf=perf if index == 0 else None,
             )
             for index, found in enumerate(every)
         ]

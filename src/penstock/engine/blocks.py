@@ -92,6 +92,11 @@ class BlockPool:
         self._block_of.clear()
         self._prefix_of = [None] * self.total
 
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Forget the prefixes of some."""
+        for block in blocks:
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         if (prefix := self._prefix_of[block]) is not None:
             del self._block_of[prefix]

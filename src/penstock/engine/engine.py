@@ -14,7 +14,16 @@ import msgspec
 import torch
 
 from penstock import demo, ops
-from penstock.core import Code, EngineRequest, Failure, GuidedDecodingParams, PenstockError, TokenDelta, Vocabulary
+from penstock.core import (
+    Code,
+    EngineRequest,
+    Failure,
+    GuidedDecodingParams,
+    PenstockError,
+    SamplingParams,
+    TokenDelta,
+    Vocabulary,
+)
 from penstock.core.errors import invalid
 from penstock.core.guided import closed
 from penstock.core.kv_cache import CachePlan, weight_bytes
@@ -31,13 +40,18 @@ from .draft_model import DraftModel
 from .guided import Guides, check_backend
 from .heads_ahead import HeadsAhead
 from .memory import count_blocks, count_host_blocks
+from .plan import Item, Plan
 from .runner import Runner
 from .scheduler import Scheduler
+from .sequence import Sequence
 from .speculation import Drafter, Lookup, Speculation
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
+FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute any more and has to be started again")
+MOST_FAILED_STEPS = 8
+"""One after the other, after which the engine has failed."""
 COMPILING = 0.02
 """Seconds that a step with nothing to compute waits for forms to be compiled."""
 
@@ -74,6 +88,7 @@ class Engine:
                 seed=options.seed,
                 quantization=options.quantization,
                 cache=cache_folder(options.weight_cache_dir),
+                cache_size=options.weight_cache_size,
                 heads_ahead=bool(speculative and speculative.method == "mtp"),
                 max_loras=max_loras,
             )
@@ -132,6 +147,9 @@ class Engine:
             )
 
         self._runner = runner(self.model, spec, host_blocks)
+        self._failed_steps = 0
+        self.failure: Failure | None = None
+        """Why it takes no requests any more, where that is so: it has to be started again."""
         self.speculation: Speculation | None = None
         if speculative:
             guessing = runner(drafting, own, 0) if drafting and own else None
@@ -147,6 +165,12 @@ class Engine:
             "" if self.batch_invariant else "not ",
         )
         self._log_memory(folder, options, blocks, spec)
+        self.steps = 0
+        """Since it started."""
+        self.last_plan = Plan()
+        """What the last step was."""
+        self.before_step: Callable[[int], None] = lambda tokens: None
+        """Called with the number of tokens of each step before it is computed."""
         if options.use_warmup:
             warm_up(self)
 
@@ -185,12 +209,14 @@ class Engine:
         self._check(request)
         if request.adapter:
             self.adapters.key(request.adapter)
-        self.scheduler.fitted(request)
+        self.scheduler.intake.fitted(request)
         if form := self._form(request):
             self._guides.compile(form).result()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
+        if self.failure:
+            raise PenstockError.of(self.failure)
         self._check(request)
         if request.adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
@@ -201,10 +227,19 @@ class Engine:
         """What tokens spell, before the first request that is guided. Called where it is not known."""
         self._guides.learn(vocabulary)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the queue takes one more request."""
-        return self.scheduler.has_room
+    def prepare(self) -> None:
+        """Make ready what requests may ask for; to be called while there is nothing else to do."""
+        self._guides.prepare()
+
+    def add_where_room(self, request: EngineRequest) -> bool:
+        """``add``, or False where the queue is full: for who has more requests and waits for their turn."""
+        try:
+            self.add(request)
+        except PenstockError as error:
+            if error.failure.code is not Code.OVERLOADED:
+                raise
+            return False
+        return True
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """Cancel a request; returns the last delta of each of its sequences that had not ended."""
@@ -215,12 +250,18 @@ class Engine:
         self.scheduler.stop(request_id, sequence)
 
     @property
+    def gpu_memory(self) -> int:
+        """Bytes allocated on a GPU."""
+        return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+
+    @property
     def busy(self) -> bool:
         """Whether there are requests that have not ended."""
         return self.scheduler.unfinished > 0
 
     def step(self) -> list[TokenDelta]:
-        """Run one step. What goes wrong in it ends the requests it was for, and no others."""
+        """Run one step. What goes wrong in it ends the requests it was for, and no others, unless it shows that no step
+        can be run any more: then ``failure`` says so, and all requests end with it."""
         if self.adapters.unsettled:
             self.adapters.settle()
         deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.let_in()
@@ -229,7 +270,9 @@ class Engine:
             if compiling := self.scheduler.compiling:
                 wait(compiling, COMPILING, FIRST_COMPLETED)
             return deltas
+        self.steps, self.last_plan = self.steps + 1, plan
         begun = time.perf_counter()
+        self.before_step(plan.tokens)
         try:
             if self.speculation:
                 self.speculation.fill(plan)
@@ -239,16 +282,37 @@ class Engine:
             if not isinstance(error, Exception):
                 raise  # an interrupt: the blocks are back, the rest is the caller's matter
             logger.exception("a step of %d tokens failed", plan.tokens)
+            self._failed_steps += 1
+            if self._failed_steps == MOST_FAILED_STEPS or not self._still_computes():
+                self.failure = FAILED
+                logger.error("the engine has failed: %s", FAILED.message)
+                deltas += [d for name in self.scheduler.requests() for d in self.scheduler.abort(name, FAILED)]
             return deltas
+        self._failed_steps = 0
         if self.speculation:
             self.speculation.learn(plan, outcome, time.perf_counter() - begun)
         deltas += self.scheduler.update(plan, outcome)
         if self.speculation:
-            try:
-                self.speculation.follow(plan, outcome)
-            except Exception:
-                logger.exception("guesses after a step of %d tokens failed", plan.tokens)
+            self.speculation.follow(plan, outcome)
         return deltas
+
+    def _still_computes(self) -> bool:
+        """Whether a step of one token, of which nothing is kept, can be run: no, where a device has failed for good."""
+        pool = self.scheduler.device
+        if not pool.free:  # others hold all of it, whose steps will show
+            return True
+        greedy = SamplingParams(max_tokens=1, temperature=0)
+        trial = Sequence(EngineRequest(request_id="", prompt=[0], sampling=greedy), 0, 0, -1)
+        trial.row, trial.blocks = 0, pool.allocate(1)
+        draws = () if self.model.config.headless else (trial,)
+        try:
+            self._runner.collect(self._runner.submit(Plan(items=[Item(trial, 0, 1, draws, [])])))
+        except Exception:
+            logger.exception("a step of a single token failed, too")
+            return False
+        finally:
+            pool.release(trial.blocks)
+        return True
 
     def _form(self, request: EngineRequest) -> GuidedDecodingParams | None:
         """What the output has to keep to."""
@@ -312,8 +376,11 @@ def _check(request: EngineRequest, vocabulary: int) -> None:
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
+        "eos_token_ids": [token for token in request.eos_token_ids if token < vocabulary],  # others never come
         "thought": (thought.begin, thought.end, *thought.answer) if (thought := request.thought) else (),
     }
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
+    if len(sampling.never_tokens) == vocabulary:
+        raise invalid("bad_word_ids", "leave no token that may come")

@@ -21,6 +21,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.options import EngineOptions, LogOptions
 
 from . import wire
+from .heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class EngineProcess:
         self._drain_timeout = options.drain_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self.address = f"ipc://{self._folder}/engine"
+        self._patience = options.engine_iteration_timeout
+        self._heartbeat = Heartbeat(self.address)
         self._process: Process | None = None
         self._deaths = Deaths()
         self.ready: wire.Ready | None = None
@@ -71,7 +74,9 @@ class EngineProcess:
     async def watch(self) -> None:
         """Start it again whenever it dies; returns when it is closed, or has died too often."""
         while self._process is not None:
+            guard = asyncio.create_task(self._guard(self._process))
             status = await self._process.wait()
+            guard.cancel()
             self.ready = None
             if self.closing:
                 return
@@ -95,6 +100,7 @@ class EngineProcess:
         status = 0
         if self._process is not None:
             status = await end(self._process, self._drain_timeout + TO_END, kill=self.ready is None)
+        self._heartbeat.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return status
 
@@ -104,8 +110,27 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
+    async def _guard(self, process: Process) -> None:
+        """Kill an engine whose loop does not come round any more: its clients then hear so at once."""
+        if not self._patience:
+            return
+        tick = min(self._patience / 4, 1.0)
+        looked = since = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            now = time.monotonic()
+            if now - looked > 2 * tick + 1:
+                since = now  # this process was held up, and so may the engine have been
+            looked = now
+            if self.ready and not self.closing and min(self._heartbeat.overdue, now - since) > self._patience:
+                age = self._heartbeat.age
+                logger.error("the engine (process %d) has not answered for %.0f seconds: killed", process.pid, age)
+                process.kill()
+                return
+
     async def _launch(self) -> wire.Ready:
         command = [sys.executable, "-m", "penstock.engine.process", self.address]
+        self._heartbeat.reset()
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None
         assert process.stdout is not None

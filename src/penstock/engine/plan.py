@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.core import Logprob
+from penstock.core import Failure, Logprob
 
 from .sequence import Sequence
 
@@ -64,6 +64,8 @@ class Draw(NamedTuple):
     """Of each token the scores it was chosen by, ``[vocabulary]`` float32, where they are wanted."""
     candidates: Candidates | None = None
     """Of a beam, which draws none itself."""
+    failure: Failure | None = None
+    """Why there is no token, and the sequence cannot go on."""
 
 
 class Outcome(NamedTuple):

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
@@ -29,18 +30,25 @@ from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.options import EngineOptions
 
 from . import wire
+from .heartbeat import Heartbeat, StepTimes
 
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 IDLE_MS = 200
 """Milliseconds an idle engine waits for messages before it looks after leases and its parent."""
+REST = 0.5
+"""Seconds without work after which an engine makes ready what requests may ask for."""
 LOADING_MS = 10
 """The same while adapters are being loaded."""
 MESSAGES_A_STEP = 256
 """Handled at most between two steps, so that a flood of requests does not hold up those that run."""
 
 
+PROMPT_LOGPROBS = 64
+"""Positions of a prompt whose log probabilities go in one message."""
+FIRST_STEP = 9
+"""Times ``engine_iteration_timeout`` that the first step may take, of which nothing is known yet."""
 SILENT = Failure(Code.UNAVAILABLE, "the process that asked for it fell silent")
 
 
@@ -55,10 +63,17 @@ class Server:
         self._socket.bind(address)
         self._options = options
         self._report = report
+        self._heartbeat = Heartbeat(address)
+        self._step_times = StepTimes(FIRST_STEP * options.engine_iteration_timeout)
+        self._step: tuple[int, float] | None = None
+        """Tokens of the step that is being computed, and when it began."""
+        self._computed = True
+        """Whether the last step had anything to compute."""
         self._heard: dict[bytes, float] = {}
         self._looked = time.monotonic()
         self._parent = os.getppid()
         self._loading: list[tuple[bytes, int, Future[None]]] = []
+        self._worked = time.monotonic()
         self._stopping = False
         self._deadline = float("inf")
 
@@ -71,6 +86,7 @@ class Server:
             from .engine import Engine
 
             self._engine = Engine(self._options)
+            self._engine.before_step = self._before_step
             gc.collect()
             gc.freeze()  # what is there now stays, and need not be looked through again and again
             gc.enable()
@@ -86,18 +102,48 @@ class Server:
             fingerprint=self._engine.fingerprint,
             batch_invariant=self._engine.batch_invariant,
             adapters=self._engine.adapters.paths,
+            iteration_timeout=self._options.engine_iteration_timeout,
         )
+        self._heartbeat.beat()
         self._tell(self._ready)
+        self._worked = time.monotonic()
         while not self._finished():
-            if self._receive(0 if self._engine.busy else LOADING_MS if self._loading else IDLE_MS):
+            self._heartbeat.beat()
+            if self._receive(self._patience()):
                 self._end_leases()
             if self._engine.busy:
-                self._send(self._engine.step())
+                deltas = self._engine.step()
+                self._after_step()
+                self._send(deltas)
+                if self._engine.failure:
+                    self._end()
+                    raise SystemExit(1)
+                self._worked = time.monotonic()
             elif self._engine.adapters.unsettled:
                 self._engine.adapters.settle()
+            elif time.monotonic() - self._worked > REST:
+                self._engine.prepare()
             if self._loading:
                 self._answer_loads()
         self._end()
+
+    def _patience(self) -> int:
+        """Milliseconds to wait for messages."""
+        if self._engine.busy:
+            return 0 if self._computed else LOADING_MS  # all may be paused
+        return LOADING_MS if self._loading else IDLE_MS
+
+    def _before_step(self, tokens: int) -> None:
+        self._step = tokens, time.monotonic()
+        self._heartbeat.beat(self._step_times.expected(tokens))
+
+    def _after_step(self) -> None:
+        self._computed = self._step is not None
+        if self._step:
+            tokens, begun = self._step
+            self._step_times.add(tokens, time.monotonic() - begun)
+            self._step = None
+            self._heartbeat.beat()
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
@@ -129,14 +175,39 @@ class Server:
                 client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            self._heard[client] = time.monotonic()
+            data = b"".join(parts)
             try:
-                message = wire.decode_to_engine(b"".join(parts))
-            except msgspec.MsgspecError as error:
-                logger.warning("client %s sent what is no message: %s", client.hex(), error)
-                continue
-            self._handle(client, message)
+                message = wire.decode_to_engine(data)
+                if isinstance(message, wire.Alive):
+                    if message.client in self._heard:  # else it was another engine's client
+                        self._heard[message.client] = time.monotonic()
+                    continue
+                self._heard[client] = time.monotonic()
+                self._handle(client, message)
+            except Exception as error:
+                self._refuse(client, data, error)
         return False
+
+    def _refuse(self, client: bytes, data: bytes, error: Exception) -> None:
+        """Answer a message that cannot be read, or handled: whoever waits for what it asks for is told."""
+        if isinstance(error, PenstockError):
+            failure = error.failure
+        elif isinstance(error, msgspec.MsgspecError):
+            failure = Failure(Code.INVALID, f"the engine cannot read what was sent: {error}")
+        else:
+            failure = Failure(Code.INTERNAL, "the engine cannot take the request; its log says why")
+            logger.error("a message of client %s could not be handled", client.hex(), exc_info=error)
+        try:
+            about = wire.decode_about(data)
+        except Exception:  # nothing can be read of it, and its client waits for nothing
+            logger.warning("client %s sent what is no message: %s", client.hex(), error)
+            return
+        if about.request:
+            request_id = _inside(client, about.request.request_id)
+            self._engine.abort(request_id)  # whatever of it there is
+            self._send(_refusal(request_id, about.request.sequences, failure))
+        elif about.number is not None:
+            self._done(client, about.number, PenstockError.of(failure))
 
     def _handle(self, client: bytes, message: wire.ToEngine) -> None:
         match message:
@@ -167,6 +238,13 @@ class Server:
                 self._send(self._engine.abort(_inside(client, request_id)))
             case wire.Stop(request_id, sequence):
                 self._engine.stop(_inside(client, request_id), sequence)
+            case wire.Cancel():
+                self._tell_all(message)
+            case wire.ResetPrefixCache(number):
+                self._engine.scheduler.device.clear_cache()
+                self._done(client, number)
+            case wire.Pause(request_id, paused):
+                self._engine.scheduler.pause(_inside(client, request_id), paused)
             case wire.Beat():
                 self._socket.send_multipart((client, wire.encode(self._stats())))
 
@@ -181,12 +259,18 @@ class Server:
             self._done(client, number, loading.exception())
 
     def _tell_adapters(self) -> None:
-        message = wire.encode(wire.Adapters(self._engine.adapters.paths))
+        self._tell_all(wire.Adapters(self._engine.adapters.paths))
+
+    def _tell_all(self, message: wire.FromEngine) -> None:
+        encoded = wire.encode(message)
         for client in self._heard:
-            self._socket.send_multipart((client, message))
+            self._socket.send_multipart((client, encoded))
 
     def _done(self, client: bytes, number: int, error: BaseException | None = None) -> None:
         failure = error.failure if isinstance(error, PenstockError) else None
+        if error and not failure:
+            logger.error("what client %s wants could not be done", client.hex(), exc_info=error)
+            failure = Failure(Code.INTERNAL, "it could not be done; the engine's log says why")
         self._socket.send_multipart((client, wire.encode(wire.Done(number, failure))))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
@@ -194,9 +278,14 @@ class Server:
         by_client: dict[bytes, list[TokenDelta]] = defaultdict(list)
         for delta in deltas:
             client, request_id = _outside(delta.request_id)
-            by_client[client].append(msgspec.structs.replace(delta, request_id=request_id))
-        for client, own in by_client.items():
-            self._socket.send_multipart((client, wire.encode(wire.Deltas(own))))
+            own = msgspec.structs.replace(delta, request_id=request_id)
+            if own.prompt_logprobs:
+                *parts, own = _parts(own)
+                for part in parts:  # each in a message of its own
+                    self._socket.send_multipart((client, wire.encode(wire.Deltas([part]))))
+            by_client[client].append(own)
+        for client, told in by_client.items():
+            self._socket.send_multipart((client, wire.encode(wire.Deltas(told))))
 
     def _end_leases(self) -> None:
         now = time.monotonic()
@@ -213,12 +302,23 @@ class Server:
     def _stats(self) -> wire.Stats:
         scheduler = self._engine.scheduler
         guessed = asdict(scheduler.speculation.counts) if scheduler.speculation else {}
+        items = self._engine.last_plan.items if scheduler.running else []
+        prefills = [item for item in items if item.start < item.sequence.prompt_length]
         return wire.Stats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             blocks=scheduler.device.total,
             blocks_used=scheduler.device.used,
             preemptions=scheduler.preemptions,
+            paused=scheduler.paused,
+            blocks_reused=scheduler.blocks_reused,
+            steps=self._engine.steps,
+            scheduled=len(items),
+            in_prefill=len(prefills),
+            prefill_tokens=sum(item.length for item in prefills),
+            cpu_memory=_resident(),
+            gpu_memory=self._engine.gpu_memory,
+            longest_step=self._step_times.longest,
             **guessed,
         )
 
@@ -226,6 +326,12 @@ class Server:
         """Answer the process that started this one; it may have gone."""
         with contextlib.suppress(BrokenPipeError), self._report:
             self._report.write(msgspec.json.encode(report) + b"\n")
+
+
+def _resident() -> int:
+    """Bytes that this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _inside(client: bytes, request_id: str) -> str:
@@ -236,6 +342,20 @@ def _inside(client: bytes, request_id: str) -> str:
 def _outside(request_id: str) -> tuple[bytes, str]:
     client, _, own = request_id.partition(":")
     return bytes.fromhex(client), own
+
+
+def _parts(delta: TokenDelta) -> list[TokenDelta]:
+    """A delta with no more of the prompt's log probabilities than a client can take in without holding up others."""
+    told = delta.prompt_logprobs or []
+    last = max(len(told) - PROMPT_LOGPROBS, 0)
+    parts = [
+        TokenDelta(
+            request_id=delta.request_id, sequence=delta.sequence, prompt_logprobs=told[at : at + PROMPT_LOGPROBS]
+        )
+        for at in range(0, last, PROMPT_LOGPROBS)
+    ]
+    rest = told[len(parts) * PROMPT_LOGPROBS :]
+    return [*parts, msgspec.structs.replace(delta, prompt_logprobs=rest)] if parts else [delta]
 
 
 def _refusal(request_id: str, sequences: int, failure: Failure) -> list[TokenDelta]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from penstock.core import FinishReason, TokenDelta
+from penstock.core import Failure, FinishReason, TokenDelta
 
 from .plan import Draw
 from .sequence import Sequence
@@ -15,6 +15,8 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
     """Append what was drawn, and what alone can come after it. The delta says whether the sequence has ended."""
     finished, stop_token, failure = None, None, None
     guide, token_ids = sequence.guide, draw.token_ids
+    if draw.failure:
+        return failed(sequence, (guide and guide.failure) or draw.failure)
     for i, token in enumerate(token_ids, 1):
         if guide and token in sequence.request.eos_token_ids:
             token = token_ids[i - 1] = guide.for_end(token)
@@ -29,7 +31,7 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
             finished, failure = FinishReason.ERROR, guide.failure
         elif guide and guide.complete:
             finished = FinishReason.STOP
-        elif len(sequence.tokens) >= sequence.longest:
+        elif len(sequence.tokens) >= sequence.longest or (guide and guide.spent):
             finished = FinishReason.LENGTH
         elif guide and i == len(token_ids) and _may_jump(sequence):
             token_ids += guide.forced()
@@ -51,10 +53,17 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
         stop_token=stop_token,
         cached_tokens=sequence.cached or 0,
         queued=sequence.queued,
+        perf=sequence.perf,
     )
     sequence.prompt_logprobs = sequence.context_logits = None
     sequence.queued = 0.0
     return delta
+
+
+def failed(sequence: Sequence, failure: Failure) -> TokenDelta:
+    """The last delta of a sequence that cannot go on."""
+    request_id, finished = sequence.request.request_id, FinishReason.ERROR
+    return TokenDelta(request_id=request_id, sequence=sequence.index, finished=finished, failure=failure)
 
 
 def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:

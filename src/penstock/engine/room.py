@@ -45,6 +45,8 @@ class Room:
         self._weights = weights
         self._never_evicting = options.batch_scheduler_policy == "guaranteed_no_evict"
         self._reserved = 0
+        self.reused = 0
+        """Blocks that were found in the prefix cache since the engine started."""
 
     def to_the_end(self, request: EngineRequest) -> int:
         """Blocks that all sequences of a request hold at their longest; what is full of the prompt is shared.
@@ -78,20 +80,43 @@ class Room:
         Args:
             alone: whether no other sequence runs.
         """
-        device, options = self._device, self._options
-        needed = max(device.blocks_for(place.start + count), len(sequence.host_blocks))
-        if not sequence.generated:
-            needed = max(needed, min(needed + options.static_decode_blocks, device.blocks_for(sequence.longest)))
-        taken = needed - len(place.hits) + device.free_among(place.hits)
-        later = max(self.to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
+        device = self._device
+        needed, taken, later = self._needed(sequence, place, count)
         if taken + later > device.free - self._reserved:
             return False
-        if not alone and device.used + taken > options.kv_cache_ratio * device.total:
+        if not alone and device.used + taken > self._options.kv_cache_ratio * device.total:
             return False
         device.hold(place.hits)
+        self.reused += len(place.hits)
         sequence.blocks = place.hits + device.allocate(needed - len(place.hits))
+        sequence.allocated_blocks += needed - len(place.hits)
         self._reserve(sequence, later)
         return True
+
+    def _needed(self, sequence: Sequence, place: Place, count: int) -> tuple[int, int, int]:
+        """Blocks for ``count`` tokens from ``place`` on: all, those taken from the free ones, and those set aside for
+        later."""
+        device = self._device
+        needed = max(device.blocks_for(place.start + count), len(sequence.host_blocks))
+        if not sequence.generated:
+            decoding = self._options.static_decode_blocks
+            needed = max(needed, min(needed + decoding, device.blocks_for(sequence.longest)))
+        taken = needed - len(place.hits) + device.free_among(place.hits)
+        later = max(self.to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
+        return needed, taken, later
+
+    def to_start(self, sequence: Sequence) -> int:
+        """Free blocks that a waiting sequence takes when it starts, with all of its tokens."""
+        place = self.place_for(sequence)
+        _, taken, later = self._needed(sequence, place, len(sequence.tokens) - place.start)
+        return taken + later
+
+    @property
+    def spare(self) -> int:
+        """Free blocks for sequences that start beside others."""
+        device = self._device
+        held_back = device.total - int(self._options.kv_cache_ratio * device.total)
+        return device.free - max(self._reserved, held_back)
 
     def missing(self, sequence: Sequence, count: int) -> int:
         """Blocks to allocate before ``count`` more tokens can be computed."""
@@ -107,6 +132,7 @@ class Room:
             self._reserve(sequence, sequence.reserved - min(missing, sequence.reserved))
         shared = self._writes_shared(sequence)
         blocks = self._device.allocate(missing)
+        sequence.allocated_blocks += missing
         copies = []
         if shared:
             written = sequence.planned // self._device.block_size
@@ -128,6 +154,10 @@ class Room:
             for full in range(start // size, end // size):
                 self._device.cache(sequence.blocks[full], sequence.chain[full])
 
+    def uncache(self, sequence: Sequence) -> None:
+        """Let none of its blocks be found by others any more: what is in them is wrong."""
+        self._device.uncache(sequence.blocks)
+
     # --- Several go on from one ---------------------------------------------------------------------------------------
 
     def fork(self, first: Sequence, index: int) -> Sequence:
@@ -143,14 +173,14 @@ class Room:
 
     def branch(self, family: list[Sequence], chosen: list[Branch]) -> None:
         """Let beams go on from others' tokens, over the same blocks."""
-        old = [(one.tokens, one.blocks, one.chain) for one in family]
+        old = [(one.tokens, one.blocks, one.chain, one.counts) for one in family]
         for one, branch in zip(family, chosen, strict=True):
-            tokens, blocks, chain = old[branch.parent]
+            tokens, blocks, chain, one.counts = old[branch.parent]
             shared = blocks[: self._device.blocks_for(one.planned)]
             self._device.hold(shared)
             one.tokens, one.blocks, one.chain = [*tokens, branch.token], shared, chain.copy()
             one.guide = branch.guide
-        for one, (_, blocks, _) in zip(family, old, strict=True):
+        for one, (_, blocks, _, _) in zip(family, old, strict=True):
             self._device.release(blocks)
             if self._never_evicting:
                 self._reserve(one, self._device.blocks_for(one.longest) - one.planned // self._device.block_size)
@@ -201,3 +231,34 @@ class Room:
         """Set aside so many blocks for a sequence, in place of what was."""
         self._reserved += blocks - sequence.reserved
         sequence.reserved = blocks
+
+
+class Startable:
+    """Counts how many of those who wait can start at once, one after the other until one does not fit.
+
+    Args:
+        slots: free batch slots.
+        alone: whether no sequence runs; then the first one starts, however large it is.
+    """
+
+    def __init__(self, room: Room, slots: int, alone: bool) -> None:
+        self._room = room
+        self._slots = slots
+        self._blocks = room.spare
+        self._alone = alone
+        self._full = False
+        self.count = 0
+
+    def fits(self, sequence: Sequence, siblings: int) -> bool:
+        """Whether one more starts, with so many that are to be forked from it."""
+        if self._full or 1 + siblings > self._slots:
+            return False
+        return (self._alone and not self.count) or self._room.to_start(sequence) <= self._blocks
+
+    def add(self, sequence: Sequence, siblings: int) -> None:
+        """The next one in the queue."""
+        self._full = not self.fits(sequence, siblings)
+        if not self._full:
+            self.count += 1
+            self._slots -= 1 + siblings
+            self._blocks -= self._room.to_start(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from penstock.ops import KVSpec, Ops
 from .flatten import Flattener, context_wanted, prompt_tokens, scores_wanted
 from .guided import Masks
 from .plan import Draw, Item, Outcome, Plan
-from .sampler import logprobs, sample, wants_likeliest
+from .sampler import NO_SCORES, NOTHING_ALLOWED, logprobs, sample, wants_likeliest
 from .sequence import Sequence
 
 ROWS_AT_ONCE = 256
@@ -82,7 +83,7 @@ class Runner:
         masks = self._masks.begin([(sequence.guide, item.draft) for item in plan.items for sequence in item.samples])
         batch = self._flatten(plan)
         hidden = (self._hidden if batch.adapters is None else self._adapted)(batch)
-        return self._draw(plan, hidden, torch.from_numpy(masks.result()).to(self._device) if masks else None)
+        return self._draw(plan, hidden, masks.result() if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:
         return handle
@@ -104,9 +105,9 @@ class Runner:
         ends = [end - 1 for end in accumulate(item.length for item in items)]
         return hidden[ends], self._sample(hidden, ends, [item.samples[0] for item in items], None)
 
-    def _draw(self, plan: Plan, hidden: Tensor, allowed: Tensor | None) -> Outcome:
+    def _draw(self, plan: Plan, hidden: Tensor, allowed: np.ndarray | None) -> Outcome:
         """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted, ``allowed``
-        the tokens that those who draw may choose, where that is not all."""
+        the tokens that those who draw may choose (``Masks.begin``), where that is not all."""
         last_rows: list[int] = []
         sequences: list[Sequence] = []
         prompts: dict[int, list[list[Logprob]]] = {}
@@ -134,18 +135,32 @@ class Runner:
         drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
         return Outcome(drawn, prompts, context, hidden if self._whole else None, states)
 
-    def _sample(self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: Tensor | None) -> list[Draw]:
-        """Most want no more than the likeliest token, for which scores need not be kept."""
+    def _sample(
+        self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: np.ndarray | None
+    ) -> list[Draw]:
+        """Most want no more than the likeliest token, for which scores need not be kept. Who has no scores, or whose
+        form allows no token, has no draw, and the others' do not depend on it."""
         plain = [wants_likeliest(sequence) for sequence in sequences]
-        token_ids, drawn = iter(list[int]()), iter(list[Draw]())
+        draws: dict[int, Draw] = {}
         if chosen := [i for i, own in enumerate(plain) if own]:
-            own_allowed = None if allowed is None else allowed[chosen]
-            token_ids = iter(self._model.likeliest(hidden[[rows[i] for i in chosen]], own_allowed).tolist())
+            states = hidden[[rows[i] for i in chosen]]
+            sound = [True] * len(chosen)
+            if not math.isfinite(states.sum(dtype=torch.float32).item()):  # one look at all of them, then at each
+                sound = states.isfinite().all(-1).tolist()
+            token_ids = self._model.likeliest(states, self._bits(allowed, chosen)).tolist()
+            for i, token, scored in zip(chosen, token_ids, sound, strict=True):
+                failure = None if scored else NO_SCORES
+                if allowed is not None and not allowed[i].any():
+                    failure = NOTHING_ALLOWED
+                draws[i] = Draw([], failure=failure) if failure else Draw([token])
         if others := [i for i, own in enumerate(plain) if not own]:
-            own_allowed = None if allowed is None else allowed[others]
             scores = self._model.scores(hidden[[rows[i] for i in others]])
-            drawn = iter(sample(scores, [sequences[i] for i in others], own_allowed))
-        return [Draw([next(token_ids)]) if own else next(drawn) for own in plain]
+            found = sample(scores, [sequences[i] for i in others], self._bits(allowed, others))
+            draws |= zip(others, found, strict=True)
+        return [draws[i] for i in range(len(sequences))]
+
+    def _bits(self, allowed: np.ndarray | None, rows: list[int]) -> Tensor | None:
+        return None if allowed is None else torch.from_numpy(allowed[rows]).to(self._device)
 
     def _prompt_logprobs(self, hidden: Tensor, tokens: list[int], sequence: Sequence) -> list[list[Logprob]]:
         wanted = sequence.request.sampling.prompt_logprobs or 0
@@ -167,9 +182,11 @@ def _agreed(draws: Iterator[Draw], draft: list[int]) -> Draw:
     if not draft:
         return next(draws)
     first, *later = [next(draws) for _ in range(1 + len(draft))]
+    if first.failure:
+        return first
     token_ids, told, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
     for guessed, draw in zip(draft, later, strict=True):
-        if token_ids[-1] != guessed:
+        if token_ids[-1] != guessed or draw.failure:  # which it comes to again in the next step
             break
         token_ids += draw.token_ids
         told += draw.logprobs or []

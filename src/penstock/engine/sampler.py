@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 
@@ -9,13 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core import Logprob, SamplingParams
+from penstock.core import Code, Failure, Logprob, SamplingParams
 
+from .counts import counts_of
 from .philox import uniform
 from .plan import Candidates, Draw
 from .sequence import Sequence
 
 NEVER = float("-inf")
+NO_SCORES = Failure(Code.INTERNAL, "the model's scores of the next token are no finite numbers")
+NOTHING_ALLOWED = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
 ROWS_AT_ONCE = 4
 """Rows whose distributions are held at a time: more would leave the caches, and go back to the system when freed."""
 BIN_SHIFT = 20
@@ -26,14 +30,15 @@ def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
     """Draw the next token of each sequence.
 
     Every row is handled as if it were alone: what it draws depends on its scores, its tokens, its parameters and its
-    seed.
+    seed. A row whose scores are no numbers, or of which no token is allowed, has a failure in place of a token.
 
     Args:
         scores: ``[sequences, vocabulary]`` float32.
         allowed: ``[sequences, vocabulary / 32]`` int32, a bit for each token that may be drawn; None is all.
     """
     adjusted = adjust(scores, sequences, allowed)
-    chosen = adjusted.argmax(-1)
+    chosen = adjusted.argmax(-1)  # which of numbers and what is none takes the latter
+    best = adjusted.gather(-1, chosen[:, None])[:, 0].tolist()
     random = [i for i, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
     for start in range(0, len(random), ROWS_AT_ONCE):
         some = random[start : start + ROWS_AT_ONCE]
@@ -43,9 +48,14 @@ def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
     found = dict(zip(searching, candidates(scores, searching, sequences, allowed), strict=True))
     listed = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
     wanted = [sequences[i].request.sampling.logprobs or 0 for i in listed]
-    told = dict(zip(listed, logprobs(scores[listed], chosen[listed], wanted), strict=True)) if listed else {}
+    own = told_scores(scores[listed], [sequences[i].request.sampling for i in listed])
+    told = dict(zip(listed, logprobs(own, chosen[listed], wanted), strict=True)) if listed else {}
 
     def draw(i: int, sequence: Sequence) -> Draw:
+        if not math.isfinite(best[i]):
+            nothing = best[i] == NEVER and bool(scores[i].amax().isfinite())
+            if not (nothing and i in found):  # other beams may go on
+                return Draw([], failure=NOTHING_ALLOWED if nothing else NO_SCORES)
         if i in found:
             return Draw([], candidates=found[i])
         logits = [scores[i].numpy(force=True).tobytes()] if sequence.request.sampling.return_generation_logits else None
@@ -108,7 +118,7 @@ def _no_bad_words(row: Tensor, sequence: Sequence) -> None:
 
 def _no_stop_yet(row: Tensor, sequence: Sequence) -> None:
     if sequence.generated < sequence.request.sampling.min_tokens:
-        row[list(sequence.stops)] = NEVER
+        row[[token for token in sequence.stops if token < len(row)]] = NEVER
 
 
 def _bias(row: Tensor, sequence: Sequence) -> None:
@@ -118,7 +128,7 @@ def _bias(row: Tensor, sequence: Sequence) -> None:
 
 def _repetition(row: Tensor, sequence: Sequence) -> None:
     """Keskar et al., 2019: over prompt and output, divided where positive, multiplied where negative."""
-    seen = torch.tensor(sequence.tokens, device=row.device).unique()
+    seen = torch.from_numpy(counts_of(sequence).token_ids).to(row.device)
     penalty, said = sequence.request.sampling.repetition_penalty, row[seen]
     row[seen] = torch.where(said > 0, said / penalty, said * penalty)
 
@@ -126,8 +136,8 @@ def _repetition(row: Tensor, sequence: Sequence) -> None:
 def _frequency_and_presence(row: Tensor, sequence: Sequence) -> None:
     """As OpenAI defines them, over the output."""
     sampling = sequence.request.sampling
-    output = torch.tensor(sequence.tokens[sequence.prompt_length :], dtype=torch.int64, device=row.device)
-    seen, times = output.unique(return_counts=True)
+    found = counts_of(sequence)
+    seen, times = torch.from_numpy(found.output_ids).to(row.device), torch.from_numpy(found.output_times).to(row.device)
     row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
 
@@ -203,6 +213,24 @@ def _truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:
 
 
 # --- Telling ----------------------------------------------------------------------------------------------------------
+
+
+def told_scores(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
+    """Scores by which log probabilities are told: the model's own unless a request wants those at its temperature, or
+    among what its top-p leaves (FastDeploy's ``temp_scaled_logprobs`` and ``top_p_normalized_logprobs``).
+
+    Args:
+        scores: ``[rows, vocabulary]``, which are changed.
+    """
+    for row, p in zip(scores, params, strict=True):
+        if p.temp_scaled_logprobs and not p.greedy:
+            row /= p.temperature
+        if p.top_p_normalized_logprobs and p.top_p < 1:
+            weights = row.softmax(-1)
+            mass = weights.double()
+            _truncate(weights, mass, p.top_p * mass.sum().item())
+            row.copy_(weights.log())
+    return scores
 
 
 def logprobs(scores: Tensor, chosen: Tensor, wanted: Rows[int]) -> list[list[Logprob]]:

@@ -1,4 +1,5 @@
-"""The scheduler: who runs in the next step, how many tokens each, in which KV blocks.
+"""The scheduler: who runs in the next step, how many tokens each, in which KV blocks. Which requests come in is
+``Intake``'s.
 
 There are no phases. A step has a budget of tokens, every sequence asks for the tokens it has not computed yet, and
 prefill, chunks of it, decoding, cache hits and computing again after preemption are the same thing with other
@@ -9,15 +10,10 @@ still unknown, and blocks are given back only after the last step that uses them
 from __future__ import annotations
 
 import bisect
-import heapq
-import math
-import random
+import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-
-import msgspec
 
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
@@ -26,13 +22,17 @@ from penstock.core.options import SchedulerOptions
 from .beams import Beams
 from .blocks import BlockPool
 from .guided import Grammar
+from .intake import Intake
 from .plan import Draw, Item, Outcome, Plan
-from .progress import append, pool
-from .room import Place, Room
+from .progress import append, failed, pool
+from .room import Place, Room, Startable
 from .sequence import Sequence, State
 from .speculation import Speculation
-from .thinking import guide_of
 from .waiting import Waiting
+
+logger = logging.getLogger(__name__)
+
+CANNOT_GO_ON = Failure(Code.INTERNAL, "the output cannot go on; the log says why")
 
 
 class Scheduler:
@@ -59,146 +59,72 @@ class Scheduler:
         self.speculation: Speculation | None = None
         """Who guesses tokens ahead."""
         self._room = Room(options, device, host, weights)
+        self.intake = Intake(options, device, self._room, self.waiting)
         self._families: dict[str, list[Sequence]] = {}
-        self._external_ids: set[str] = set()
-        self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
-        self._deadlines: list[tuple[float, int, str]] = []
-        self._patient: deque[Sequence] = deque()
+        self._startable: Startable | None = None
+        """Of those who wait; None where it is to be counted anew."""
         self._rows = list(range(options.max_num_seqs - 1, -1, -1))
         self._rows_due = 0
-        self._arrivals = 0
 
     # --- Requests come and go ---------------------------------------------------------------------------------------
 
-    def fitted(self, request: EngineRequest) -> EngineRequest:
-        """The request with ``max_tokens`` that the context has room for.
-
-        Raises ``PenstockError`` (``invalid``) where it can never run.
-        """
-        options, sampling = self.options, request.sampling
-        if not request.prompt:
-            raise invalid("prompt", "must hold at least one token")
-        room = options.max_model_len - len(request.prompt)
-        if request.pooling:
-            if room < 0:
-                most = options.max_model_len
-                raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} are taken", most)
-            room = 1  # of which nothing is used
-        if room < 1:
-            most = options.max_model_len - 1
-            raise invalid("prompt", f"has {len(request.prompt)} tokens, and at most {most} leave room for one", most)
-        if 0 < (most := options.max_prompt_len) < len(request.prompt):
-            raise invalid("prompt", f"has {len(request.prompt)} tokens, more than max_prompt_len ({most})", most)
-        if 0 < (most := options.max_output_len) < (sampling.max_tokens or 0):
-            raise invalid("max_tokens", f"{sampling.max_tokens} is more than max_output_len ({most})", most)
-        if sampling.width > options.max_num_seqs:
-            field = "n" if sampling.best_of is None else "best_of"
-            raise invalid(field, f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
-        if request.deadline is not None and not math.isfinite(request.deadline):
-            raise invalid("deadline", "must be a finite number of seconds")
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
-        if sampling.allowed_token_ids and sampling.min_tokens and stops.issuperset(sampling.allowed_token_ids):
-            raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
-        max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
-        request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
-        together = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
-        if together and self._room.to_the_end(request) > self.device.total:
-            raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
-        return request
-
     @property
-    def has_room(self) -> bool:
-        """Whether one more request may wait. What a free row is there for does not count as waiting."""
-        return len(self.waiting) < self.options.max_waiting + len(self._rows)
+    def num_waiting(self) -> int:
+        """Sequences that wait, be it for their form to be compiled."""
+        return len(self.waiting) + len(self.intake.compiling)
+
+    def _has_room(self, newcomer: Sequence) -> bool:
+        """Whether one more may wait. Those who wait and can start at once, for whom batch slots and KV blocks are free,
+        do not count."""
+        if self.num_waiting < self.options.max_waiting:
+            return True
+        if self._startable is None:
+            joins = not self.running or self.options.batching_type == "inflight"
+            slots = len(self._rows) - self._rows_due if joins else 0
+            self._startable = Startable(self._room, slots, alone=not self.running)
+            for sequence in (*self.waiting, *self.intake.compiling):
+                self._startable.add(sequence, self._unborn(sequence))
+        started = self._startable.count + self._startable.fits(newcomer, newcomer.request.sampling.width - 1)
+        return self.num_waiting - started < self.options.max_waiting
 
     def add(self, request: EngineRequest, compile_form: Callable[[], Future[Grammar]] | None = None) -> None:
         """Queue a request, which runs once the form that guides it is compiled.
 
         Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
         """
-        request = self.fitted(request)
+        request = self.intake.fitted(request)
         if request.request_id in self._families:
             raise invalid("request_id", f"{request.request_id!r} is in use")
-        if request.external_id in self._external_ids:
-            words = f"{request.external_id[:200]!r} already exists: a request of this name has not ended"
-            raise invalid("external_id", words)
-        if not self.has_room:
+        first = self.intake.sequence(request)
+        if not self._has_room(first):
             raise PenstockError(
-                Code.OVERLOADED, f"{len(self.waiting)} sequences are waiting", "max_waiting", self.options.max_waiting
+                Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", self.options.max_waiting
             )
-        seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-        first = Sequence(request, 0, seed, self._arrivals)
-        if request.sampling.use_beam_search:
-            first.beams = Beams(first)
-        first.guide = guide_of(request, None)
-        self._arrivals += 1
-        if compile_form:
-            self._compiling.append((first, compile_form()))
-            self.waiting.expect()
-        else:
-            self.waiting.push(first)
+        self.intake.take(first, compile_form)
+        if self._startable:
+            self._startable.add(first, request.sampling.width - 1)
         self._families[request.request_id] = [first]
-        if request.external_id:
-            self._external_ids.add(request.external_id)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, first.order, request.request_id))
-        if self.options.max_queue_time:
-            self._patient.append(first)
 
     def let_in(self) -> list[TokenDelta]:
         """Queue those whose form is compiled; returns the last deltas of those whose form is wrong."""
-        deltas: list[TokenDelta] = []
-        compiling, self._compiling = self._compiling, []
-        for sequence, grammar in compiling:
-            if sequence.state is State.FINISHED:
-                if not any(
-                    wanted is grammar for other, wanted in (*compiling, *self._compiling) if other is not sequence
-                ):
-                    grammar.cancel()  # it has not begun
-            elif not grammar.done():
-                self._compiling.append((sequence, grammar))
-            elif error := grammar.exception():
-                failure = error.failure if isinstance(error, PenstockError) else Failure(Code.INTERNAL, str(error))
-                deltas += self.abort(sequence.request.request_id, failure)
-            else:
-                sequence.guide = guide_of(sequence.request, grammar.result())
-                self.waiting.push(sequence, expected=True)
-        return deltas
+        return self._abort_all(self.intake.let_in())
+
+    def expire(self, now: float) -> list[TokenDelta]:
+        """End requests whose deadline has passed, or who have waited too long; ``now`` is on the same clock."""
+        return self._abort_all(self.intake.overdue(now))
+
+    def _abort_all(self, failures: Iterable[tuple[str, Failure]]) -> list[TokenDelta]:
+        return [delta for request_id, failure in failures for delta in self.abort(request_id, failure)]
 
     @property
     def compiling(self) -> list[Future[Grammar]]:
         """Forms that requests wait for."""
-        return [grammar for _, grammar in self._compiling]
+        return list(self.intake.compiling.values())
 
-    def expire(self, now: float) -> list[TokenDelta]:
-        """End requests whose deadline has passed, or who have waited too long; ``now`` is on the same clock."""
-        deltas = self._give_up(now)
-        while self._deadlines:
-            deadline, order, request_id = self._deadlines[0]
-            family = self._families.get(request_id)
-            ended = not family or family[0].order != order
-            if not ended and deadline > now:
-                break
-            heapq.heappop(self._deadlines)
-            if not ended:
-                deltas += self.abort(request_id, Failure(Code.TIMEOUT, "the deadline has passed"))
-        return deltas
-
-    def _give_up(self, now: float) -> list[TokenDelta]:
-        """End requests that have waited too long for their first step. They stand in the order of their arrival, so
-        that nobody behind one who may still wait has waited longer."""
-        deltas: list[TokenDelta] = []
-        most = self.options.max_queue_time
-        while self._patient:
-            first = self._patient[0]
-            waits = first.state is not State.FINISHED and first.cached is None
-            if waits and now - first.arrived <= most:
-                break
-            self._patient.popleft()
-            if waits:
-                words = f"the request has waited {most:g} seconds and had no turn"
-                deltas += self.abort(first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", most))
-        return deltas
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Let a request's sequences make no more tokens for now, or go on; they keep their blocks while all fit."""
+        for sequence in self._families.get(request_id, ()):
+            sequence.paused = paused
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
         """End all sequences of a request: as failed where ``failure`` is given, else as cancelled.
@@ -247,8 +173,21 @@ class Scheduler:
         for family in self._families.values():
             for sequence in family:
                 if not host_blocks.isdisjoint(sequence.host_blocks):
+                    self.waiting.leave(sequence)
                     self._room.release_host(sequence)
                     sequence.forget_computed()
+                    self.waiting.push(sequence)
+
+    @property
+    def paused(self) -> int:
+        """Sequences that were preempted and wait to go on."""
+        every = (sequence for family in self._families.values() for sequence in family)
+        return sum(one.state in (State.WAITING, State.SWAPPED) and one.cached is not None for one in every)
+
+    @property
+    def blocks_reused(self) -> int:
+        """Blocks that were found in the prefix cache since the engine started."""
+        return self._room.reused
 
     @property
     def unfinished(self) -> int:
@@ -268,6 +207,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan one step. An empty plan: nothing can run before a step under way is collected, or nothing is there."""
         plan, budget, preempted = Plan(), self.options.max_num_batched_tokens, self.preemptions
+        self._startable = None
         if self.speculation:
             self.speculation.begin(len(self.running))
         for sequence in self.running.copy():
@@ -288,17 +228,20 @@ class Scheduler:
 
     def update(self, plan: Plan, outcome: Outcome) -> list[TokenDelta]:
         """Take in what the oldest step under way brought."""
+        self._startable = None
         deltas: list[TokenDelta] = []
         draws = iter(outcome.draws)
         for i, item in enumerate(plan.items):
             first, end = item.sequence, item.start + item.length
             drawn = [next(draws) for _ in item.samples]
             if first.guessing and drawn:  # rightly, but for what was drawn last
-                end += len(drawn[0].token_ids) - 1
+                end += max(len(drawn[0].token_ids), 1) - 1
                 first.planned, first.guessing = end, 0
                 self._computed(first, item.start, end, drawn[0].token_ids[:-1])
             else:
                 self._computed(first, item.start, end)
+            if any(draw.failure and draw.failure.code is Code.INTERNAL for draw in drawn):
+                self._room.uncache(first)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
             if first.context_logits is not None and i in outcome.context_logits:
@@ -311,17 +254,24 @@ class Scheduler:
                 sequence.pending -= 1
                 if sequence.state is State.FINISHED:
                     continue
-                deltas += (
-                    self._search(sequence, draw) if sequence.beams else self._told(sequence, append(sequence, draw))
-                )
+                deltas += self._search(sequence, draw) if sequence.beams else self._draw(sequence, draw)
         return deltas
+
+    def _draw(self, sequence: Sequence, draw: Draw) -> list[TokenDelta]:
+        """Take in what a sequence drew. Its form's parser is another's code, whose errors are this sequence's alone."""
+        try:
+            delta = append(sequence, draw)
+        except Exception:
+            logger.exception("request %s cannot go on", sequence.request.request_id)
+            delta = failed(sequence, CANNOT_GO_ON)
+        return self._told(sequence, delta)
 
     # --- Sequences that run -----------------------------------------------------------------------------------------
 
     def _wanted(self, sequence: Sequence) -> int:
         """Tokens the sequence would compute now, had it the step to itself."""
         total = len(sequence.tokens) + sequence.pending
-        if sequence.guessing or (sequence.pending and (total >= sequence.longest or sequence.beams)):
+        if sequence.paused or sequence.guessing or (sequence.pending and (total >= sequence.longest or sequence.beams)):
             return 0  # nobody knows how far it is, or its last token is being drawn, or who goes on
         threshold = self.options.long_prefill_token_threshold
         return min(total - sequence.planned, threshold or total)
@@ -420,16 +370,23 @@ class Scheduler:
     def _search(self, sequence: Sequence, draw: Draw) -> list[TokenDelta]:
         """Take in what one beam may go on with; once all have told, the best go on, over the blocks of those they come
         from, or the search is over."""
+        if draw.failure:
+            return self.abort(sequence.request.request_id, draw.failure)
         beams, family = sequence.beams, self._families[sequence.request.request_id]
         assert beams is not None and draw.candidates is not None
         beams.tell(sequence.index, draw.candidates)
         if not beams.all_told:
             return []
-        if (chosen := beams.choose(family)) is None:
+        try:
+            chosen = beams.choose(family)
+        except Exception:
+            logger.exception("request %s cannot go on", sequence.request.request_id)
+            return self.abort(sequence.request.request_id, CANNOT_GO_ON)
+        if chosen is None:
             for one in family:
                 self._end(one)
             self._forget(sequence.request.request_id)
-            return beams.deltas(family[0])
+            return beams.deltas(family)
         self._room.branch(family, chosen)
         return []
 
@@ -438,8 +395,8 @@ class Scheduler:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        family = self._families.pop(request_id)
-        self._external_ids.discard(family[0].request.external_id)
+        first, *_ = self._families.pop(request_id)
+        self.intake.forget(first)
 
     def _together(self, sequence: Sequence) -> list[Sequence]:
         """Those that are preempted together: a request's beams, none of which goes on without the others."""
@@ -474,16 +431,18 @@ class Scheduler:
         assert first.beams
         if others:
             first.guide = first.beams.guide
-        first.beams = Beams(first)
+        first.beams, first.counts = Beams(first), None
         return first
 
     def _end(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks come back once no step under way uses them."""
+        self._startable = None
+        compiling = self.intake.leave(sequence)
         if sequence.state is State.RUNNING:
             self._rows_due -= self._unborn(sequence)
             self._leave_running(sequence)
-        else:
-            self.waiting.leave()
+        elif not compiling:
+            self.waiting.leave(sequence)
             self._room.release_host(sequence)
         sequence.state = State.FINISHED
         self._give_back(sequence)
@@ -527,13 +486,15 @@ class Scheduler:
         """Run a waiting sequence with ``count`` tokens from ``place`` on. False: its blocks are not there."""
         if not self._room.take(sequence, place, count, alone=not self.running):
             return False
+        self.waiting.leave(sequence)
         if sequence.state is State.SWAPPED:
             plan.swap_in += self._room.swap_in(sequence)
         if sequence.cached is None:
             sequence.cached = place.start
-            sequence.queued = time.monotonic() - sequence.arrived
+            sequence.first_scheduled = time.monotonic()
+            sequence.queued = sequence.first_scheduled - sequence.arrived
+            self.intake.started(sequence)
         sequence.computed = sequence.planned = place.start
-        self.waiting.leave()
         self._rows_due += self._unborn(sequence)
         self._run(sequence)
         return True

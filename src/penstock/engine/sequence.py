@@ -7,13 +7,14 @@ from copy import copy
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from penstock.core import EngineRequest, Logprob
+from penstock.core import EngineRequest, Logprob, PerfMetrics
 
 from .guided import Guide
 from .pooling import Pooled
 
 if TYPE_CHECKING:
     from .beams import Beams
+    from .counts import TokenCounts
 
 
 class State(Enum):
@@ -32,6 +33,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "accepted_tokens",
+        "allocated_blocks",
         "arrived",
         "beams",
         "blocks",
@@ -39,12 +42,16 @@ class Sequence:
         "chain",
         "computed",
         "context_logits",
+        "counts",
+        "draft_tokens",
+        "first_scheduled",
         "guessing",
         "guide",
         "host_blocks",
         "index",
         "longest",
         "order",
+        "paused",
         "pending",
         "planned",
         "pooled",
@@ -85,6 +92,8 @@ class Sequence:
         self.pending = 0
         self.steps_under_way = 0
         self.guessing = 0
+        self.paused = False
+        """Whether it waits for what it has made to be read."""
         self.reach: int | None = None
         """How many tokens are guessed ahead; None before the first time."""
         self.seen: dict[tuple[int, ...], int] = {}
@@ -92,6 +101,8 @@ class Sequence:
         """What followed runs of its tokens beyond the prompt, of so many of them (``speculation.Lookup``)."""
         self.seen_in_prompt: dict[tuple[int, ...], int] = {}
         """The same of the prompt, for all siblings."""
+        self.counts: TokenCounts | None = None
+        """How often it has each token, as far as penalties have asked for it (``counts.counts_of``)."""
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.reserved = 0
@@ -105,6 +116,12 @@ class Sequence:
         self.arrived = time.monotonic()
         self.queued = 0.0
         """Seconds it waited at first, until they are told."""
+        self.first_scheduled = 0.0
+        """When it ran for the first time."""
+        self.allocated_blocks = 0
+        """KV blocks allocated for it so far."""
+        self.draft_tokens = self.accepted_tokens = 0
+        """Guessed ahead for it so far, and how many of them rightly."""
         self.beams: Beams | None = None
         """The search that it is a beam of."""
         self.guide: Guide | None = None
@@ -115,6 +132,13 @@ class Sequence:
         """Those of the prompt so far; None where they are not wanted or given already."""
         self.context_logits: list[bytes] | None = [] if sampling.return_context_logits else None
         """Likewise the scores after the prompt's tokens."""
+
+    @property
+    def perf(self) -> PerfMetrics | None:
+        """What it has taken, where its request asks for that."""
+        if not self.request.sampling.return_perf_metrics:
+            return None
+        return PerfMetrics(self.first_scheduled, self.allocated_blocks, self.draft_tokens, self.accepted_tokens)
 
     @property
     def generated(self) -> int:
@@ -164,4 +188,5 @@ class Sequence:
         twin.prompt_logprobs = twin.context_logits = None
         twin.guide = self.guide.copy() if self.guide else None
         twin.seen_in_prompt = self.seen_in_prompt
+        twin.first_scheduled = self.first_scheduled
         return twin

@@ -6,14 +6,20 @@ et al., 2023, with the draw itself in place of their test): an output is the sam
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from .plan import Outcome, Plan
 from .sequence import Sequence
 
+logger = logging.getLogger(__name__)
+
 UNKNOWN = -1
 """Stands for a token that is guessed only when its turn comes."""
+MOST_FAILURES = 8
+"""Of a drafter since the engine started, after which nothing is guessed any more."""
 TRIAL, HOLD = 16, 512
 """Steps with and without guesses that are compared, and steps until they are compared again."""
 FARTHEST = 32_768
@@ -100,6 +106,7 @@ class Speculation:
         self._most = most
         self._trials: dict[int, Trial] | None = {} if adaptive else None
         self._guessing = True
+        self._failures = 0
         self._size = 0
         """Of the step that is planned, in powers of two: whether guesses pay depends on it."""
         self.counts = Counts(accepted_at=[0] * most)
@@ -113,16 +120,28 @@ class Speculation:
     def guess(self, sequence: Sequence, most: int) -> list[int]:
         """What may come next; at most so many tokens."""
         reach = min(self._most if sequence.reach is None else sequence.reach, most)
-        if not self._guessing or reach < 1:
+        if not self._guessing or self._off or reach < 1:
             return []
-        guessed = self._drafter.guess(sequence, reach)
-        return guessed if UNKNOWN in guessed else _possible(sequence, guessed)
+        try:
+            guessed = self._drafter.guess(sequence, reach)
+            return guessed if UNKNOWN in guessed else _possible(sequence, guessed)
+        except Exception:
+            self._fail([sequence])
+            return []
 
     def fill(self, plan: Plan) -> None:
         """Guess what only now can be guessed."""
-        self._drafter.fill(plan)
-        for item in plan.items:
-            item.draft[:] = _possible(item.sequence, [token for token in item.draft if token != UNKNOWN])
+        if self._off:
+            return
+        drafted = [item for item in plan.items if item.draft]
+        try:
+            self._drafter.fill(plan)
+            for item in drafted:
+                item.draft[:] = _possible(item.sequence, [token for token in item.draft if token != UNKNOWN])
+        except Exception:
+            for item in drafted:
+                item.draft.clear()
+            self._fail(item.sequence for item in drafted)
 
     def learn(self, plan: Plan, outcome: Outcome, seconds: float) -> None:
         """How a step went. To be told before its tokens are appended."""
@@ -137,13 +156,31 @@ class Speculation:
 
     def follow(self, plan: Plan, outcome: Outcome) -> None:
         """A step was made, and its tokens are appended."""
-        self._drafter.follow(plan, outcome)
+        if self._off:
+            return
+        try:
+            self._drafter.follow(plan, outcome)
+        except Exception:
+            self._fail(sequence for item in plan.items for sequence in item.samples)
+
+    @property
+    def _off(self) -> bool:
+        return self._failures >= MOST_FAILURES
+
+    def _fail(self, sequences: Iterable[Sequence]) -> None:
+        """A drafter has failed: these sequences go on without guesses, and all do where it fails again and again."""
+        for sequence in sequences:
+            sequence.reach = 0
+        self._failures += 1
+        logger.exception("speculative decoding failed and ends %s", "for good" if self._off else "for its sequences")
 
     def _count(self, sequence: Sequence, guessed: int, accepted: int) -> None:
         counts = self.counts
         counts.drafts += 1
         counts.draft_tokens += guessed
         counts.accepted_tokens += accepted
+        sequence.draft_tokens += guessed
+        sequence.accepted_tokens += accepted
         for place in range(accepted):
             counts.accepted_at[place] += 1
         reach = self._most if sequence.reach is None else sequence.reach

@@ -24,18 +24,23 @@ class Thinking(Guide):
     Args:
         limit: tokens after which the thought is ended; None is any.
         form: of the answer; None is any.
+        answer_limit: tokens of the answer; None is any.
     """
 
-    def __init__(self, thought: Thought, limit: int | None, form: Guide | None) -> None:
+    def __init__(
+        self, thought: Thought, limit: int | None, form: Guide | None, answer_limit: int | None = None
+    ) -> None:
         self._thought = thought
         self._left = limit
         self._form = form
+        self._answer_left = answer_limit
         self._stage = Stage.WITHIN if thought.begun else Stage.BEFORE
         self._written = 0
         """Of the tokens between thought and answer."""
 
     def copy(self) -> Thinking:
-        twin = Thinking(self._thought, self._left, self._form.copy() if self._form else None)
+        form = self._form.copy() if self._form else None
+        twin = Thinking(self._thought, self._left, form, self._answer_left)
         twin._stage, twin._written = self._stage, self._written
         return twin
 
@@ -51,7 +56,8 @@ class Thinking(Guide):
         thought = self._thought
         if self._stage is Stage.BEFORE:
             self._stage = Stage.WITHIN if token == thought.begin else Stage.ANSWER
-            return self._stage is Stage.WITHIN or self._form is None or self._form.take(token)
+            if self._stage is Stage.WITHIN:
+                return True
         if self._stage is Stage.WITHIN:
             if token == thought.end:
                 leads = thought.answer and (self._form or self._left == 0)
@@ -64,6 +70,8 @@ class Thinking(Guide):
             if self._written == len(thought.answer):
                 self._stage = Stage.ANSWER
             return True
+        if self._answer_left:
+            self._answer_left -= 1
         return self._form is None or self._form.take(token)
 
     @property
@@ -73,6 +81,10 @@ class Thinking(Guide):
     @property
     def complete(self) -> bool:
         return self._stage is Stage.ANSWER and self._form is not None and self._form.complete
+
+    @property
+    def spent(self) -> bool:
+        return self._answer_left == 0
 
     def allows(self, tokens: list[int]) -> int:
         later = self.copy()
@@ -109,10 +121,10 @@ class Thinking(Guide):
 def guide_of(request: EngineRequest, grammar: Grammar | None) -> Guide | None:
     """What says which tokens may come for a request; None where all may from the first to the last."""
     form = grammar.begin() if grammar else None
-    limit = request.sampling.reasoning_max_tokens
-    if request.thought is None or (form is None and limit is None):
+    limit, answer_limit = request.sampling.reasoning_max_tokens, request.sampling.response_max_tokens
+    if request.thought is None or (form is None and limit is None and answer_limit is None):
         return form
-    return Thinking(request.thought, limit, form)
+    return Thinking(request.thought, limit, form, answer_limit)
 
 
 def _allow(row: np.ndarray, token: int) -> None:

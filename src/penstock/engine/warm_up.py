@@ -23,9 +23,10 @@ def warm_up(engine: Engine) -> None:
     begun, options, vocabulary = time.monotonic(), engine.scheduler.options, engine.model.config.vocabulary
     longest = min(options.max_model_len - 1, options.max_prompt_len or options.max_model_len)
     lengths = [longest, *[1] * (options.max_num_seqs - 1)]
+    left: list[EngineRequest] = []
     for number, length in enumerate(lengths):
         tokens = min(2, options.max_model_len - length, options.max_output_len or 2)
-        engine.add(
+        left.append(
             EngineRequest(
                 request_id=f"warm-up-{number}",
                 prompt=[i % vocabulary for i in range(length)],
@@ -34,7 +35,9 @@ def warm_up(engine: Engine) -> None:
                 pooling=PoolingParams() if engine.model.config.headless else None,
             )
         )
-    while engine.busy:
+    while left or engine.busy:
+        while left and engine.add_where_room(left[0]):
+            del left[0]
         for delta in engine.step():
             if delta.failure:
                 raise PenstockError.of(delta.failure)

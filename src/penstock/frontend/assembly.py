@@ -70,12 +70,15 @@ class Assembler:
         if delta.cumulative_logprob is not None:
             output.cumulative_logprob = delta.cumulative_logprob
         if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [None, *map(self._position, delta.prompt_logprobs)]
+            before = self.output.prompt_logprobs or [None]
+            self.output.prompt_logprobs = [*before, *map(self._position, delta.prompt_logprobs)]
         if delta.context_logits is not None:
             self.output.context_logits = delta.context_logits
         if delta.generation_logits is not None:
             output.generation_logits = output.generation_logits or bytearray()
             output.generation_logits += delta.generation_logits
+        if delta.perf is not None:
+            output.perf = delta.perf
         stop = None
         if text:
             piece, stop = text.add(delta, len(output.token_ids))

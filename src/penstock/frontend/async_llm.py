@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
+from penstock.core.options import LogLevel, LogOptions
 from penstock.engine import wire
 from penstock.engine.launcher import EngineProcess
 
@@ -30,18 +31,21 @@ class AsyncLLM:
     ...         print(output.outputs[0].text)
 
     Arguments are those of ``LLM``. The engine starts on entering, and again by itself if it dies; what was open then
-    ends with a failure at once.
+    ends with a failure at once. The engine writes to standard error what is of ``log_level`` at least.
     """
 
-    def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
+    def __init__(
+        self, model: str | Path = "", *, compat: str = "", log_level: LogLevel = "info", **options: Any
+    ) -> None:
+        self._logs = LogOptions(log_level=log_level)
         own, self.options = read_options(model, compat, options)
-        self._preparer = Preparer(self.options.model, own)
+        self._preparer = Preparer(self.options.model, own, self.options.max_output_len)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 
     async def __aenter__(self) -> Self:
         """Raises ``PenstockError`` with one sentence where the engine cannot start."""
-        self._process = EngineProcess(self.options)
+        self._process = EngineProcess(self.options, self._logs)
         self.ready: wire.Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
         self._gateway = Gateway(self._process.address, self._preparer)

@@ -27,9 +27,18 @@ class GenerationDefaults:
     """Values for ``SamplingParams`` that a request does not give."""
 
 
-def read_defaults(folder: Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Raises ``PenstockError`` (``invalid``) where a file is no JSON."""
-    generation, config = (_read(folder / name) for name in ("generation_config.json", "config.json"))
+def read_defaults(folder: Path, tokenizer: Tokenizer, other: Path | None = None) -> GenerationDefaults:
+    """What the model in a folder says.
+
+    Args:
+        other: folder of the ``generation_config.json`` to read in place of the model's.
+
+    Raises ``PenstockError`` (``invalid``) where a file is no JSON, or that other one is not there.
+    """
+    path = (other or folder) / "generation_config.json"
+    if other and not path.exists():
+        raise invalid("generation_config", f"{path} is not there; give its folder, auto or vllm")
+    generation, config = _read(path), _read(folder / "config.json")
     ends = next((f["eos_token_id"] for f in (generation, config) if f.get("eos_token_id") is not None), None)
     named = ends if isinstance(ends, list) else [ends]
     own = tokenizer.id_of(tokenizer.special.get("eos_token", ""))
@@ -44,7 +53,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise invalid("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid("model", f"{path} does not hold an object")
     return found

@@ -13,14 +13,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.core import Failure, PoolingParams, SamplingParams, TokenDelta
-from penstock.core.errors import invalid
+from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
+from penstock.core.errors import invalid, too_long
 from penstock.engine.client import EngineClient
 from penstock.text.rendering import Rendering
 
 from .foreign import ForeignTemplates
 from .outputs import RequestOutput
 from .prompts import Messages, Preparer, Prompt
+from .turns import LIGHT, PIECE, Inbox, Turns
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ ENCODERS = 2
 """Threads that encode."""
 SPARE = 4
 """How many times shorter a text may become when a tokenizer normalizes it."""
+CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
+TOO_LATE = Failure(Code.TIMEOUT, "the deadline has passed")
 
 
 class Gateway:
@@ -42,11 +45,16 @@ class Gateway:
 
     def __init__(self, address: str, preparer: Preparer) -> None:
         self.preparer = preparer
-        self.engine = EngineClient(address, self._deliver, self._lost, preparer.vocabulary)
-        self._open: dict[str, asyncio.Queue[TokenDelta | Failure]] = {}
+        self.engine = EngineClient(address, self._deliver, self._lost, preparer.vocabulary, self._cancel)
+        self.turns = Turns()
+        """For long work in this event loop."""
+        self._open: dict[str, Inbox] = {}
+        self._outputs: dict[str, RequestOutput] = {}
+        """Of the requests that are open, what they have so far."""
         self._ids = itertools.count()
         self._foreign = ForeignTemplates()
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
+        self._at_once = 0 if preparer.tokenizer.isolated else AT_ONCE
 
     @property
     def open(self) -> int:
@@ -57,6 +65,7 @@ class Gateway:
         self._foreign.close()
         await self.engine.close()
         self._threads.shutdown(wait=False)
+        self.preparer.tokenizer.close()
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True, size: int = 0) -> list[int]:
         """The token ids of a prompt.
@@ -76,6 +85,7 @@ class Gateway:
         options: Mapping[str, Any],
         calls: bool = False,
         template: str | None = None,
+        add_special_tokens: bool = False,
     ) -> dict[str, Any]:
         """A conversation as a prompt.
 
@@ -84,17 +94,18 @@ class Gateway:
             options: those of ``ChatTemplate.render``.
             calls: whether the answer may call tools.
             template: to use in place of the model's.
+            add_special_tokens: besides those that the template writes.
 
         Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
         """
         if len(messages) > (most := self.engine.check().max_model_len):
-            raise invalid("messages", f"{len(messages)} of them are more than {most} tokens can hold", most)
+            raise too_long("messages", f"{len(messages)} of them are more than {most} tokens hold", len(messages), most)
         if template is None:
             text = await self._prepare(size, lambda: self.preparer.render(messages, options))
         else:
             special = self.preparer.tokenizer.special
             text = await self._foreign.render(Rendering(template, special, list(messages), dict(options)))
-        token_ids = await self.encode(text, add_special_tokens=False)
+        token_ids = await self.encode(text, add_special_tokens)
         reading = self.preparer.reading(text, messages, options, calls, template)
         return {"prompt": text, "prompt_token_ids": token_ids, "reading": reading}
 
@@ -113,11 +124,12 @@ class Gateway:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
 
-        Leaving the loop cancels the request.
+        Who is slower than the engine gets what several steps added at a time, and where far too much waits, the
+        request's sequences pause. Leaving the loop cancels the request.
 
         Args:
             request_id: what the outputs are called; by default a number.
-            timeout: seconds after its arrival after which it fails.
+            timeout: seconds after its arrival after which it fails, also while the engine does not answer.
             cache_salt: shares cached prefixes only with requests of the same salt.
             adapter: the name of one that is loaded.
             pooling: makes a vector of the prompt, in place of going on with it.
@@ -135,39 +147,67 @@ class Gateway:
         name = str(next(self._ids))  # the engine's own name for it: the caller's may come twice
         self._check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
-        assembler = await self._prepare(
-            size,
-            lambda: self.preparer.request(name, prompt, sampling_params, priority, cache_salt, adapter, pooling),
-        )
+        try:
+            async with asyncio.timeout(None if size <= self._at_once else timeout):
+                assembler = await self._prepare(
+                    size,
+                    lambda: self.preparer.request(
+                        name, prompt, sampling_params, priority, cache_salt, adapter, pooling
+                    ),
+                )
+        except TimeoutError as error:
+            raise PenstockError.of(TOO_LATE) from error
         output = assembler.output
         output.request_id, output.times.arrived = request_id or name, arrived
         request = msgspec.structs.replace(assembler.request, deadline=deadline, external_id=external_id)
-        deltas = self._open[name] = asyncio.Queue()
+        inbox = self._open[name] = Inbox(partial(self.engine.pause, name))
+        self._outputs[name] = output
+        timer = None
+        if deadline is not None:
+            timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._expire, name)
         try:
             self.engine.add(request)
             while not output.finished:
-                delta = await deltas.get()
-                if isinstance(delta, Failure):
-                    assembler.fail(delta)
-                elif await self._prepare(_size(delta), partial(assembler.add, delta)) is not None:
-                    self.engine.stop(name, delta.sequence)
-                yield output
+                await inbox.wait()
+                if inbox.size > LIGHT:
+                    await self.turns.next()
+                told = False
+                for delta in inbox.take(PIECE):
+                    if isinstance(delta, Failure):
+                        assembler.fail(delta)
+                    elif assembler.add(delta) is not None:
+                        self.engine.stop(name, delta.sequence)
+                    told = told or not _is_part(delta)
+                if told:
+                    yield output
         finally:
-            del self._open[name]
+            if timer:
+                timer.cancel()
+            del self._open[name], self._outputs[name]
             if not output.finished:
                 self.engine.abort(name)
 
+    def running(self) -> dict[str, int]:
+        """Requests that came through here and have not ended, by what their outputs are called, and how many tokens
+        each has generated."""
+        found: dict[str, int] = {}
+        for output in self._outputs.values():
+            made = sum(len(made.token_ids) for made in output.outputs)
+            found[output.request_id] = found.get(output.request_id, 0) + made
+        return found
+
     async def _prepare(self, size: int, work: Callable[[], T]) -> T:
-        if size <= AT_ONCE:
+        if size <= self._at_once:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that no tokens could hold before anything is computed over it."""
         engine = self.engine.check()
-        if isinstance(prompt, str) and len(prompt) > engine.max_model_len * self._longest_token * SPARE:
-            words = f"has {len(prompt)} characters, far more than {engine.max_model_len} tokens can hold"
-            raise invalid("prompt", words, engine.max_model_len)
+        most = engine.max_model_len
+        if isinstance(prompt, str) and (least := len(prompt) // (self._longest_token * SPARE)) >= most:
+            words = f"has {len(prompt)} characters, far more than {most} tokens can hold"
+            raise too_long("prompt", words, max(least, most + 1), most)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -176,15 +216,29 @@ class Gateway:
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
-            if (queue := self._open.get(delta.request_id)) is not None:
-                queue.put_nowait(delta)
+            if (inbox := self._open.get(delta.request_id)) is not None:
+                inbox.put(delta)
+
+    def _expire(self, name: str) -> None:
+        """The engine ends requests at their deadlines, too, but not while it computes a step or hangs."""
+        if (inbox := self._open.get(name)) is not None:
+            self.engine.abort(name)
+            inbox.put(TOO_LATE)
+
+    def _cancel(self, request_ids: list[str]) -> None:
+        wanted = frozenset(request_ids)
+        for name in [name for name, output in self._outputs.items() if output.request_id in wanted]:
+            self.engine.abort(name)
+            self._open[name].put(CANCELLED)
 
     def _lost(self, failure: Failure) -> None:
-        for name, queue in self._open.items():
+        for name, inbox in self._open.items():
             self.engine.abort(name)
-            queue.put_nowait(failure)
+            inbox.put(failure)
 
 
-def _size(delta: TokenDelta) -> int:
-    """How much work there is in it."""
-    return sum(map(len, delta.prompt_logprobs or ()))
+def _is_part(delta: TokenDelta | Failure) -> bool:
+    """Whether it has some of the prompt's log probabilities and nothing else, as more of them will come."""
+    return (
+        isinstance(delta, TokenDelta) and delta.prompt_logprobs is not None and not (delta.token_ids or delta.finished)
+    )

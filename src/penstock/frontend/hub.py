@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import ssl
 import time
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,17 @@ UNWANTED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 """The same weights again, for other programs. In ``1_Pooling`` sentence-transformers say how they pool."""
 GRAPH = "model.pdiparams"
 """Weights of what Paddle has exported."""
+INSTEAD = "give the folder of a Hugging Face checkpoint, or its name on the hub (org/name)"
+NO_CHECKPOINTS = {
+    "*.gguf": f"a GGUF file, which llama.cpp reads: {INSTEAD}, and --quantization for fewer bits",
+    "adapter_config.json": "a LoRA adapter: give the model that it is for, and this with --lora-modules NAME=FOLDER",
+    "params.json": f"weights as their makers have them (params.json): {INSTEAD}, where they are converted",
+    "openvino_model.xml": f"a model that was converted for OpenVINO: {INSTEAD}, which it was made from",
+    "*.onnx": f"a model that was exported to ONNX: {INSTEAD}, which it was made from",
+    "*.engine": f"an engine that TensorRT has built: {INSTEAD}, which it was made from",
+    "snapshots": "a model in the hub's cache: give its name (org/name), or the folder within snapshots",
+}
+"""Files that say what a folder without a config.json is, and what to do."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PAUSES = (0, 1, 2)
 """Seconds before each new attempt after a connection was reset."""
@@ -59,6 +72,8 @@ def resolve(
     if os.path.exists(path):
         check_checkpoint(path)
         return path
+    if path.suffix == ".gguf":
+        check_checkpoint(path)
     if isinstance(model, Path) or path.is_absolute() or model.startswith((".", "~")):
         raise invalid("model", f"there is no {path}: give the folder of a checkpoint, or a name on the hub (org/name)")
     if token and not (token.isascii() and token.isprintable()):
@@ -67,11 +82,28 @@ def resolve(
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a folder of another system that is easily taken for a checkpoint."""
+    """Raises ``PenstockError`` (``invalid``) for what is no checkpoint's folder, saying what it is and what to do."""
+    if folder.suffix == ".gguf":
+        raise invalid(
+            "model", f"{folder} is a GGUF file, which llama.cpp reads: {INSTEAD}, --quantization for fewer bits"
+        )
+    if folder.is_file():
+        words = "weights without their config.json: give the folder" if folder.suffix == ".safetensors" else "a file"
+        raise invalid("model", f"{folder} is {words}; {INSTEAD}")
     graph = next((path for path in (folder / GRAPH, folder / "rank_0" / GRAPH) if path.exists()), None)
     if graph:
         words = f"{graph} is a static graph, which only Paddle runs: give the Hugging Face checkpoint that it was "
         raise invalid("model", f"{words}exported from, and --quantization for its format")
+    if (folder / "config.json").exists():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    for pattern, words in NO_CHECKPOINTS.items():
+        if found := next((name for name in names if fnmatch(name, pattern)), None):
+            raise invalid("model", f"{folder} holds {found}, {words}")
+    if inner := [name for name in names if (folder / name / "config.json").exists()]:
+        raise invalid("model", f"{folder} is a folder of checkpoints: give one of them, {', '.join(inner[:5])}")
+    what = "no config.json" if names else "nothing in it"
+    raise invalid("model", f"{folder} has {what}, so it is no checkpoint: {INSTEAD}")
 
 
 def download(name: str, folder: Path, *, revision: str = "", token: str | None = None, progress: bool = True) -> None:
@@ -134,15 +166,24 @@ def _persistently(download: Callable[[], str]) -> str:
 
     Whole files are not fetched again, and no file has its name before it is whole.
     """
-    from httpx import ReadError
-
     for pause in PAUSES:
         try:
             return download()
-        except ReadError as error:
+        except Exception as error:  # the class of the library's HTTP client, which changed between its versions
+            if not _was_reset(error):
+                raise
             logger.warning("the connection to the hub was reset (%s), trying again", _line(error))
             time.sleep(pause)
     return download()
+
+
+def _was_reset(error: BaseException | None) -> bool:
+    """Whether an error goes back to a connection that the other side broke, whatever a library made of that."""
+    while error is not None:
+        if isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _cause(error: Exception) -> Exception:

@@ -51,7 +51,7 @@ class LLM:
 
     def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
         own, self.options = read_options(model, compat, options)
-        self._preparer = Preparer(self.options.model, own)
+        self._preparer = Preparer(self.options.model, own, self.options.max_output_len)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 
@@ -235,8 +235,7 @@ class LLM:
             gc.freeze()  # until the end, what is there now need not be looked through again and again
         try:
             while following or self.engine.busy:
-                while following and self.engine.has_room:
-                    self.engine.add(following.request)
+                while following and self.engine.add_where_room(following.request):
                     following = next(left, None)
                 for delta in self.engine.step():
                     assembler = by_id[delta.request_id]

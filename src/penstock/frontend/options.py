@@ -14,6 +14,7 @@ from msgspec.structs import fields
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions, ModelOptions
 from penstock.core.profiles import flag, load, meant
+from penstock.core.profiles.vllm import UNASKED
 from penstock.core.settings import nearest, settings
 
 from .hub import resolve
@@ -53,14 +54,12 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
 
 
 def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options here for those of another system, with its defaults.
+    """Options here for those of another system, with its defaults; for vLLM's where none is named.
 
     What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
     system, and for values that are wrong or not possible here.
     """
-    profile = load(compat)
-    if profile is None:
-        return dict(given)
+    profile = load(compat) or UNASKED
     theirs, ours = {}, {}
     for name, value in given.items():
         if name in profile.flags:

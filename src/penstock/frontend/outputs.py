@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
-from penstock.core import Failure, PenstockError
+import msgspec
+
+from penstock.core import Failure, PenstockError, PerfMetrics
 from penstock.text import Message
 
 
-@dataclass(slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the garbage collector need not look through
     """How likely a token was: natural logarithm, and rank, 1 for the likeliest."""
 
     logprob: float
@@ -46,6 +47,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string, unless the model's own end of turn ended it."""
     failure: Failure | None = None
+    perf: PerfMetrics | None = None
+    """What it has taken so far, where that was asked for; of beams the first one's is that of all."""
 
     @property
     def finished(self) -> bool:

@@ -15,6 +15,7 @@ from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, Sam
 from penstock.core.errors import invalid
 from penstock.core.options import ModelOptions
 from penstock.text import Form, Reading, Stage, ThoughtForm, Tokenizer, stage_of, thought_form, tool_form
+from penstock.text.isolated import IsolatedTokenizer, check
 
 from .assembly import Assembler
 from .defaults import read_defaults
@@ -26,6 +27,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 BETWEEN = "\n\n"
 """What models write between thought and answer."""
 Messages = Sequence[Mapping[str, Any]]
+MAX_TOKENS = 16
+"""OpenAI's default for completions."""
 VOID = SamplingParams(max_tokens=1, detokenize=False)
 """Of requests that generate nothing."""
 
@@ -39,6 +42,8 @@ class Forms(NamedTuple):
 
 SCORES = ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits")
 """What a request may ask to be told besides its tokens."""
+LIMITS = ("reasoning_max_tokens", "response_max_tokens")
+"""Of thoughts, and of the answers after them."""
 
 
 @lru_cache(16)
@@ -54,13 +59,27 @@ class Preparer:
     Args:
         model: folder of the checkpoint; nothing for the model in the box.
         options: how its text is read.
+        max_output_len: tokens a request may ask for; 0 is any.
+        isolated: leave the tokenizer in another process, so that reading it does not hold up the streams of this one.
     """
 
-    def __init__(self, model: str | Path, options: ModelOptions) -> None:
+    def __init__(
+        self, model: str | Path, options: ModelOptions, max_output_len: int = 0, isolated: bool = False
+    ) -> None:
         self._folder = folder = Path(model) if model else demo.CHAT
         self._options = options
-        self.tokenizer = Tokenizer(Path(options.tokenizer or folder), _template(options.chat_template))
-        self._defaults = read_defaults(folder, self.tokenizer)
+        self.default_max_tokens = min(MAX_TOKENS, max_output_len or MAX_TOKENS)
+        """Tokens of a completion that does not say how many."""
+        source, template = Path(options.tokenizer or folder), _template(options.chat_template)
+        self.tokenizer: Tokenizer
+        if isolated:
+            self.tokenizer = IsolatedTokenizer(source, template)
+        else:
+            if source not in (demo.CHAT, demo.DRAFT):
+                check(source, template)
+            self.tokenizer = Tokenizer(source, template)
+        other = None if options.generation_config in ("auto", "vllm") else Path(options.generation_config)
+        self._defaults = read_defaults(folder, self.tokenizer, other)
 
     def forms(self, template: str | None = None) -> Forms:
         """How calls and thoughts are written where a chat template is used; None is the model's own."""
@@ -68,7 +87,8 @@ class Preparer:
 
     def default_sampling(self) -> SamplingParams:
         """How the model's makers sample, unless the options say otherwise."""
-        return SamplingParams(**(self._defaults.sampling if self._options.generation_config == "auto" else {}))
+        makers = {} if self._options.generation_config == "vllm" else self._defaults.sampling
+        return SamplingParams(**{"max_tokens": self.default_max_tokens, **makers, **self._options.sampling()})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -101,6 +121,9 @@ class Preparer:
         for field in () if self._options.enable_logprob else SCORES:
             if (asked := getattr(sampling, field)) is not None and asked is not False:
                 raise PenstockError(Code.UNSUPPORTED, f"{field}: none are given here (enable_logprob)", field)
+        for field in SCORES[:2]:
+            if (getattr(sampling, field) or 0) > (most := self._options.max_logprobs):
+                raise invalid(field, f"must be at most {most} here (max_logprobs)", most)
         text, token_ids = self._prompt(prompt)
         reading = prompt.get("reading") if isinstance(prompt, Mapping) else None
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
@@ -109,6 +132,9 @@ class Preparer:
         unasked = sampling.told > sampling.n and sampling.logprobs is None
         if unasked:
             sampling = sampling.replace(logprobs=0)  # by which the best are chosen
+        thought = self._thought(sampling, reading)
+        if thought is None and (limit := sampling.response_max_tokens) is not None:  # all of it is the answer
+            sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
         request = EngineRequest(
             request_id=request_id,
             prompt=token_ids,
@@ -116,7 +142,7 @@ class Preparer:
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
-            thought=self._thought(sampling, reading),
+            thought=thought,
             adapter=adapter,
             pooling=pooling,
         )
@@ -126,6 +152,10 @@ class Preparer:
 
     def vocabulary(self) -> Vocabulary:
         """What guided decoding has to know of the tokens."""
+        return self._vocabulary
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer.to_json(), list(self._defaults.eos_token_ids))
 
     def conversation(self, messages: Messages, **options: Any) -> Prompt:
@@ -169,17 +199,19 @@ class Preparer:
 
         Raises ``PenstockError`` where a thought is to be limited that cannot be.
         """
-        limited = sampling.reasoning_max_tokens is not None
-        if limited and reading is None:
-            raise invalid("reasoning_max_tokens", "goes with chats only")
-        if not limited and not sampling.guided_decoding:
+        limits = [name for name in LIMITS if getattr(sampling, name) is not None]
+        if limits and reading is None:
+            raise invalid(limits[0], "goes with chats only")
+        if not limits and not sampling.guided_decoding:
             return None
         form = reading.thought if reading else None
+        if form is None and limits == ["response_max_tokens"]:
+            return None
         begin, end = (self.tokenizer.id_of(mark) for mark in (form.opened, form.closed)) if form else (None, None)
         if begin is None or end is None:
-            if limited:
+            if limits:
                 words = "this model's thoughts cannot be limited: there is no token that ends them"
-                raise PenstockError(Code.UNSUPPORTED, f"reasoning_max_tokens: {words}", "reasoning_max_tokens")
+                raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {words}", limits[0])
             return None
         assert reading and form
         if reading.stage is Stage.AFTER:
@@ -217,6 +249,20 @@ def _checked(request: EngineRequest) -> EngineRequest:
     """
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
+    except UnicodeEncodeError as error:
+        raise invalid(_no_text(request), f"is not valid text: {error}") from error
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         field = str(error).rpartition("$.")[2].rstrip("`").rpartition(".")[2].partition("[")[0]
         raise invalid(field if "$." in str(error) else "request", str(error)) from error
+
+
+def _no_text(request: EngineRequest) -> str:
+    """The field that has a character which no encoding has: half of a pair of surrogates."""
+    for part in (request, request.sampling):
+        for name in part.__struct_fields__:
+            try:
+                msgspec.json.encode(getattr(part, name))
+            except UnicodeEncodeError:
+                if name != "sampling":
+                    return name
+    return "request"

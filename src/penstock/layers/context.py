@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,11 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.core import PenstockError
 from penstock.ops import Format, Ops
 from penstock.parallel import ALONE, Group
 from penstock.quant import UNCHANGED, Matrix, Scheme
 
 from .adapted import Adapted, Target
+
+logger = logging.getLogger(__name__)
 
 
 class Weights(Protocol):
@@ -75,7 +79,10 @@ class Context:
     ) -> Matrix:
         """``[outputs, inputs]`` in a format, as an earlier start kept it, or made of ``parts``, rows after rows."""
         if self.kept and (found := self.kept.find(name)):
-            return Matrix(self.ops, self.ops.restore(found, inputs, outputs, self.dtype, bias, format))
+            try:
+                return Matrix(self.ops, self.ops.restore(found, inputs, outputs, self.dtype, bias, format))
+            except PenstockError as error:
+                logger.warning("%s is packed again: %s", name, error)
         matrix = self.ops.pack(parts(), bias, format)
         if self.kept:
             self.kept.keep(name, self.ops.packed(matrix))

@@ -14,10 +14,11 @@ from penstock.ops import Ops
 from penstock.quant import SCHEMES
 
 from .adapter import Adapter, read_adapter
+from .cache_folder import cache_folder
 from .checkpoint import Checkpoint, Dummy
 from .config import DecoderConfig, read_config
 from .decoder import Decoder
-from .packed import Packed, cache_folder
+from .weight_cache import WeightCache
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def load_model(
     seed: int = 0,
     quantization: str = "none",
     cache: Path | None = None,
+    cache_size: float = 0.0,
     heads_ahead: bool = False,
     max_loras: int = 0,
 ) -> Decoder:
@@ -46,6 +48,7 @@ def load_model(
         seed: of dummy weights.
         quantization: what the weights are rounded to, a name of ``SCHEMES``.
         cache: where packed weights are kept for the next start.
+        cache_size: GiB that it may hold; 0 is a share of the disk.
         heads_ahead: whether to read the checkpoint's heads that guess ahead.
         max_loras: adapters that there may be at the same time.
 
@@ -62,7 +65,8 @@ def load_model(
     weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
     scheme, kept = SCHEMES[quantization], None
     if cache and load_format != "dummy" and device.type == "cpu":
-        kept = Packed(cache, folder, f"{ops.LAYOUT} {dtype} {scheme}{' heads' * heads_ahead}")
+        form = f"{ops.LAYOUT} {dtype} {scheme}{' heads' * heads_ahead}"
+        kept = WeightCache(cache, folder, form, cache_size)
     context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept, max_loras=max_loras)
     model = Decoder(context, config, longest or config.context, config.heads_ahead if heads_ahead else 0)
     if kept:

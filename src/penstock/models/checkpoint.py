@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,8 +29,8 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         if (folder / INDEX).exists():
-            self._file_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            if missing := {file for file in self._file_of.values() if not (folder / file).exists()}:
+            self._file_of = _read_index(folder / INDEX)
+            if missing := {file for file in self._file_of.values() if not (folder / file).is_file()}:
                 raise invalid("model", f"{folder} lacks {', '.join(sorted(missing))}, which its index names")
         elif (folder / SINGLE).exists():
             self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
@@ -60,6 +60,8 @@ class Checkpoint:
             raise self._damaged(self._file_of[name], error) from error
         if tuple(tensor.shape) != shape:
             raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}, config.json wants {shape}")
+        if not tensor.is_floating_point():
+            raise invalid("model", f"tensor {name} is of {tensor.dtype}, and only floating-point weights are read")
         return tensor
 
     def has(self, name: str) -> bool:
@@ -75,6 +77,23 @@ class Checkpoint:
 
     def _damaged(self, file: str, error: Exception) -> Exception:
         return invalid("model", f"{self._folder / file} is damaged ({error}). Fetch it again.")
+
+
+class Index(msgspec.Struct):
+    """Of a checkpoint in shards."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        files = msgspec.json.decode(path.read_bytes(), type=Index).weight_map
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
+    if outside := next((file for file in files.values() if Path(file).name != file), None):
+        raise invalid("model", f"{path} names {outside!r}, which is no file beside it")
+    return files
 
 
 class Dummy:

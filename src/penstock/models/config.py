@@ -68,8 +68,10 @@ def read_config(folder: Path) -> DecoderConfig:
         raise invalid("model", f"{folder} has no config.json: name a folder with a Hugging Face checkpoint")
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise invalid("model", f"{path} does not hold an object")
     named = str(next(iter(given.get("architectures") or ["none"])))
     headless = named.endswith(BARE)
     architecture = named.removesuffix(BARE) + "ForCausalLM" if headless else named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -73,11 +74,17 @@ def backend(device: torch.device, name: Literal["auto", "reference", "cpu"] = "a
     try:
         from . import cpu
     except ImportError as error:
-        if name == "cpu":
-            raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels were not built ({error})", "ops") from error
+        if name == "cpu" or os.environ.get("PENSTOCK_ISA"):
+            raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels cannot be used ({error})", "ops") from error
+        why = (
+            "are not in this installation (it was made without a C++ compiler, or with PENSTOCK_SETS=none)"
+            if isinstance(error, ModuleNotFoundError)
+            else f"cannot be loaded ({error})"
+        )
         logger.warning(
-            "The CPU kernels were not built (no C++ compiler was found at install), so plain PyTorch computes: "
-            "slowly, and not batch-invariant."
+            "The CPU kernels %s, so plain PyTorch computes: slowly, and not batch-invariant. "
+            "Install a compiler (apt install g++), then penstock again, with pip's --no-cache-dir.",
+            why,
         )
         return reference
     return cpu

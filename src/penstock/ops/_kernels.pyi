@@ -3,6 +3,14 @@
 PANEL: int
 MAX_HEAD: int
 MAX_BLOCK: int
+BUILT: list[str]
+"""Instruction sets of this build, from the slowest to the fastest."""
+MACHINE: list[str]
+"""Those that this machine runs."""
+SOURCES: str
+"""A hash of what was compiled (CMakeLists.txt)."""
+VERSION: str
+"""Of the package that this was built for."""
 
 def available() -> list[str]: ...
 def current() -> str: ...

@@ -18,11 +18,13 @@ from torch import Tensor
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from . import _kernels, pages
+from . import _kernels, native, pages
 from .batch import KVSpec, Queries, Step
 from .formats import PLAIN, Format
 from .low_rank import LowRank
 from .tape import LARGEST_STEP, Recorded, contiguous, empty
+
+native.set_up()
 
 NAME = "cpu"
 BATCH_INVARIANT = True
@@ -129,7 +131,7 @@ class LayerCache:
 
 def fingerprint() -> str:
     """What decides the bits of a result besides the model: instruction set and format of the kernels."""
-    return f"cpu-{_kernels.current()}-4"
+    return f"cpu-{_kernels.current()}-5"
 
 
 def set_threads(count: int) -> None:
@@ -220,7 +222,8 @@ def _matrix(
         held = {"values": pages.zeros(values, huge=True)} | ({"scales": torch.zeros(scales)} if scales else {})
     else:
         held = dict(found)
-    if any(held[name].numel() != size for name, size in (("values", values), ("scales", scales)) if size):
+    expected = {"values": (values, torch.uint8)} | ({"scales": (scales, torch.float32)} if scales else {})
+    if {name: (tensor.numel(), tensor.dtype) for name, tensor in held.items()} != expected:
         raise PenstockError(Code.INTERNAL, "kept weights are of another size")  # the kernels would not notice
     if bias is not None:
         held["bias"] = bias.float()

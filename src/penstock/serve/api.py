@@ -22,6 +22,7 @@ from .keeper import Keeper
 from .metrics import Metrics
 from .protocol import protocol
 from .services import Services
+from .watchdog import Watchdog
 
 TO_ACCEPT = 0.2
 """Seconds in which connections that had been made when the server was told to stop are accepted."""
@@ -47,7 +48,8 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
     """
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
-    services = Services(options, Metrics(profile.metrics if profile else None))
+    metrics = Metrics(profile.metrics if profile else None)
+    services = Services(options, metrics)
     keeper = Keeper(services, report)
     models = kserve.Registry(services, keeper, [paddlenlp.OverGrpc(services)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
@@ -92,9 +94,12 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
     async with asyncio.TaskGroup() as group:
-        listening = group.create_task(keeper.listen(heard))
+        tasks = [group.create_task(keeper.listen(heard)), group.create_task(models.follow())]
+        watchdog = Watchdog(metrics.event_loop_holds)
         await server.serve(sockets=listeners)
-        listening.cancel()
+        watchdog.close()
+        for task in tasks:
+            task.cancel()
     if rpc:
         await rpc.stopped()
     await keeper.close()

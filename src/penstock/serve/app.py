@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -15,16 +17,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import anthropic, kserve, openai, paddlenlp, responses, vllm
+from . import anthropic, fastdeploy, kserve, management, openai, paddlenlp, responses, unknown, vllm
 from .bladellm import BladeLLM
-from .door import Keys, Log, OnlyState
-from .openai.routes import components
+from .described import components
+from .door import Below, Head, Keys, Log, OnlyState
 from .record import record_of
 from .reply import INTERNAL, refuse
 from .services import Services
 from .shape import Shapes
 from .shared import Dialect, add_shared_routes
 
+SCHEMAS: dict[str, tuple[type, ...]] = {
+    "": (*openai.SCHEMAS, *vllm.SCHEMAS, *fastdeploy.SCHEMAS, *management.SCHEMAS),
+    "anthropic.": anthropic.SCHEMAS,
+    "responses.": responses.SCHEMAS,
+}
+"""Of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
@@ -36,19 +44,19 @@ def build(services: Services, models: kserve.Registry, state_ports: frozenset[in
         models: those of the KServe v2 protocol.
         state_ports: on which nothing is told but how the server is doing.
     """
-    app = FastAPI(
-        title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", openapi_url=None)
     blade = BladeLLM(services)
     usual = openai.OpenAI(services, vllm.check if vllm.asked_for(services) else None)
     spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(services), usual]
     by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE, "/v2": kserve.SHAPE, **vllm.SHAPES}
-    shapes = Shapes(usual.shape, by_path, [blade.shape_of])
+    shapes = Shapes(usual.shape, by_path, [blade.shape_of, anthropic.shape_of])
     add_shared_routes(app, services, spoken, openai.shared_paths())
-    openai.add_routes(app, services)
     anthropic.add_routes(app, services)
+    openai.add_routes(app, services)
     responses.add_routes(app, services)
+    fastdeploy.add_routes(app, services)
     vllm.add_routes(app, services)
+    management.add_routes(app, services)
     kserve.add_routes(app, models)
     _add_state(app, services)
 
@@ -65,25 +73,44 @@ def build(services: Services, models: kserve.Registry, state_ports: frozenset[in
 
     for kind in (PenstockError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    describe = app.openapi
-
-    def described() -> dict[str, Any]:
-        document = describe()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(components())
-        return document
-
-    app.openapi = described  # type: ignore[method-assign]
-    front: ASGIApp = app
+    prefix = services.options.root_path.rstrip("/")
+    _add_document(app, services.options.strict_requests, prefix)
+    front: ASGIApp = Head(app)
     if services.options.api_key:
         front = Keys(front, services.options.api_key, no_key)
     if services.options.allowed_origins:
         origins = list(services.options.allowed_origins)
+        seen = ["x-request-id", unknown.HEADER]
         front = CORSMiddleware(
-            front, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+            front, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=seen
         )
     if state_ports:
         front = OnlyState(front, state_ports, not_here)
-    return Log(front, services.metrics, shapes)
+    front = Log(front, services.metrics, shapes, services.options.strict_requests)
+    return Below(front, prefix) if prefix else front
+
+
+def _add_document(app: FastAPI, strict: bool, root: str) -> None:
+    """The OpenAPI document, which is made once it is asked for, in a thread: it takes longer than others may wait."""
+    making = asyncio.Lock()
+    made = b""
+
+    def make() -> bytes:
+        document = app.openapi()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for prefix, types in SCHEMAS.items():
+            schemas.update(components(types, prefix, strict))
+        if root:
+            document["servers"] = [{"url": root}]
+        return msgspec.json.encode(document)
+
+    async def described() -> Response:
+        nonlocal made
+        async with making:
+            made = made or await asyncio.to_thread(make)
+        return Response(made, media_type="application/json")
+
+    app.add_api_route("/openapi.json", described, include_in_schema=False, response_class=Response)
 
 
 def _add_state(app: FastAPI, services: Services) -> None:
@@ -133,5 +160,5 @@ def _told(request: Request, error: Exception) -> tuple[Failure, int | None, Mapp
     if not isinstance(error, HTTPException):
         return INTERNAL, None, None
     words = f"{request.method} {request.url.path}: {error.detail}"
-    code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
+    code = {404: Code.NOT_FOUND, 405: Code.NOT_ALLOWED}.get(error.status_code, Code.INVALID)
     return Failure(code, words), error.status_code, error.headers

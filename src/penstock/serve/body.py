@@ -12,7 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.core.settings import nearest
+
+from .unknown import Unknown
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
@@ -59,15 +60,16 @@ def read_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def convert(found: dict[str, Any], schema: type[T]) -> T:
-    """A request from its JSON.
+def convert(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
+    """A request from its JSON, of which nothing else is left.
 
-    Raises ``PenstockError`` (``invalid``) for unknown fields, with the nearest known name, and for wrong values.
+    Args:
+        unknown: told of fields that the schema does not have.
+
+    Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields where requests are read strictly.
     """
-    known = schema.__struct_fields__
-    if unknown := next((name[:100] for name in found if name not in known), None):
-        raise invalid(unknown, f"no such field{nearest(unknown, known)}")
     try:
+        unknown.remove(found, schema)
         return msgspec.convert(found, schema, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         words, _, path = str(error).partition(" - at `$")

@@ -14,6 +14,7 @@ from penstock.core.options import Configuration, ServerOptions
 WRONG = 2
 """Exit status of a worker that no other start would help."""
 DEFAULT_NAME = "default"
+ANY_MODEL = (DEFAULT_NAME, "null")
 """A model's name that every server knows: the first one's."""
 
 

@@ -20,18 +20,26 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 
 
 async def generate(
-    service: Service, record: Record, prompt: Prompt, sampling: SamplingParams, **options: Any
+    service: Service,
+    record: Record,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    **options: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The output so far after every step, or once where streaming is off; metrics and record are kept. ``options`` are
-    the gateway's.
+    """The output so far after every step, or once where streaming is off; metrics and record are kept.
+
+    ``options`` are the gateway's; of ``timeout`` and what the server allows, the shorter one holds.
 
     Raises ``PenstockError`` where the request fails, at its beginning or later.
     """
     service.metrics.came(sampling)
+    record.facts["model"] = service.name
     if adapter := options.get("adapter"):
         record.facts["adapter"] = adapter
+    given = (options.pop("timeout", None), service.timeout)
+    timeout = min([each for each in given if each is not None], default=None)
     stream = service.gateway.generate(
-        prompt, sampling, record.request_id, timeout=service.timeout, arrived=record.begun, **options
+        prompt, sampling, record.request_id, timeout=timeout, arrived=record.begun, **options
     )
     metrics, told, last = service.metrics, 0, None
     quiet = service.options.disable_streaming
@@ -47,7 +55,7 @@ async def generate(
                 if not told:
                     metrics.began(output)
                 now = output.times.last_token
-                metrics.generated(tokens - told, now - last if now and last and sampling.n == 1 else None)
+                metrics.generated(tokens - told, now - last if now and last else None, len(output.outputs))
                 told, last = tokens, now
             if output.finished:
                 metrics.ended(output)
@@ -65,17 +73,17 @@ async def together(
             async for output in outputs:
                 yield 0, output
         return
-    news: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    news: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(AT_ONCE)
     window = asyncio.Semaphore(AT_ONCE)
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
             async with window, aclosing(stream) as outputs:
                 async for output in outputs:
-                    news.put_nowait((index, output))
-            news.put_nowait((index, None))
+                    await news.put((index, output))
+            await news.put((index, None))
         except Exception as error:
-            news.put_nowait((index, error))
+            await news.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:

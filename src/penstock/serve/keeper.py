@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
-from penstock.core.options import Configuration
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.prompts import Preparer
 
@@ -118,7 +117,7 @@ class Keeper:
 
     async def _serve(self, model: ServedModel) -> None:
         try:
-            preparer = await asyncio.to_thread(_prepared, model.configuration)
+            preparer = await asyncio.to_thread(_prepared, model)
         except PenstockError as error:
             self._tell(Unfit(model.engine, error.failure))
             return
@@ -160,9 +159,12 @@ class Keeper:
             self._report.flush()
 
 
-def _prepared(configuration: Configuration) -> Preparer:
+def _prepared(model: ServedModel) -> Preparer:
     """Raises ``PenstockError`` where there is no tokenizer, or its chat template cannot be used."""
-    preparer = Preparer(configuration.engine.model, configuration.model)
+    # What is there from the start is read here, before anything streams.
+    engine = model.configuration.engine
+    preparer = Preparer(engine.model, model.configuration.model, engine.max_output_len, isolated=not model.wanted)
     preparer.tokenizer.check_template()
     _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
+    _ = preparer.vocabulary()
     return preparer

@@ -23,15 +23,31 @@ FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+SEQUENCES = (1, 2, 5, 10, 20, 50, 100)
 OF_CACHE = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
 """Options that are told of the KV cache."""
 PLAIN = ("counter", "gauge")
 """Kinds of metrics that are one number."""
-
-
 LABELS = ["model_name"]
 Engines = Mapping[str, tuple[wire.Stats, EngineOptions]]
 """By model, what its engine told last, and its options."""
+
+
+SAME_IN_VLLM = (
+    "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info num_preemptions "
+    "prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens request_success "
+    "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_n "
+    "request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds "
+    "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
+    "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
+    "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
+    "spec_decode_num_accepted_tokens_per_pos"
+).split()
+VLLM = {f"vllm:{name}": name for name in SAME_IN_VLLM} | {
+    "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
+    "vllm:time_per_output_token_seconds": "inter_token_latency_seconds",
+}
+"""vLLM's names, and two that it had before, for dashboards and for routers that read a server's load from them."""
 
 
 class Metrics:
@@ -42,7 +58,9 @@ class Metrics:
     """
 
     def __init__(self, others: Mapping[str, str | Figure] | None = None) -> None:
-        self._others = others or {}
+        self._others = dict(others or {})
+        self.more: list[Callable[[Engines], Iterable[Metric]]] = []
+        """What dialects tell besides, of what each model's engine told last."""
 
         def counter(name: str, about: str, *more: str) -> Counter:
             return Counter(f"penstock:{name}", about, [*LABELS, *more])
@@ -50,29 +68,71 @@ class Metrics:
         def histogram(name: str, about: str, buckets: Iterable[float]) -> Histogram:
             return Histogram(f"penstock:{name}", about, LABELS, buckets=list(buckets))
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
-        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found there.")
-        self.requests = counter("requests", "Requests that came to be answered.")
-        self.hit_requests = counter("prefix_cache_hit_requests", "Requests with prompt tokens found there.")
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
-        self.between = histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", PER_TOKEN)
-        self.per_token = histogram(
-            "request_time_per_output_token_seconds", "A request's mean time for a token after the first.", PER_TOKEN
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have begun to answer.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated, over all requests.")
+        self.cache_queries = counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache, found there or not."
         )
-        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", WHOLE)
-        self.queued = histogram("request_queue_time_seconds", "From arrival until it ran first.", WHOLE)
-        self.ran = histogram("request_inference_time_seconds", "From when it ran first to the last token.", WHOLE)
-        self.prefilled = histogram("request_prefill_time_seconds", "From when it ran first to the first token.", WHOLE)
-        self.decoded = histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
-        self.asked_for = histogram("request_params_max_tokens", "Tokens that a request allows, if it says.", TOKENS)
-        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self.generations = histogram("request_generation_tokens", "Tokens generated for a request.", TOKENS)
-        self.success = counter("request_success", "Sequences that came to their end.", "finished_reason")
-        self.failures = Counter("penstock:request_failures", "Requests that were not answered.", ["code"])
-        self.responses = Counter("penstock:http_responses", "HTTP responses.", ["path", "status"])
-        self.open = Gauge("penstock:num_requests_open", "Requests being answered.", LABELS, multiprocess_mode="livesum")
+        self.cache_hits = counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache, which were not computed again."
+        )
+        self.requests = counter("requests", "Requests received, whatever became of them.")
+        self.hit_requests = counter(
+            "prefix_cache_hit_requests", "Requests some of whose prompt tokens were found in the prefix cache."
+        )
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN
+        )
+        self.between = histogram(
+            "inter_token_latency_seconds", "Seconds between two consecutive tokens of a request.", PER_TOKEN
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "A request's mean seconds per token after its first, one observation a request.",
+            PER_TOKEN,
+        )
+        self.whole = histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", WHOLE
+        )
+        self.queued = histogram(
+            "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled.", WHOLE
+        )
+        self.ran = histogram(
+            "request_inference_time_seconds",
+            "Seconds from when a request was first scheduled to its last token.",
+            WHOLE,
+        )
+        self.prefilled = histogram(
+            "request_prefill_time_seconds", "Seconds from when a request was first scheduled to its first token.", WHOLE
+        )
+        self.decoded = histogram(
+            "request_decode_time_seconds", "Seconds from a request's first token to its last.", WHOLE
+        )
+        self.asked_for = histogram("request_params_max_tokens", "The max_tokens of requests that give one.", TOKENS)
+        self.sequences = histogram("request_params_n", "The n of requests: answers asked for.", SEQUENCES)
+        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of each finished request.", TOKENS)
+        self.generations = histogram(
+            "request_generation_tokens", "Tokens generated for each finished request, over all its sequences.", TOKENS
+        )
+        self.longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest sequence of each finished request.", TOKENS
+        )
+        self.success = counter(
+            "request_success", "Sequences that finished, by reason (stop: ended by itself; length).", "finished_reason"
+        )
+        self.failures = Counter(
+            "penstock:request_failures", "Requests that ended with an error, by its code.", ["code"]
+        )
+        self.event_loop_holds = Counter(
+            "penstock:event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
+        )
+        self.responses = Counter("penstock:http_responses", "HTTP responses, by route and status.", ["path", "status"])
+        self.open = Gauge(
+            "penstock:num_requests_open",
+            "Requests now in an HTTP process: being read, waiting or answered.",
+            LABELS,
+            multiprocess_mode="livesum",
+        )
 
     def of(self, model: str) -> ModelMetrics:
         """A model's own."""
@@ -87,7 +147,9 @@ class Metrics:
         MultiProcessCollector(registry)
         registry.register(_Engines(engines))
         others = CollectorRegistry()
-        others.register(_Others(registry, self._others, engines))
+        others.register(_Others(registry, {**VLLM, **self._others}, engines))
+        for collect in self.more:
+            others.register(_More(collect, engines))
         page: bytes = generate_latest(registry) + generate_latest(others)
         return page
 
@@ -111,6 +173,8 @@ class ModelMetrics:
         self._prefilled = metrics.prefilled.labels(model)
         self._decoded = metrics.decoded.labels(model)
         self._asked_for = metrics.asked_for.labels(model)
+        self._sequences = metrics.sequences.labels(model)
+        self._longest = metrics.longest.labels(model)
         self._prompts = metrics.prompts.labels(model)
         self._generations = metrics.generations.labels(model)
         self._success = partial(metrics.success.labels, model)
@@ -119,6 +183,7 @@ class ModelMetrics:
     def came(self, sampling: SamplingParams) -> None:
         """A request is there to be answered."""
         self._requests.inc()
+        self._sequences.observe(sampling.n)
         if sampling.max_tokens is not None:
             self._asked_for.observe(sampling.max_tokens)
 
@@ -133,11 +198,11 @@ class ModelMetrics:
         self._first_token.observe(times.first_token - times.arrived)
         self._queued.observe(times.queued)
 
-    def generated(self, tokens: int, seconds: float | None) -> None:
-        """Some tokens more, after so many seconds; None where they are the first."""
+    def generated(self, tokens: int, seconds: float | None, sequences: int) -> None:
+        """Some tokens more of a request's sequences together, after so many seconds; None where they are the first."""
         self._generation_tokens.inc(tokens)
         if seconds is not None:
-            self._between.observe(seconds / tokens)
+            self._between.observe(seconds / max(tokens / sequences, 1))
 
     def ended(self, output: RequestOutput) -> None:
         """All sequences of a request have come to their end."""
@@ -146,6 +211,7 @@ class ModelMetrics:
             self._success(made.finish_reason).inc()
         self._prompts.observe(len(output.prompt_token_ids))
         self._generations.observe(tokens)
+        self._longest.observe(max((len(made.token_ids) for made in output.outputs), default=0))
         if times.first_token is not None and times.last_token is not None:
             self._whole.observe(times.last_token - times.arrived)
             began = times.arrived + times.queued
@@ -155,6 +221,17 @@ class ModelMetrics:
             each = max(len(made.token_ids) for made in output.outputs)
             if each > 1:
                 self._per_token.observe((times.last_token - times.first_token) / (each - 1))
+
+
+class _More:
+    """What a dialect tells of the engines."""
+
+    def __init__(self, collect: Callable[[Engines], Iterable[Metric]], engines: Engines) -> None:
+        self._collect = collect
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect(self._engines)
 
 
 class _Others:
@@ -167,16 +244,19 @@ class _Others:
 
     def collect(self) -> Iterable[Metric]:
         ours = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
+        figures: dict[str, Metric] = {}
         for name, own in self._names.items():
             if not isinstance(own, str):
-                figure = GaugeMetricFamily(name, "Made of ours.", labels=LABELS)
+                family, _, label = name.partition(".")
+                figure = figures.setdefault(family, Metric(family, own.help, "gauge"))
+                labels = {label: label} if label else {}
                 for model, (_, options) in self._engines.items():
-                    figure.add_metric([model], own(_totals(ours, model), options))
-                yield figure
-            elif family := ours.get(own):
-                renamed = Metric(name, family.documentation, family.type)
-                renamed.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
+                    figure.add_sample(family, {"model_name": model, **labels}, own.value(_totals(ours, model), options))
+            elif found := ours.get(own):
+                renamed = Metric(name, found.documentation, found.type)
+                renamed.samples = [s._replace(name=name + s.name.removeprefix(found.name)) for s in found.samples]
                 yield renamed
+        yield from figures.values()
 
 
 def _totals(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
@@ -196,20 +276,40 @@ class _Engines:
 
     def collect(self) -> Iterable[Metric]:
         gauges: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
-            "num_requests_running": ("Sequences that run.", lambda stats: stats.running),
-            "num_requests_waiting": ("Sequences that wait.", lambda stats: stats.waiting),
+            "num_requests_running": ("Sequences that the engine is computing now.", lambda stats: stats.running),
+            "num_requests_waiting": ("Sequences that wait to be scheduled.", lambda stats: stats.waiting),
             "kv_cache_usage_perc": (
-                "Share of the KV blocks in use, 0 to 1.",
+                "Share of the KV cache's blocks in use, 0 to 1.",
                 lambda stats: stats.blocks_used / max(stats.blocks, 1),
             ),
-            "kv_blocks": ("KV blocks.", lambda stats: stats.blocks),
-            "kv_blocks_used": ("KV blocks in use.", lambda stats: stats.blocks_used),
-            "kv_blocks_free": ("KV blocks that nobody holds.", lambda stats: stats.blocks - stats.blocks_used),
+            "kv_blocks": ("Blocks of the KV cache.", lambda stats: stats.blocks),
+            "kv_blocks_used": ("Blocks of the KV cache that sequences hold.", lambda stats: stats.blocks_used),
+            "kv_blocks_free": (
+                "Blocks of the KV cache that no sequence holds, cached prefixes among them.",
+                lambda stats: stats.blocks - stats.blocks_used,
+            ),
+            "engine_heartbeat_age_seconds": (
+                "Seconds since the engine's loop last came round.",
+                lambda stats: stats.heartbeat_age,
+            ),
+            "engine_longest_step_seconds": (
+                "Longest step since the engine started, in seconds.",
+                lambda stats: stats.longest_step,
+            ),
         }
         guesses: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
-            "spec_decode_num_drafts": ("Times that tokens were guessed ahead.", lambda stats: stats.drafts),
-            "spec_decode_num_draft_tokens": ("Tokens guessed.", lambda stats: stats.draft_tokens),
-            "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", lambda stats: stats.accepted_tokens),
+            "spec_decode_num_drafts": (
+                "Drafts: times that tokens were proposed for a sequence by speculative decoding.",
+                lambda stats: stats.drafts,
+            ),
+            "spec_decode_num_draft_tokens": (
+                "Draft tokens proposed by speculative decoding.",
+                lambda stats: stats.draft_tokens,
+            ),
+            "spec_decode_num_accepted_tokens": (
+                "Draft tokens that the model accepted.",
+                lambda stats: stats.accepted_tokens,
+            ),
         }
         for name, (about, figure) in gauges.items():
             gauge = GaugeMetricFamily(f"penstock:{name}", about, labels=LABELS)
@@ -217,12 +317,18 @@ class _Engines:
                 gauge.add_metric([model], figure(stats))
             yield gauge
         cache = [*OF_CACHE, "num_gpu_blocks"]
-        info = GaugeMetricFamily("penstock:cache_config_info", "How the KV cache is set up.", labels=[*LABELS, *cache])
+        info = GaugeMetricFamily(
+            "penstock:cache_config_info",
+            "Settings of the KV cache, as labels; the value is 1.",
+            labels=[*LABELS, *cache],
+        )
         for model, (stats, options) in self._engines.items():
             info.add_metric([model, *(str(getattr(options, name)) for name in OF_CACHE), str(stats.blocks)], 1)
         yield info
         preemptions = CounterMetricFamily(
-            "penstock:num_preemptions", "Preemptions since the engine started.", labels=LABELS
+            "penstock:num_preemptions",
+            "Sequences that lost their KV blocks to others, since the engine started.",
+            labels=LABELS,
         )
         for model, (stats, _) in self._engines.items():
             preemptions.add_metric([model], stats.preemptions)
@@ -235,7 +341,7 @@ class _Engines:
             yield counter
         by_place = CounterMetricFamily(
             "penstock:spec_decode_num_accepted_tokens_per_pos",
-            "Tokens guessed rightly, by how many were guessed before each.",
+            "Draft tokens that the model accepted, by their position in the draft.",
             labels=[*LABELS, "position"],
         )
         for model, (stats, _) in self._engines.items():

@@ -7,10 +7,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+PIPELINED = 8
+"""Requests of a connection that wait while one is answered; what comes after them is not looked at until then."""
+PIECE = 4096
+"""Bytes looked at in one go where it is not known how many requests they hold."""
 FRAMING = 16
 """Bytes of chunks' frames that a byte of a body may cost."""
 
@@ -31,6 +36,16 @@ class Patience:
             self._timer = None
 
 
+class Flow(FlowControl):
+    """Reads nothing more while there is something that was not looked at."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
 class Protocol(HttpToolsProtocol):
     """Closes connections whose headers grow too large, do not come, or whose client does not read its answer."""
 
@@ -46,6 +61,10 @@ class Protocol(HttpToolsProtocol):
     _overhead = _body = 0
     """Bytes of the request at hand besides its body, and of its body."""
     _refused = False
+    _left = 0
+    """Bytes of the body at hand that have not come, where its length was told."""
+    _unread, _at = b"", 0
+    """What was received and not looked at, from ``_at`` on."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -56,6 +75,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = Flow(transport)
         self._reading.start(self.client_timeout, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,8 +87,36 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
+        self._unread, self._at = self._unread[self._at :] + data, 0
+        self._look()
+
+    def _look(self) -> None:
+        """Take in what has come, one request's head or body after the other, until enough requests wait."""
+        while self._at < len(self._unread) and len(self.pipeline) < PIPELINED and not self._refused:
+            if self.transport.is_closing():
+                return
+            end = self._end()
+            piece, self._at = self._unread[self._at : end], end
+            self._take_in(piece)
+        if self._at < len(self._unread):
+            self._flow.held = True
+            self.flow.pause_reading()
+        elif self._unread:
+            self._unread, self._at = b"", 0
+            if self._flow.held:
+                self._flow.held = False
+                self.flow.resume_reading()
+
+    def _end(self) -> int:
+        """Of what is taken in next: of the head or the body at hand, or a piece."""
+        start = self._at
+        if self._left:
+            return start + self._left
+        if self._in_head and (end := self._unread.find(b"\r\n\r\n", start)) >= 0:
+            return end + 4
+        return start + PIECE
+
+    def _take_in(self, data: bytes) -> None:
         if self._in_head:  # some clients offer HTTP/2 with every request, and httptools then drops the body
             head, gap, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"", head) + gap + rest
@@ -89,6 +137,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        length = dict(self.headers).get(b"content-length", b"")
+        self._left = int(length) if length.isdigit() else 0
         self._reading.stop()
         if len(self.url) + sum([len(name) + len(value) for name, value in self.headers]) > self.max_header_size:
             self._refuse()
@@ -96,6 +146,7 @@ class Protocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._left = max(self._left - len(body), 0)
         self._overhead -= len(body)
         self._body += len(body)
         if not self._refused:
@@ -103,7 +154,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_message, self._in_head = False, True
-        self._overhead = self._body = 0
+        self._overhead = self._body = self._left = 0
         self._reading.stop()
         if not self._refused:
             super().on_message_complete()
@@ -112,6 +163,8 @@ class Protocol(HttpToolsProtocol):
         if self._in_message:
             self._reading.start(self.client_timeout, self.transport.abort)
         super().on_response_complete()
+        if self._unread:
+            self.loop.call_soon(self._look)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -11,6 +11,8 @@ from starlette.types import Scope
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 
+from .unknown import Unknown
+
 if TYPE_CHECKING:
     from .shape import Shape
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Record:
     request_id: str
+    path: str = ""
+    """That was asked for."""
     begun: float = field(default_factory=time.monotonic)
     """When it came, in seconds."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -28,6 +32,8 @@ class Record:
     """What its client was told, or would have been."""
     shape: Shape | None = None
     """Of the dialect that it speaks, once that is known."""
+    unknown: Unknown = field(default_factory=Unknown)
+    """Its fields that nobody here knows."""
 
     def note(self, output: RequestOutput) -> None:
         """One of its prompts has been answered: counts add up, of times the longest counts."""

@@ -10,7 +10,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.options import ServerOptions
 from penstock.frontend.gateway import Gateway
 
-from .control import DEFAULT_NAME
+from .control import ANY_MODEL
 from .metrics import ModelMetrics
 
 
@@ -66,7 +66,7 @@ class Service:
 
         Raises ``PenstockError`` (``not_found``) for a model that is not here.
         """
-        if name is None or name == DEFAULT_NAME or name in self.names:
+        if name is None or name in ANY_MODEL or name in self.names:
             return ""
         adapters = self.gateway.engine.adapters
         if name not in adapters:

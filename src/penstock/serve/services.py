@@ -14,7 +14,7 @@ from penstock.engine.client import STARTING
 from penstock.frontend.gateway import Gateway
 
 from .body import read_body
-from .control import DEFAULT_NAME, ServedModel
+from .control import ANY_MODEL, ServedModel
 from .metrics import Engines, Metrics
 from .service import Service
 
@@ -62,7 +62,7 @@ class Services:
 
         Raises ``PenstockError``: ``not_found`` where it is not there, ``unavailable`` where it soon is, or no model is.
         """
-        if name is None or name == DEFAULT_NAME:
+        if name is None or name in ANY_MODEL:
             return self._first()
         for service in self:
             if service.has(name):
@@ -92,6 +92,11 @@ class Services:
             raise PenstockError.of(STARTING)
         for service in self:
             service.gateway.engine.check()
+
+    @property
+    def open(self) -> int:
+        """Requests for any model that have not ended."""
+        return self._open
 
     @property
     def engines(self) -> Engines:

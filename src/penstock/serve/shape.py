@@ -30,6 +30,9 @@ def renamed(failure: Failure, names: Mapping[str, str]) -> Failure:
 class Shape:
     """How a dialect says that something failed."""
 
+    dialect = "openai"
+    """Which one, for the log."""
+
     def error(self, failure: Failure) -> bytes:
         """The body of a response that failed."""
         raise NotImplementedError

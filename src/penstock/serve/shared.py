@@ -43,7 +43,7 @@ def add_shared_routes(
     """Let dialects answer; the first that a request speaks takes it.
 
     Args:
-        described: by path, what the OpenAPI document says of it; other paths are not in it.
+        described: what the OpenAPI document says of the first of each.
     """
 
     async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
@@ -64,10 +64,5 @@ def add_shared_routes(
     for paths, endpoint in ((COMPLETIONS, create_completion), (CHATS, create_chat)):
         for path in paths:
             app.add_api_route(
-                path,
-                endpoint,
-                methods=["POST"],
-                openapi_extra=described.get(path),
-                include_in_schema=path in described,
-                response_class=Response,
+                path, endpoint, methods=["POST"], openapi_extra=described[paths[0]], response_class=Response
             )

@@ -193,7 +193,7 @@ def reserved(options: ServerOptions) -> Iterator[str]:
         yield ""
         return
     if find_spec("tritonclient") is None or find_spec("grpc") is None:
-        raise invalid("grpc_port", "needs classes that are not installed; try pip install 'penstock[grpc]'")
+        raise invalid("grpc_port", "needs classes that are not installed; try pip install 'penstock-llm[grpc]'")
     with _listen(options.host, options.grpc_port, "grpc_port", listen=False) as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         host, port = kept.getsockname()[:2]

@@ -12,12 +12,14 @@ from starlette.responses import Response
 
 from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
+from penstock.frontend.prompts import Prompt
 
 from .body import read_object
+from .described import operation, reference
 from .generation import generate
 from .openai import schema
-from .openai.answers import encode, error_of
-from .openai.parse import parse, sampling_of
+from .openai.answers import ErrorAnswer, encode, error_of
+from .openai.parse import parse, sampling_of, truncated
 from .record import Record, record_of
 from .reply import Reply
 from .service import Service
@@ -41,12 +43,17 @@ class Texts(msgspec.Struct):
     text: list[str]
 
 
+SCHEMAS = (GenerateRequest, Texts)
+
+
 class GenerateShape(Shape):
     """As OpenAI's, but that a stream is of JSON objects.
 
     Args:
         end: what ends each of them.
     """
+
+    dialect = "vllm"
 
     def __init__(self, end: bytes) -> None:
         self.end = end
@@ -84,7 +91,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
         record.shape = shape
         body = await services.read(request)
         found = {name: value for name, value in read_object(body).items() if name not in UNTOLD}
-        wanted = parse(found, GenerateRequest)
+        wanted = parse(found, GenerateRequest, record.unknown)
         if wanted.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
         service = services.find(wanted.model)
@@ -92,7 +99,8 @@ def add_routes(app: FastAPI, services: Services) -> None:
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
 
-    app.add_api_route(PATH, create, methods=["POST"], include_in_schema=False, response_class=Response)
+    described = operation(reference(Texts), reference(ErrorAnswer), reference(GenerateRequest))
+    app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
 
 
 class _Answering:
@@ -104,7 +112,8 @@ class _Answering:
         self._request = request
         self._end = end
         self._adapter = service.adapter_of(request.model)
-        self._sampling = sampling_of(request, SamplingParams(), max_tokens=request.max_tokens or 16)
+        max_tokens = request.max_tokens or service.gateway.preparer.default_max_tokens
+        self._sampling = sampling_of(request, SamplingParams(), max_tokens=max_tokens)
         check(self._sampling)
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
@@ -125,7 +134,12 @@ class _Answering:
     async def _texts(self) -> AsyncGenerator[Texts, None]:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
-        stream = generate(self._service, self._record, request.prompt, self._sampling, **options)
+        prompt: Prompt = request.prompt
+        if request.truncate_prompt_tokens is not None:
+            gateway = self._service.gateway
+            most = gateway.engine.check().max_model_len - (self._sampling.max_tokens or 1)
+            prompt = truncated(await gateway.encode(prompt), request, most)
+        stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield Texts([request.prompt + made.text for made in output.outputs])

@@ -10,10 +10,17 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from penstock.core.errors import invalid
+from penstock.core.errors import PenstockError, invalid
 
 from . import from_sentencepiece, from_tiktoken
+from .vocabulary import MAX_TOKENS
 
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+MAX_BYTES = 128 * 2**20
+"""Of a tokenizer's file: the largest known have 33 MB."""
+MAX_SIDE_BYTES = 16 * 2**20
+"""Of a file beside it."""
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
@@ -28,17 +35,32 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     path = _find(folder)
     try:
         if path.suffix == ".json":
-            return Tokenizer.from_file(str(path))
-        data = path.read_bytes()
+            return Tokenizer.from_buffer(read(path))
+        data = read(path)
         if TIKTOKEN_LINE.match(data):
             tokenizer, marks_start = from_tiktoken.convert(data), False
         else:
             tokenizer, marks_start = from_sentencepiece.convert(data, bool(config.get("legacy", True))), True
+    except (PenstockError, MemoryError):
+        raise
     except Exception as error:  # the library raises nothing more precise
         raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
     _add_tokens(tokenizer, config.get("added_tokens_decoder", {}))
     _add_ends(tokenizer, config, marks_start)
     return tokenizer
+
+
+def parts(folder: Path) -> list[Path]:
+    """The files that a tokenizer is made of. Raises ``PenstockError`` (``invalid``) where there is none."""
+    return [_find(folder), *(path for path in (folder / CONFIG, folder / TEMPLATE) if path.exists())]
+
+
+def read(path: Path) -> bytes:
+    """Raises ``PenstockError`` (``invalid``) where the file is larger than any of its kind."""
+    limit = MAX_SIDE_BYTES if path.name in (CONFIG, TEMPLATE) else MAX_BYTES
+    if (size := path.stat().st_size) > limit:
+        raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
+    return path.read_bytes()
 
 
 def _find(folder: Path) -> Path:
@@ -51,6 +73,8 @@ def _find(folder: Path) -> Path:
 def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) -> None:
     """Tokens that only the configuration knows, each under its own id."""
     for token_id, token in sorted((int(token_id), token) for token_id, token in added.items()):
+        if token_id >= MAX_TOKENS:
+            raise invalid("tokenizer", f"{CONFIG} has a token of id {token_id}; {MAX_TOKENS} are allowed", MAX_TOKENS)
         while tokenizer.get_vocab_size() < token_id:
             tokenizer.add_tokens([f"<|unused_{tokenizer.get_vocab_size()}|>"])
         wanted = AddedToken(token["content"], normalized=False, special=bool(token.get("special", False)))

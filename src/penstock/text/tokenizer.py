@@ -28,22 +28,33 @@ class Tokenizer:
     Raises ``PenstockError`` (``invalid``) where a file is missing or cannot be read.
     """
 
+    isolated = False
+    """Whether another process encodes, so that this one has to wait for it."""
+
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder / files.CONFIG)
         self._tokenizer = files.load(folder, config)
+        self._spelled: dict[int, str] = {}
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
         """Special tokens by their role, ``bos_token`` and so on."""
         self.template_source = chat_template or _chat_template(folder, config)
+        self.info = config | {"chat_template": self.template_source}
+        """``tokenizer_config.json``, with the chat template that is used."""
         """The chat template as text; None where there is none."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ``PenstockError`` (``invalid``) for what is no text, as half a surrogate pair is none."""
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise invalid("prompt", f"is not valid text: {error}") from error
+        if not isinstance(text, str):
+            raise invalid("prompt", f"is not valid text: {type(text).__name__}")
+        try:  # the call for batches, unlike that for one text, lets Python's lock go
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise invalid("prompt", "is not valid text: it has half a surrogate pair") from error
+
+    def close(self) -> None:
+        """End what it needs besides this process; it encodes no more."""
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of whole sequences; ``detokenizer`` decodes growing ones, to the same text."""
@@ -90,7 +101,10 @@ class Tokenizer:
 
     def spell(self, token_id: int) -> str:
         """The text of one token alone, with U+FFFD for parts of characters; nothing for an unknown id."""
-        return self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
+        if (found := self._spelled.get(token_id)) is None:
+            found = self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
+            self._spelled[token_id] = found
+        return found
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """A conversation as text, see ``ChatTemplate.render``."""
@@ -99,9 +113,9 @@ class Tokenizer:
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """From ``chat_template.jinja``, its older place in the configuration, or none."""
-    path = folder / "chat_template.jinja"
+    path = folder / files.TEMPLATE
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return files.read(path).decode()
     source = config.get("chat_template")
     if isinstance(source, list):  # several by name
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
@@ -116,8 +130,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(files.read(path))
+    except (ValueError, RecursionError) as error:
         raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise invalid("tokenizer", f"{path} does not hold an object")

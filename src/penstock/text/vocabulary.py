@@ -10,7 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
+MAX_TOKENS = 2**22
+"""Ids of a vocabulary: the largest known have 262,144."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"  # how SentencePiece writes a space
 
@@ -22,7 +25,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     alphabet) and for SentencePiece's BPE and unigram models (a mark for the space, ``<0x0A>`` for single bytes).
     There a text decoded from its start loses the space that encoding put before it; tokens alone keep it.
 
-    Raises ``PenstockError`` (``unsupported``) for tokenizers of another make.
+    Raises ``PenstockError``: ``unsupported`` for tokenizers of another make, ``invalid`` for a huge id.
     """
     kinds = set(_types(json.loads(tokenizer.decoder.__getstate__()))) if tokenizer.decoder else set()
     spell: Callable[[str], bytes]
@@ -50,7 +53,9 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         )
     added = {token_id: token.content.encode() for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    spelled = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    if (last := max(vocabulary.values(), default=-1)) >= MAX_TOKENS:
+        raise invalid("tokenizer", f"it has a token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
+    spelled = [b""] * (last + 1)
     for token, token_id in vocabulary.items():
         spelled[token_id] = added.get(token_id) or spell(token)
     return spelled

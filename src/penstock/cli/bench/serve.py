@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _need(package: str) -> None:
     if find_spec(package) is None:
         raise PenstockError(
-            Code.UNSUPPORTED, f"bench serve needs {package}, which is not here: pip install 'penstock[bench]'"
+            Code.UNSUPPORTED, f"bench serve needs {package}, which is not here: pip install 'penstock-llm[bench]'"
         )
 
 

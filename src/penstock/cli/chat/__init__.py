@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import invalid
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
             conversation.set(name, value)
     terminal = Terminal()
     voice = _voice(args)
-    with Background(voice) as background:
+    with ExitStack() as stack:
+        with terminal.waiting(f"loading {voice.about}" if args.url is None else f"asking {args.url}"):
+            background = stack.enter_context(Background(voice))
         return Session(voice, background, conversation, terminal).run()
 
 

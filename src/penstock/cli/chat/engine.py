@@ -23,7 +23,7 @@ class Engine:
     """
 
     def __init__(self, options: Mapping[str, Any], name: str) -> None:
-        self._llm = AsyncLLM(**options)
+        self._llm = AsyncLLM(**options, log_level="warning")
         self._name = name
         self.about = name
         self.context: int | None = None

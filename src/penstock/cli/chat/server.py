@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
+import httpx2
 import msgspec
 
 from penstock.core import Code, PenstockError
@@ -66,7 +66,7 @@ class Server:
         self.context: int | None = None
 
     async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=httpx.Timeout(None, connect=TO_CONNECT))
+        self._client = httpx2.AsyncClient(headers=self._headers, timeout=httpx2.Timeout(None, connect=TO_CONNECT))
         try:
             await self._find_model()
         except BaseException:
@@ -93,7 +93,7 @@ class Server:
                     raise _refusal(await response.aread(), response)
                 async for answer in _read(response):
                     yield answer
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise _silent(self._url, error) from error
 
     async def _find_model(self) -> None:
@@ -102,7 +102,7 @@ class Server:
             if response.status_code != 200:
                 raise _refusal(response.content, response)
             listed = msgspec.json.decode(response.content, type=Models).data
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise _silent(self._url, error) from error
         except msgspec.MsgspecError as error:
             raise invalid("url", f"{self._url} lists no models: does it end as it should, with /v1?") from error
@@ -114,10 +114,10 @@ class Server:
         self.about = f"{self._name} at {self._url}"
 
 
-async def _read(response: httpx.Response) -> AsyncGenerator[Answer, None]:
+async def _read(response: httpx2.Response) -> AsyncGenerator[Answer, None]:
     """The answer so far, with every event that tells something new."""
     reader, answer = EventReader(), Answer()
-    async for received in response.aiter_bytes():  # lines are for the reader: httpx would cut texts at U+2028, too
+    async for received in response.aiter_bytes():  # lines are for the reader: httpx2 would cut texts at U+2028, too
         for payload in reader.feed(received):
             if payload == DONE:
                 return
@@ -141,7 +141,7 @@ def _grown(answer: Answer, payload: bytes) -> Answer:
     return Answer(text, reason, chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
 
 
-def _refusal(body: bytes, response: httpx.Response) -> Exception:
+def _refusal(body: bytes, response: httpx2.Response) -> Exception:
     message = error_message(body)
     try:
         reason = msgspec.json.decode(body, type=Refused).error

@@ -7,11 +7,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
+from threading import Event, Thread
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+SPIN = 0.1
+"""Seconds between its frames."""
 HISTORY = 1000
 """Lines that are kept."""
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
@@ -25,7 +30,8 @@ class Terminal:
         self.with_person = sys.stdin.isatty() and sys.stdout.isatty()
 
     def lines(self) -> Iterator[str]:
-        """What is said, one piece after the other, until the end of input or an interrupt at the prompt.
+        """What is said, one piece after the other, until the end of input. Ctrl-C clears a person's line; a second one
+        right after it is the end.
 
         A person may end a line with a backslash to go on in the next, or put several between triple quotes; of a pipe,
         every line that is not blank is one.
@@ -33,12 +39,19 @@ class Terminal:
         if not self.with_person:
             yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
             return
+        cleared = False
         with _history(), suppress(EOFError):
             while True:
                 try:
                     text = self._read()
                 except KeyboardInterrupt:
-                    break
+                    if cleared:
+                        break
+                    cleared = True
+                    print()
+                    self.note("Ctrl-C again leaves")
+                    continue
+                cleared = False
                 if text.strip():
                     yield text
         print()
@@ -58,6 +71,29 @@ class Terminal:
 
     def complain(self, text: str) -> None:
         print(f"penstock chat: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A spinner beside ``what``, for a person only."""
+        if not self.with_person:
+            yield
+            return
+        done = Event()
+
+        def spin() -> None:
+            for frame in cycle(SPINNER):
+                print(f"\r{DIM}{frame} {what}{NORMAL}", end="", flush=True)
+                if done.wait(SPIN):
+                    break
+            print("\r\x1b[K", end="", flush=True)
+
+        spinner = Thread(target=spin, daemon=True)
+        spinner.start()
+        try:
+            yield
+        finally:
+            done.set()
+            spinner.join()
 
     @contextmanager
     def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:

@@ -99,7 +99,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[Service, 
     folder = resolve(
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
     )
-    preparer = Preparer(folder, source)
+    preparer = Preparer(folder, source, configuration.engine.max_output_len)
     process = EngineProcess(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
     await process.start()
     gateway = Gateway(process.address, preparer)

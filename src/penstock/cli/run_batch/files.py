@@ -21,6 +21,9 @@ PREFIX = "batch_req_"
 BEGINNING = f'{{"id":"{PREFIX}'.encode()
 """Of every result that is written here."""
 
+AGAIN = (408, 429, 500, 503, 504)
+"""Statuses of results that another run asks for again; of a line's results the last one counts."""
+
 _line = msgspec.json.Decoder(BatchLine).decode
 _result = msgspec.json.Decoder(BatchResult).decode
 _encode = msgspec.json.Encoder().encode
@@ -116,7 +119,9 @@ class Results:
             whole += len(text)
 
     def _note(self, result: BatchResult) -> None:
-        if result.custom_id is not None:
+        if result.custom_id is not None and result.response is not None and result.response.status_code in AGAIN:
+            self._good.pop(result.custom_id, None)
+        elif result.custom_id is not None:
             self._good[result.custom_id] = result.response is not None and result.response.status_code == 200
         if result.error is not None:
             self._errors.add(result.error.line)

@@ -12,6 +12,7 @@ from penstock.core import Code, Failure
 from penstock.serve.openai.batch import BatchError, BatchLine, BatchResponse, answer
 from penstock.serve.record import Record
 from penstock.serve.service import Service
+from penstock.serve.unknown import Once, Unknown
 
 TRIES = 3
 """Engines that a request may see dying. It may be what kills them."""
@@ -32,6 +33,7 @@ class Work:
         self._watch = watch
         self._tell = tell
         self._open = 0
+        self._once = Once()
         self._one_ended = asyncio.Condition()
         self.answered = self.failed = 0
         """Lines with a good result, and with another."""
@@ -72,10 +74,11 @@ class Work:
         """None where there is no engine any more."""
         request_id, deaths = uuid4().hex, 0
         while True:
-            record = Record(request_id)
+            record = Record(request_id, unknown=Unknown(self._service.options.strict_requests))
             self._open += 1
             status, body = await answer(self._service, record, line.url, bytes(line.body))
             self._open -= 1
+            self._once.log(request_id, "batch", record.unknown)
             if _is(record.failure, Code.UNAVAILABLE):
                 deaths += 1
                 if not await self._engine_is_back():

@@ -9,18 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 from penstock.core.settings import nearest
 
-NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton")
+NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton", "vllm")
 Given = Iterator[tuple[str, Any, str]]
 """Settings here and their values, with where each was found."""
 
-Figure = Callable[[Mapping[str, float], EngineOptions], float]
-"""What a system tells that we do not: made of our counters and gauges, by name without ``penstock:``."""
+
+class Figure(NamedTuple):
+    """A gauge of another system that is made of ours."""
+
+    help: str
+    value: Callable[[Mapping[str, float], EngineOptions], float]
+    """From our counters and gauges, by name without ``penstock:``."""
+
+
+def share(help: str, part: str, whole: str) -> Figure:
+    """What one of our metrics is of another; 0 where there is nothing yet."""
+    return Figure(help, lambda ours, options: ours[part] / max(ours[whole], 1))
+
+
+def same(help: str, name: str) -> Figure:
+    """One of our metrics, as a gauge."""
+    return Figure(help, lambda ours, options: ours[name])
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,8 @@ class Alias:
     """Why it has no meaning here: it is taken, ignored, and said so in the log."""
     switch: bool = False
     """Whether its flag stands without a value."""
+    short: str = ""
+    """Another flag for it, with its dash."""
 
     def settings(self, text: str) -> Mapping[str, Any]:
         """The settings that a value stands for. Raises ``ValueError`` where it is wrong."""
@@ -42,16 +59,16 @@ class Alias:
         return found if isinstance(found, Mapping) else {self.to: found}
 
 
-def ignored(why: str, switch: bool = False) -> Alias:
+def ignored(why: str, switch: bool = False, short: str = "") -> Alias:
     """A name that has no meaning here."""
-    return Alias(why=why, switch=switch)
+    return Alias(why=why, switch=switch, short=short)
 
 
 WITH_OTHERS = Alias(read=lambda text: {})
 """A name that means something only together with others."""
 
 
-def only(value: str, why: str) -> Alias:
+def only(value: str, why: str, short: str = "") -> Alias:
     """A name that can have one value, which changes nothing; others are refused by name for a reason."""
 
     def read(text: str) -> Mapping[str, Any]:
@@ -59,16 +76,16 @@ def only(value: str, why: str) -> Alias:
             raise ValueError(f"{why}; only {value} is possible")
         return {}
 
-    return Alias(read=read)
+    return Alias(read=read, short=short)
 
 
-def refused(why: str) -> Alias:
+def refused(why: str, switch: bool = False) -> Alias:
     """A name that cannot be given, for a reason."""
 
     def read(text: str) -> Mapping[str, Any]:
         raise ValueError(why)
 
-    return Alias(read=read)
+    return Alias(read=read, switch=switch)
 
 
 def chosen(table: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -107,7 +124,8 @@ class Profile:
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
     """Values of settings where they are not given, which depend on what is."""
     metrics: Mapping[str, str | Figure] = field(default_factory=dict)
-    """By its names: those of ours, without ``penstock:``, or how to make them of ours."""
+    """By its names: those of ours, without ``penstock:``, or how to make them of ours. ``name.label`` is a sample of
+    ``name`` that has the label ``label="label"``."""
     greeting: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
     """What it says in the log once it is ready, with so many KV blocks."""
 

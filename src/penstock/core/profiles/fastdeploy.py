@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.errors import invalid
 from penstock.core.options import EngineOptions
 
-from . import Alias, Figure, Profile, chosen, ignored, on, only, refused
+from . import Alias, Figure, Profile, chosen, ignored, on, only, refused, share
 
 LENGTH = 2048
 LONG = 0.04
@@ -16,6 +16,8 @@ LONG = 0.04
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 ONE_DEVICE = "a model runs on one device here"
 GRAPHS = "a step is recorded once for batches of every size"
+HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
+NONE_IN_HOST_MEMORY = Figure("Prompt tokens found in host memory, where no prefixes are kept.", lambda ours, options: 0)
 OF_TEXT = "models here read text; images and videos are refused in requests"
 
 
@@ -47,24 +49,6 @@ def _swap(text: str) -> Mapping[str, Any]:
 def _greeting(blocks: int, options: EngineOptions) -> str:
     admitting = int(blocks * options.kv_cache_ratio)
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
-
-
-def _share(part: str, whole: str) -> Figure:
-    """0 where there is nothing yet."""
-    return lambda ours, options: ours[part] / max(ours[whole], 1)
-
-
-def _left(ours: Mapping[str, float], options: EngineOptions) -> float:
-    return options.max_num_seqs - ours["num_requests_running"]
-
-
-def _most(ours: Mapping[str, float], options: EngineOptions) -> float:
-    return options.max_num_seqs
-
-
-def _none(ours: Mapping[str, float], options: EngineOptions) -> float:
-    """Of cached prefixes in host memory."""
-    return 0
 
 
 PROFILE = Profile(
@@ -116,22 +100,29 @@ PROFILE = Profile(
         "fastdeploy:num_requests_running": "num_requests_running",
         "fastdeploy:num_requests_waiting": "num_requests_waiting",
         "fastdeploy:batch_size": "num_requests_running",
-        "fastdeploy:max_batch_size": _most,
-        "fastdeploy:available_batch_size": _left,
+        "fastdeploy:max_batch_size": Figure("Sequences that may run.", lambda ours, options: options.max_num_seqs),
+        "fastdeploy:available_batch_size": Figure(
+            "Sequences that could run besides those that do.",
+            lambda ours, options: options.max_num_seqs - ours["num_requests_running"],
+        ),
         "fastdeploy:requests_number": "requests",
         "fastdeploy:gpu_cache_usage_perc": "kv_cache_usage_perc",
         "fastdeploy:max_gpu_block_num": "kv_blocks",
         "fastdeploy:available_gpu_block_num": "kv_blocks_free",
         "fastdeploy:free_gpu_block_num": "kv_blocks_free",
-        "fastdeploy:available_gpu_resource": _share("kv_blocks_free", "kv_blocks"),
+        "fastdeploy:available_gpu_resource": share(
+            "Share of the KV cache's blocks that are free, 0 to 1.", "kv_blocks_free", "kv_blocks"
+        ),
         "fastdeploy:cache_config_info": "cache_config_info",
-        "fastdeploy:hit_req_rate": _share("prefix_cache_hit_requests", "requests"),
-        "fastdeploy:hit_token_rate": _share("prefix_cache_hits", "prefix_cache_queries"),
-        "fastdeploy:gpu_hit_token_rate": _share("prefix_cache_hits", "prefix_cache_queries"),
-        "fastdeploy:cpu_hit_token_rate": _none,
+        "fastdeploy:hit_req_rate": share(
+            "Share of requests with cached tokens, 0 to 1.", "prefix_cache_hit_requests", "requests"
+        ),
+        "fastdeploy:hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
+        "fastdeploy:gpu_hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
+        "fastdeploy:cpu_hit_token_rate": NONE_IN_HOST_MEMORY,
         "fastdeploy:prefix_cache_token_num": "prefix_cache_hits",
         "fastdeploy:prefix_gpu_cache_token_num": "prefix_cache_hits",
-        "fastdeploy:prefix_cpu_cache_token_num": _none,
+        "fastdeploy:prefix_cpu_cache_token_num": NONE_IN_HOST_MEMORY,
         "fastdeploy:time_to_first_token_seconds": "time_to_first_token_seconds",
         "fastdeploy:time_per_output_token_seconds": "inter_token_latency_seconds",
         "fastdeploy:e2e_request_latency_seconds": "e2e_request_latency_seconds",

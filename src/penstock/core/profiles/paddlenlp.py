@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.errors import Code, PenstockError, invalid
 
-from . import Alias, Profile, ignored
+from . import Alias, Figure, Profile, ignored, same, share
 
 OLD = {
     "HTTP_PORT": "HEALTH_HTTP_PORT",
@@ -138,11 +138,16 @@ _names: dict[str, Alias] = {
     "MAX_CACHED_TASK_NUM": Alias("max_waiting"),
     "PUSH_MODE_HTTP_WORKERS": Alias("api_server_count", _at_most(8)),
     "USE_WARMUP": Alias("use_warmup", _switch),
-    "USE_HF_TOKENIZER": ignored("the tokenizer is Hugging Face's in any case"),
+    "USE_HF_TOKENIZER": Alias("template_text", lambda text: not _switch(text)),
     "USE_CACHE_KV_INT8": Alias("kv_cache_dtype", lambda text: "int8" if _switch(text) else "auto"),
     "OUTPUT_LOG_TO_CONSOLE": _elsewhere(_switch),
     "tag": ignored("checkpoints are not bound to a version of PaddleNLP"),
 }
+
+BATCH_AND_BLOCKS = (
+    "Sequences in the batch (batch_size) and blocks of the KV cache that are free (block_num), and their limits."
+)
+
 
 PROFILE = Profile(
     name="paddlenlp",
@@ -163,4 +168,14 @@ PROFILE = Profile(
     },
     variables={old: _names[new] for old, new in OLD.items()} | _names,
     check=_check,
+    metrics={
+        f"inference_server_metrics.{name}": figure
+        for name, figure in {
+            "batch_size": same(BATCH_AND_BLOCKS, "num_requests_running"),
+            "max_batch_size": Figure(BATCH_AND_BLOCKS, lambda ours, options: options.max_num_seqs),
+            "block_num": same(BATCH_AND_BLOCKS, "kv_blocks_free"),
+            "max_block_num": same(BATCH_AND_BLOCKS, "kv_blocks"),
+            "available_resource": share(BATCH_AND_BLOCKS, "kv_blocks_free", "kv_blocks"),
+        }.items()
+    },
 )

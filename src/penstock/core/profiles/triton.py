@@ -84,7 +84,7 @@ PROFILE = Profile(
         "log": Alias(read=lambda text: {}, switch=True),
         "log_file": Alias("log_file"),
         "log_format": Alias("log_format", chosen(LOG_FORMATS)),
-        "id": ignored("a server is called penstock"),
+        "id": ignored("the server is called triton"),
         "exit_timeout_secs": Alias("drain_timeout"),
         "exit_on_error": ignored("a model that cannot be served always ends the start"),
         "strict_readiness": ignored("ready is only what can answer"),

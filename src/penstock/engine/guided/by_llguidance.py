@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ from .guide import WHITESPACE, Backend, Grammar, Guide, NotKeptError, first_line
 from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
 from .tokens import Own
 
+BOUNDING = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+"""Keywords whose numbers decide which ones may come."""
+LEAST = -(2**63) + 513
+"""Of the numbers there. llguidance 1.9 takes lower ones for -2**63, and where a range ends there it calls itself until
+the stack is used up, which ends the process."""
 EMPTY = '""'
 """The empty text in Lark's notation."""
 
@@ -106,14 +112,29 @@ def _grammar(params: GuidedDecodingParams, own: Own) -> str:
     """
     if params.json is not None or params.json_object:
         schema = json.loads(params.json) if params.json is not None else {"type": "object"}
+        _check_numbers(schema)
         return str(LLMatcher.grammar_from_json_schema(_with_options(schema, params)))
     if params.regex is not None:
         return str(grammar_from("regex", params.regex))
     if params.choice is not None:
         return str(grammar_from("choice", json.dumps(params.choice)))
-    if params.grammar is not None:
-        return str(grammar_from("grammar", params.grammar))
-    return _Lark(params, own).write(read_structure(params))
+    lark = params.grammar if params.grammar is not None else _Lark(params, own).write(read_structure(params))
+    for found in re.finditer(r"%json\s*", lark):
+        with suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
+            _check_numbers(json.JSONDecoder().raw_decode(lark, found.end())[0])
+    return str(grammar_from("grammar", lark)) if params.grammar is not None else lark
+
+
+def _check_numbers(part: Any, bounding: bool = False) -> None:
+    """Raises ``NotKeptError`` for a number that would end the process."""
+    if isinstance(part, dict):
+        for name, inner in part.items():
+            _check_numbers(inner, bounding or name in BOUNDING)
+    elif isinstance(part, list):
+        for inner in part:
+            _check_numbers(inner, bounding)
+    elif bounding and isinstance(part, int | float) and part < LEAST:
+        raise NotKeptError(f"numbers below {LEAST}")
 
 
 def _with_options(

@@ -46,6 +46,11 @@ class Guide(Protocol):
         """Whether nothing can be added any more."""
         ...
 
+    @property
+    def spent(self) -> bool:
+        """Whether as many tokens have come as may; more could be added otherwise."""
+        return False
+
     def allows(self, tokens: list[int]) -> int:
         """How many of these tokens may come next, one after the other."""
         ...

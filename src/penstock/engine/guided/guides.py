@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
+from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
 from penstock.core.errors import invalid
 
 from .guide import Backend, Grammar
 from .tokens import Own, check_text, own_tokens, read_tokens
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "auto": (".by_llguidance", "LLGuidance"),
@@ -32,7 +36,7 @@ STACK = 256 * 2**20
 def check_backend(name: str) -> None:
     """Raises ``PenstockError`` (``invalid``) for a backend that is not installed."""
     if name == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
-        raise invalid("guided_decoding_backend", "xgrammar is not installed: pip install 'penstock[xgrammar]'")
+        raise invalid("guided_decoding_backend", "xgrammar is not installed: pip install 'penstock-llm[xgrammar]'")
 
 
 class Guides:
@@ -49,6 +53,9 @@ class Guides:
         self._vocabulary: Vocabulary | None = None
         self._own: Own | None = None
         """Texts that are tokens of their own; None until the backend knows the tokens."""
+        self._unreadable: Failure | None = None
+        """Why it cannot know them."""
+        self._prepared: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "compile")
         before = threading.stack_size(STACK)  # references can be chained as deep as a form is long
         try:
@@ -62,6 +69,12 @@ class Guides:
         """What the model's tokens spell; it is the same for all who tell."""
         if self._vocabulary is None:
             self._vocabulary = vocabulary()
+
+    def prepare(self) -> None:
+        """Read what tokens spell before a form asks for it. To be called while nothing runs: llguidance holds Python's
+        global lock meanwhile, for one or two seconds where there are 150,000 tokens."""
+        if self._vocabulary and not self._off and self._prepared is None:
+            self._prepared = self._thread.submit(self._read)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
         """A form, compiled now or before. Its future raises ``PenstockError`` where it cannot be kept to.
@@ -84,17 +97,30 @@ class Guides:
             taken -= _size(self._compiled.popitem(last=False)[1])
 
     def _compile(self, params: GuidedDecodingParams) -> Grammar:
-        backend = self._backend.result()
+        self._read()
         if self._own is None:
-            assert self._vocabulary is not None
-            own = own_tokens(self._vocabulary)
-            backend.learn(read_tokens(self._vocabulary, self._size, params.field), own)
-            self._own = own
+            assert self._unreadable
+            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: {self._unreadable.message}", params.field)
         try:
             check_text(params, self._own.tokens)
-            return backend.compile(params)
+            return self._backend.result().compile(params)
         except RecursionError as error:
             raise invalid(params.field, "is nested too deeply") from error
+
+    def _read(self) -> None:
+        """Once, be it that it fails."""
+        if self._own or self._unreadable:
+            return
+        assert self._vocabulary is not None
+        begun = time.monotonic()
+        try:
+            own = own_tokens(self._vocabulary)
+            self._backend.result().learn(read_tokens(self._vocabulary, self._size), own)
+        except PenstockError as error:
+            self._unreadable = error.failure
+        else:
+            self._own = own
+            logger.info("guided decoding knows what tokens spell, after %.2f seconds", time.monotonic() - begun)
 
 
 def _load(module: str, name: str) -> Backend:

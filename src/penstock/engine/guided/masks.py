@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from .guide import Guide
+
+logger = logging.getLogger(__name__)
 
 
 class Masks:
@@ -35,10 +38,15 @@ class Masks:
         at = 0
         for guide, draft in guides:
             later = guide.copy() if guide and draft else guide
-            for token in (*draft, None):
-                if later and not later.free:
-                    later.fill(rows[at])
-                if later and token is not None:
-                    later.take(token)
-                at += 1
+            for i, token in enumerate((*draft, None), at):
+                try:
+                    if later and not later.free:
+                        later.fill(rows[i])
+                    if later and token is not None:
+                        later.take(token)
+                except Exception:  # of another's code: it is this sequence's alone, for which no token may come
+                    logger.exception("a sequence's form cannot be followed")
+                    rows[i : at + 1 + len(draft)] = 0
+                    break
+            at += 1 + len(draft)
         return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
 from .guide import NotKeptError, first_line
 from .structure import Tag
 
+PAUSE = 0.05
+"""Seconds in which a step can be made between the two halves of reading a vocabulary."""
 SLICES = [
     r"[ \n\r\t]+",
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
@@ -22,22 +25,23 @@ length. With the two lengths that llguidance has by itself, masks of strings who
 long."""
 
 
-def read_tokens(known: Vocabulary, size: int, field: str) -> Any:
+def read_tokens(known: Vocabulary, size: int) -> Any:
     """llguidance's ``LLTokenizer``, which knows each token's bytes, and which tokens are marks that no text spells.
 
     Args:
         size: of the model's vocabulary.
-        field: of the request that is told where the tokenizer cannot be read.
 
     Raises ``PenstockError`` (``unsupported``) where it cannot.
     """
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(known.tokenizer, n_vocab=size, eos_token=known.eos, slices=SLICES)
+        plain = LLTokenizer(known.tokenizer, n_vocab=size, eos_token=known.eos, slices=[])
+        time.sleep(PAUSE)  # in two halves, since each holds Python's global lock
+        return plain.with_slices(SLICES)
     except ValueError as error:
-        words = f"{field}: not with this model's tokenizer: {first_line(str(error))}"
-        raise PenstockError(Code.UNSUPPORTED, words, field) from error
+        words = f"not with this model's tokenizer: {first_line(str(error))}"
+        raise PenstockError(Code.UNSUPPORTED, words) from error
 
 
 class Own(NamedTuple):

@@ -1,5 +1,5 @@
 """Anthropic's dialect: messages, whole and streamed, and how many tokens they have."""
 
-from .routes import SHAPE, add_routes
+from .routes import SCHEMAS, SHAPE, add_routes, shape_of
 
-__all__ = ["SHAPE", "add_routes"]
+__all__ = ["SCHEMAS", "SHAPE", "add_routes", "shape_of"]

@@ -6,6 +6,7 @@ import json
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from penstock.core import Code, Failure
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
@@ -21,12 +22,18 @@ KINDS = {
     Code.UNAVAILABLE: "overloaded_error",
     Code.INTERNAL: "api_error",
 }
+NO_THREADS: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""By this Anthropic's clients know that they are to send the whole conversation each time, as their tool runner then
+does."""
+CALL_ID = "toolu_"
+"""Begins the ids of tool_use blocks; some clients look for it."""
 Block = dict[str, Any]
 
 
 class Error(msgspec.Struct, kw_only=True):
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class ErrorAnswer(msgspec.Struct, kw_only=True):
@@ -60,6 +67,24 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class ModelInfo(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    """When the server started (RFC 3339)."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class TokenCount(msgspec.Struct, kw_only=True):
     input_tokens: int
 
@@ -75,7 +100,12 @@ def event(kind: str, **fields: Any) -> bytes:
 def error_of(failure: Failure) -> ErrorAnswer:
     """A failure in Anthropic's shape."""
     words = failure.message.encode("utf-8", "replace").decode()
-    return ErrorAnswer(error=Error(type=KINDS.get(failure.code, "invalid_request_error"), message=words))
+    if failure.code is Code.TOO_LONG:  # words that clients look for
+        words = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
+    details = NO_THREADS if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
+    return ErrorAnswer(
+        error=Error(type=KINDS.get(failure.code, "invalid_request_error"), message=words, details=details)
+    )
 
 
 def usage_of(output: RequestOutput) -> Usage:
@@ -108,7 +138,7 @@ def blocks_of(message: Message) -> list[Block]:
     if message.content:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+        blocks.append({"type": "tool_use", "id": CALL_ID + call.id, "name": call.name, "input": _input(call.arguments)})
     return blocks
 
 
@@ -142,7 +172,7 @@ class Blocks:
     def _call(self, part: CallPart) -> bytes:
         events = b""
         if part.id:
-            events += self.end() + self._begin("tool_use", {"id": part.id, "name": part.name, "input": {}})
+            events += self.end() + self._begin("tool_use", {"id": CALL_ID + part.id, "name": part.name, "input": {}})
         return events + (self._delta(type="input_json_delta", partial_json=part.arguments) if part.arguments else b"")
 
     def _within(self, kind: str, empty: Block) -> bytes:

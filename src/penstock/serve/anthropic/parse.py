@@ -12,6 +12,7 @@ from penstock.core.errors import invalid
 from penstock.serve.body import given
 from penstock.serve.openai.schema import ChatRequest
 
+from .answers import CALL_ID
 from .schema import Block, Counted, Message, MessagesRequest, Tool
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -100,10 +101,10 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
             texts.append(given(block.text, f"{where}.text"))
         elif block.type == "tool_result" and message.role == "user":
             content, of = _text(block.content or "", f"{where}.content"), f"{where}.tool_use_id"
-            results.append({"role": "tool", "content": content, "tool_call_id": given(block.tool_use_id, of)})
+            results.append({"role": "tool", "content": content, "tool_call_id": _call_id(block.tool_use_id, of)})
         elif block.type == "tool_use" and message.role == "assistant":
             function = {"name": given(block.name, f"{where}.name"), "arguments": block.input or {}}
-            calls.append({"id": given(block.id, f"{where}.id"), "type": "function", "function": function})
+            calls.append({"id": _call_id(block.id, f"{where}.id"), "type": "function", "function": function})
         elif block.type == "thinking" and message.role == "assistant":
             thought += given(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
@@ -117,6 +118,11 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
     if calls:
         found["tool_calls"] = calls
     return [*results, found]
+
+
+def _call_id(found: str | None, path: str) -> str:
+    """A call's id as the model's chat template has it, which may want a form of its own."""
+    return given(found, path).removeprefix(CALL_ID)
 
 
 def _text(content: str | list[Block], path: str) -> str:

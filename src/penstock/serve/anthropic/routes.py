@@ -9,9 +9,11 @@ from typing import TypeVar
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.core import Failure
 from penstock.serve.body import check_supported, convert, read_object
+from penstock.serve.described import operation, reference
 from penstock.serve.openai.chat import Answering as Chatting
 from penstock.serve.openai.chat_prompt import count_tokens as count_prompt
 from penstock.serve.record import Record, record_of
@@ -21,13 +23,27 @@ from penstock.serve.services import Services
 from penstock.serve.shape import Shape, renamed
 from penstock.serve.telling import Telling
 
-from .answers import Blocks, MessageAnswer, TokenCount, blocks_of, encode, ending_of, error_of, event, usage_of
+from .answers import (
+    Blocks,
+    ErrorAnswer,
+    MessageAnswer,
+    TokenCount,
+    blocks_of,
+    encode,
+    ending_of,
+    error_of,
+    event,
+    usage_of,
+)
+from .models import add_model_routes, from_client
 from .parse import chat_of
 from .schema import NOT_HERE, Counted, MessagesRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-
+SCHEMAS = (MessagesRequest, Counted, MessageAnswer, TokenCount, ErrorAnswer)
+PREFIX = "anthropic."
+"""Of these schemas' names in the OpenAPI document."""
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
 """Fields of messages, by the names that they have in chats."""
 
@@ -38,6 +54,8 @@ class AnthropicShape(Shape):
     Args:
         names: of its fields, by those that chats have.
     """
+
+    dialect = "anthropic"
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -52,6 +70,11 @@ class AnthropicShape(Shape):
 SHAPE = AnthropicShape({})
 """Until a request has been read."""
 READ = AnthropicShape(NAMES)
+
+
+def shape_of(scope: Scope) -> Shape | None:
+    """How to tell one of Anthropic's clients what went wrong at a path that it shares with OpenAI's."""
+    return SHAPE if scope["path"].startswith("/v1/models") and from_client(scope) else None
 
 
 class Answering:
@@ -104,8 +127,9 @@ def add_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request)
         found = read_object(body)
         check_supported(found, NOT_HERE)
-        wanted = convert(found, schema)
-        record_of(request.scope).shape = READ
+        record = record_of(request.scope)
+        wanted = convert(found, schema, record.unknown)
+        record.shape = READ
         return wanted, len(body)
 
     async def create_message(request: Request) -> Response:
@@ -118,8 +142,15 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def count_tokens(request: Request) -> Response:
         wanted, size = await read(request, Counted)
         service = services.find(wanted.model)
-        count = await count_prompt(service, chat_of(wanted, service.template_variables), size)
+        chat = chat_of(wanted, service.template_variables)
+        count = await count_prompt(service, chat, size, record_of(request.scope).unknown)
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
-    for path, endpoint in (("/v1/messages", create_message), ("/v1/messages/count_tokens", count_tokens)):
-        app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False, response_class=Response)
+    add_model_routes(app, services)
+    for path, endpoint, asked, answer in (
+        ("/v1/messages", create_message, MessagesRequest, MessageAnswer),
+        ("/v1/messages/count_tokens", count_tokens, Counted, TokenCount),
+    ):
+        told, failure, wanted = (reference(schema, PREFIX) for schema in (answer, ErrorAnswer, asked))
+        described = operation(told, failure, wanted, streamed=asked is MessagesRequest)
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)

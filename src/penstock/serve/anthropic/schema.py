@@ -83,6 +83,7 @@ class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     container: None = None
     mcp_servers: list[Any] | None = None
     context_management: ContextManagement | None = None
+    thread: Any = None
 
 
 class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +91,7 @@ class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stop_sequences: list[Words] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -98,6 +99,7 @@ class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
 
 NOT_HERE: dict[str, tuple[Any, str]] = {
     "container": (None, "nothing is run here"),
+    "thread": (None, "nothing is kept between requests: send the whole conversation"),
     "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),
 }
 """Fields, what may be said to them, and what to do instead of the rest."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.generation import Progress
 from penstock.serve.openai import chat, completions
-from penstock.serve.openai.answers import ChatDelta, ChunkChoice
+from penstock.serve.openai.answers import ChatDelta, ChatMessage, ChunkChoice
 from penstock.serve.openai.answers import CompletionChoice as Told
 from penstock.serve.telling import Telling
 
 from .answers import DONE, Answer, ChatChoice, CompletionChoice, Usage, encode, event
+
+T = TypeVar("T", ChatMessage, ChatDelta)
 
 
 class CompletionAnswering:
@@ -32,7 +36,7 @@ class CompletionAnswering:
         choices = []
         for i, output in sorted(last.items()):
             for made in output.outputs:
-                told = self._asked.choice(i, output, made)
+                told = await self._asked.choice(i, output, made)
                 reason = told.finish_reason or ""
                 choices.append(
                     CompletionChoice(index=told.index, text=told.text, logprobs=told.logprobs, finish_reason=reason)
@@ -47,7 +51,7 @@ class CompletionAnswering:
                 last[i] = output
                 for made in output.outputs:
                     so_far = progress.setdefault((i, made.index), Progress())
-                    told = self._asked.new(i, output, made, so_far)
+                    told = await self._asked.new(i, output, made, so_far)
                     for choice in self._chunks(told) if told else ():
                         yield event(self._answer([choice], last))
         yield DONE
@@ -77,10 +81,10 @@ class ChatAnswering:
                 last = output
         choices = []
         for made in last.outputs:
-            told = self._asked.choice(made)
+            told = await self._asked.choice(made, last.prompt_token_ids)
             reason = told.finish_reason or ""
             choices.append(
-                ChatChoice(index=told.index, message=told.message, logprobs=told.logprobs, finish_reason=reason)
+                ChatChoice(index=told.index, message=_own(told.message), logprobs=told.logprobs, finish_reason=reason)
             )
         usage = Usage.of([last])
         yield encode(Answer(id=self._id, choices=choices, object="chat.completion", usage=usage))
@@ -104,6 +108,13 @@ class ChatAnswering:
             if begins:
                 told.delta = msgspec.structs.replace(told.delta, role="assistant")
             if told.delta != ChatDelta() or told.logprobs:
-                yield ChatChoice(index=told.index, delta=told.delta, logprobs=told.logprobs)
+                yield ChatChoice(index=told.index, delta=_own(told.delta), logprobs=told.logprobs)
             if told.finish_reason:
-                yield ChatChoice(index=told.index, delta=ChatDelta(content=""), finish_reason=told.finish_reason)
+                yield ChatChoice(index=told.index, delta=_own(ChatDelta(content="")), finish_reason=told.finish_reason)
+
+
+def _own(told: T) -> T:
+    """As BladeLLM has it: a thought under its older name, where there is one."""
+    told.reasoning = UNSET
+    told.reasoning_content = told.reasoning_content or UNSET
+    return told

@@ -76,6 +76,8 @@ def event(answer: msgspec.Struct) -> bytes:
 
 
 class BladeShape(Shape):
+    dialect = "bladellm"
+
     def error(self, failure: Failure) -> bytes:
         return encode(_error(failure))
 

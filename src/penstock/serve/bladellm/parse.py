@@ -10,10 +10,11 @@ from penstock.core import Code, PenstockError
 from penstock.serve.openai.parse import parse
 from penstock.serve.openai.schema import ChatRequest, CompletionRequest
 from penstock.serve.service import Service
+from penstock.serve.unknown import Unknown
 
 T = TypeVar("T", CompletionRequest, ChatRequest)
 
-DEFAULTS = {"max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 1.0}
+DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 1.0}
 """Whatever the model's makers recommend."""
 SEARCHING = ("top_p", "top_k", "min_p", "temperature")
 """Of which beam search has its own."""
@@ -22,7 +23,7 @@ NOWHERE = ("return_token_ids", "prompt_logprobs")
 AS_WORDS = {"true": True, "false": False}
 
 
-def read(found: dict[str, Any], schema: type[T], service: Service) -> T:
+def read(found: dict[str, Any], schema: type[T], service: Service, unknown: Unknown) -> T:
     """A request. Its model is an adapter, or means nothing.
 
     Raises ``PenstockError`` as OpenAI's ``parse`` does.
@@ -38,9 +39,9 @@ def read(found: dict[str, Any], schema: type[T], service: Service) -> T:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: has no place in BladeLLM's answers", name)
     own = given.get("use_beam_search") is True
     defaults = {name: value for name, value in DEFAULTS.items() if not (own and name in SEARCHING)}
-    if "max_completion_tokens" in given:
-        del defaults["max_tokens"]
-    return parse(defaults | given, schema)
+    if "max_completion_tokens" not in given:
+        defaults["max_tokens"] = service.gateway.preparer.default_max_tokens
+    return parse(defaults | given, schema, unknown)
 
 
 def named(found: dict[str, Any]) -> str | None:

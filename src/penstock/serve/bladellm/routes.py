@@ -43,15 +43,15 @@ class BladeLLM(Dialect):
         return SHAPE if bare or self._by_everybody else None
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        service = self._services.find_or_first(named(found))
-        wanted, record = read(found, CompletionRequest, service), record_of(request.scope)
+        service, record = self._services.find_or_first(named(found)), record_of(request.scope)
+        wanted = read(found, CompletionRequest, service, record.unknown)
         answering = CompletionAnswering(completions.Answering(service, record, wanted), record.request_id)
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        service = self._services.find_or_first(named(found))
-        wanted, record = read(found, ChatRequest, service), record_of(request.scope)
+        service, record = self._services.find_or_first(named(found)), record_of(request.scope)
+        wanted = read(found, ChatRequest, service, record.unknown)
         answering = ChatAnswering(chat.Answering(service, record, wanted, size), record.request_id)
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)

@@ -19,7 +19,7 @@ from penstock.serve.record import Record
 
 from .model import VERSION, Call, Model
 
-MICROSECONDS = 1e6
+MICROSECONDS, MILLISECONDS = 1e6, 1e3
 NANOSECONDS_EACH = 1000
 REASONS = {Code.OVERLOADED: "REJECTED", Code.CANCELLED: "CANCELED"}
 ABOUT = {
@@ -31,6 +31,7 @@ ABOUT = {
     "nv_inference_compute_infer_duration_us": "Of that, time after the queue.",
 }
 FAILURES = "nv_inference_request_failure"
+LAST = "penstock:kserve_last_inference_milliseconds"
 
 
 class Counts:
@@ -39,6 +40,8 @@ class Counts:
     def __init__(self) -> None:
         labels = ["model", "version"]  # gauges, since the names of counters here end in _total
         self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in ABOUT.items()}
+        about = "When the model answered last, in milliseconds since 1970."
+        self._last = Gauge(LAST, about, labels, multiprocess_mode="max")
         self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
 
     @contextmanager
@@ -55,13 +58,14 @@ class Counts:
             self._failures.labels(model=model.name, version=VERSION, reason=reason).inc()
             raise
         spent, queued = (time.monotonic() - begun) * MICROSECONDS, record.facts.get("queue", 0.0) * MICROSECONDS
+        self._last.labels(model=model.name, version=VERSION).set(int(time.time() * MILLISECONDS))
         values = (1, call.rows, 1, spent, queued, max(0.0, spent - queued))
         for name, value in zip(ABOUT, values, strict=True):
             self._sums[name].labels(model=model.name, version=VERSION).inc(value)
 
     def statistics(self, model: Model) -> dict[str, Any]:
         """As ``/v2/models/NAME/stats`` tells it, of all API processes."""
-        found = dict.fromkeys([*ABOUT, FAILURES], 0.0)
+        found = dict.fromkeys([*ABOUT, FAILURES, LAST], 0.0)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         for family in registry.collect():
@@ -76,7 +80,7 @@ class Counts:
         return {
             "name": model.name,
             "version": VERSION,
-            "last_inference": 0,
+            "last_inference": int(found[LAST]),
             "inference_count": rows,
             "execution_count": computed,
             "inference_stats": {

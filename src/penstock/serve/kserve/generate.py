@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.core.errors import invalid
-from penstock.core.settings import nearest
+from penstock.serve.unknown import Unknown
 
 from .inference import Asked
 from .model import VERSION, Answer, Model
 from .tensors import Tensor, from_json, in_json, to_json
 
 
-def from_fields(model: Model, found: dict[str, Any]) -> Asked:
+def from_fields(model: Model, found: dict[str, Any], unknown: Unknown) -> Asked:
     """A request whose inputs are fields, or fields of its ``parameters``.
 
-    Raises ``PenstockError`` (``invalid``) for a field that the model does not have, with the nearest one that it has.
+    Args:
+        unknown: told of fields that are no input; they are parameters of the request in Triton, which these models
+            do not read.
+
+    Raises ``PenstockError`` (``invalid``) for values that are wrong.
     """
     fields = dict(found)
     more = fields.pop("parameters", None) or {}
@@ -33,11 +37,11 @@ def from_fields(model: Model, found: dict[str, Any]) -> Asked:
         if name in model.not_yet:
             model.check_not_yet(name, bool(value))
             continue
-        if name not in types:
-            raise invalid(name[:100], f"no such input of model '{model.name}'{nearest(name[:100], types)}")
-        if value is not None:
+        if (own := model.renamed.get(name, name)) not in types:
+            unknown.ignore("", name, types)
+        elif value is not None:
             shape = [len(value)] if isinstance(value, list) else [1]
-            inputs.append(from_json(name, types[name], shape, value))
+            inputs.append(from_json(name, types[own], shape, value))
     return Asked(inputs, str(asked_as))
 
 

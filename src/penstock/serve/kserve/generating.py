@@ -15,6 +15,8 @@ from penstock.serve.generation import Piece, Progress, generate, together
 from penstock.serve.service import Service
 
 from .model import Answer, Call, Model
+from .performance import OUTPUTS as PERF_METRICS
+from .performance import perf_metrics
 from .sampling import Names
 from .stopping import Running
 from .tensors import BOOL, FP32, INT32, UINT64, Spec, Tensor
@@ -35,6 +37,8 @@ NOT_YET = {
         "not supported yet; --speculative-config guesses ahead on the server",
     ),
 }
+RENAMED = {"min_tokens": "min_length", "seed": "random_seed"}
+"""Inputs that TensorRT-LLM calls so since 0.17, by these names."""
 SAMPLING = (
     Spec("end_id", INT32, optional=True),
     Spec("pad_id", INT32, optional=True),
@@ -51,6 +55,9 @@ SAMPLING = (
     Spec("beam_width", INT32, optional=True),
     Spec("num_return_sequences", INT32, optional=True),
     Spec("early_stopping", BOOL, optional=True),
+    Spec("return_perf_metrics", BOOL, optional=True),
+    Spec("return_num_input_tokens", BOOL, optional=True),
+    Spec("return_num_output_tokens", BOOL, optional=True),
 )
 """Inputs that both have under the same names."""
 TOLD = (
@@ -60,6 +67,9 @@ TOLD = (
     Spec("generation_logits", FP32, (-1, -1, -1)),
     Spec("batch_index", INT32, (-1,)),
     Spec("sequence_index", INT32, (-1,)),
+    *PERF_METRICS,
+    Spec("num_input_tokens", INT32),
+    Spec("num_output_tokens", INT32),
 )
 """Outputs likewise."""
 FP32_BYTES = 4
@@ -87,11 +97,12 @@ class Told(NamedTuple):
 class Generating(Model):
     """A model that generates: whole, or step by step where ``stream`` asks for it.
 
-    Where a request may have many answers, each is of one sequence of one row, as in TensorRT-LLM's.
+    Where a request may have many answers, each is of one sequence of a row, or of all its beams, as in TensorRT-LLM's.
     """
 
     names: ClassVar[Names]
     decoupled = True
+    renamed = RENAMED
     not_yet = NOT_YET
 
     def __init__(self, service: Service) -> None:
@@ -142,34 +153,41 @@ class Generating(Model):
                 async with aclosing(together(streams)) as outputs:
                     async for i, output in outputs:
                         last[i] = output
-                        for told in self._news(i, rows[i], output, left, streamed) if call.streamed else ():
-                            yield self._answer(call, [told], 1, streamed, not left)
+                        for news in self._news(i, rows[i], output, left, streamed) if call.streamed else ():
+                            yield self._answer(call, news, 1, streamed, not left)
             if len(last) < len(rows):
                 raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
             if not call.streamed:
                 every = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
                 yield self._answer(call, every, len(rows), False, True)
                 return
-            for number, (i, k) in enumerate(left, 1):  # which were stopped
-                made = last[i].outputs[k]
-                told = Told(i, last[i], made, NOTHING if streamed else whole(made))
-                yield self._answer(call, [told], 1, streamed, number == len(left))
+            for news, final in ending(  # which were stopped
+                [
+                    Told(i, last[i], last[i].outputs[k], NOTHING if streamed else whole(last[i].outputs[k]))
+                    for i, k in left
+                ],
+                rows,
+            ):
+                yield self._answer(call, news, 1, streamed, final)
         except PenstockError as error:
             raise self.names.told(error) from error
 
     def _news(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], Progress], streamed: bool
-    ) -> Iterator[Told]:
+    ) -> Iterator[list[Told]]:
         """What answers of their own are made for: sequences of a row that have ended, which are ``left`` no more, and
-        where it is streamed what is new of others."""
+        where it is streamed what is new of others; all beams of a row at once."""
         for made in output.outputs:
             progress = left.get((index, made.index))
             if progress is None or (piece := progress.advance(made)) is None:
                 continue
             if made.finished:
                 del left[index, made.index]
-            if made.finished or (streamed and self._worth(row, piece)):
-                yield Told(index, output, made, piece if streamed else whole(made))
+            if row.sampling.use_beam_search:
+                if not any((index, k) in left for k in range(row.sampling.n)):
+                    yield [Told(index, output, each, whole(each)) for each in output.outputs]
+            elif made.finished or (streamed and self._worth(row, piece)):
+                yield [Told(index, output, made, piece if streamed else whole(made))]
 
     def _stop(self, call: Call) -> None:
         if not (call.record.client and call.id):
@@ -228,7 +246,29 @@ class Generating(Model):
             each_one = [[max(next(iter(p.values())).logprob, LEAST) for p in each.piece.positions] for each in told]
             length, elements = padded(each_one, 0.0)
             found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
+        found += self._counted(call, told, lead, streamed)
         return Answer(found + self._scores(told, lead), last)
+
+    def _counted(self, call: Call, told: list[Told], lead: tuple[int, ...], streamed: bool) -> list[Tensor]:
+        """How many tokens an answer is made of, and what it took, where that is asked for."""
+
+        def asked(name: str) -> bool:
+            return any(self.names.value(call, each.row, name) for each in told)
+
+        found: list[Tensor] = []
+        prompts = [len(each.output.prompt_token_ids) for each in told]
+        if asked("return_num_input_tokens"):
+            found.append(Tensor("num_input_tokens", INT32, lead, prompts))
+        if asked("return_num_output_tokens"):  # of output_ids, which may begin with the prompt
+            begins = [
+                0 if streamed or self.excluded(call, each.row) else n for each, n in zip(told, prompts, strict=True)
+            ]
+            tokens = [begin + len(each.piece.token_ids) for each, begin in zip(told, begins, strict=True)]
+            found.append(Tensor("num_output_tokens", INT32, lead, tokens))
+        if asked("return_perf_metrics"):
+            block_size = self._service.gateway.engine.check().block_size
+            found += perf_metrics([each.output for each in told], block_size, lead)
+        return found
 
     def _scores(self, told: list[Told], lead: tuple[int, ...]) -> list[Tensor]:
         """Those that were asked for: the prompt's with the first tokens of a row, the others each with its token."""
@@ -248,6 +288,18 @@ class Generating(Model):
             length, elements = rows_of([scores_of(each, width) for each in told], width)
             found.append(Tensor("generation_logits", FP32, (*lead, length, width), elements))
         return found
+
+
+def ending(stopped: list[Told], rows: Sequence[Row]) -> Iterator[tuple[list[Told], bool]]:
+    """Of sequences that were stopped those that an answer is of, and whether it is the last one."""
+    answers: list[list[Told]] = []
+    for told in stopped:
+        if answers and rows[told.row].sampling.use_beam_search and answers[-1][0].row == told.row:
+            answers[-1].append(told)
+        else:
+            answers.append([told])
+    for answer in answers:
+        yield answer, answer is answers[-1]
 
 
 def whole(made: CompletionOutput) -> Piece:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -15,23 +15,31 @@ from starlette.types import Message
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.body import convert, read_body, read_object
+from penstock.serve.described import OBJECT, operation
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
 from penstock.serve.services import LEAST_BODY
 from penstock.serve.shape import Shape
+from penstock.serve.unknown import Unknown
 
 from . import state
 from .generate import from_fields, to_fields
-from .inference import NO_MEMORY, Asked, answers, check_memory
+from .inference import Asked, answers
+from .memory import NO_CUDA, Memory, in_memory
 from .model import VERSION, Answer, Model
 from .registry import Registry
 from .tensors import from_bytes, from_json, in_json, to_bytes
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 HEADER_LENGTH = "inference-header-content-length"
+SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class KServeShape(Shape):
+    dialect = "kserve"
+
     def error(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})
 
@@ -53,10 +61,18 @@ class Index(msgspec.Struct):
     """Whether only models that can be asked are to be told."""
 
 
-class Change(msgspec.Struct):
+class Change(msgspec.Struct, forbid_unknown_fields=True):
     """What may be said where a model is to be loaded or unloaded."""
 
     parameters: dict[str, Any] | None = None
+
+
+class Registration(msgspec.Struct, forbid_unknown_fields=True):
+    """What is said of a region where it is registered."""
+
+    key: str
+    byte_size: int
+    offset: int = 0
 
 
 class Json(Response):
@@ -68,7 +84,7 @@ class Json(Response):
 
 def add_routes(app: FastAPI, registry: Registry) -> None:
     """Everything below ``/v2``."""
-    services = registry.services
+    services, memory = registry.services, registry.memory
 
     async def body_of(request: Request) -> bytes:
         return await _body(request, services.max_body_size, services.options.client_timeout)
@@ -77,6 +93,10 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         """Of whoever looks after the server, whether its engines live or not."""
         body = await _body(request, LEAST_BODY, services.options.client_timeout)
         return read_object(body) if body else {}
+
+    async def change_of(request: Request, schema: type[T]) -> T:
+        """What changes the server is read to the letter: with a field ignored it would be another change."""
+        return convert(await wish_of(request), schema, Unknown(strict=True))
 
     async def live() -> Response:
         return Response()
@@ -95,7 +115,10 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         return Json(registry.find(name, version).config())
 
     async def model_ready(name: str, version: str = "") -> Response:
-        registry.find(name, version).check()
+        try:
+            registry.find(name, version).check()
+        except PenstockError as error:  # 400 whatever the reason, as Triton has it
+            raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
     async def model_stats(name: str, version: str = "") -> Response:
@@ -105,7 +128,8 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         return Json({"model_stats": [registry.counts.statistics(model) for model in registry]})
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
-        asked = parse(await body_of(request), request.headers.get(HEADER_LENGTH))
+        length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
+        asked = parse(await body_of(request), length, memory, unknown)
         model = registry.find(name, version)
         return InferReply(registry, model, asked, request)
 
@@ -113,7 +137,7 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         async def generate(request: Request, name: str, version: str = "") -> Response:
             found = read_object(await body_of(request))
             model = registry.find(name, version)
-            asked = from_fields(model, found)
+            asked = from_fields(model, found, record_of(request.scope).unknown)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
                 stream = answers(registry, model, asked, record_of(request.scope), streamed)
@@ -127,32 +151,46 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         return generate
 
     async def index(request: Request) -> Response:
-        wish = convert(await wish_of(request), Index)
+        wish = convert(await wish_of(request), Index, record_of(request.scope).unknown)
         return Json(state.index(registry, wish.ready))
 
     async def load(request: Request, name: str) -> Response:
-        wish = convert(await wish_of(request), Change)
+        wish = await change_of(request, Change)
         await state.load(registry, name, wish.parameters)
         return Response()
 
     async def unload(request: Request, name: str) -> Response:
-        wish = convert(await wish_of(request), Change)
+        wish = await change_of(request, Change)
         await state.unload(registry, name, wish.parameters)
         return Response()
 
-    def settings(current: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
-        async def change(request: Request, name: str = "") -> Response:
-            if name:
-                registry.find(name)
-            return Json(state.unchanged(current(), await wish_of(request) if request.method == "POST" else {}))
+    async def logging(request: Request) -> Response:
+        return Json(state.log_settings(registry, await wish_of(request) if request.method == "POST" else {}))
 
-        return change
+    async def tracing(request: Request, name: str = "") -> Response:
+        wanted = await wish_of(request) if request.method == "POST" else {}
+        return Json(state.trace_settings(registry, wanted, name))
 
-    async def memory() -> Response:
-        raise PenstockError(Code.UNSUPPORTED, NO_MEMORY)
+    async def memory_status(name: str = "") -> Response:
+        return Json(memory.status(name))
 
-    logging = settings(state.log_settings)
-    tracing = settings(state.trace_settings)
+    async def register(request: Request, name: str) -> Response:
+        wish = await change_of(request, Registration)
+        memory.register(name, wish.key, wish.offset, wish.byte_size)
+        return Response()
+
+    async def unregister(name: str = "") -> Response:
+        memory.unregister(name)
+        return Response()
+
+    async def no_cuda_memory() -> Response:
+        raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
+
+    async def cuda_status() -> Response:
+        return Json([])
+
+    async def cuda_unregister(name: str = "") -> Response:
+        return Response()  # there is none
 
     model = "/v2/models/{name}"
     routes: Iterable[tuple[str, str, Callable[..., Any]]] = [
@@ -176,11 +214,16 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         ("POST", "/v2/repository/index", index),
         ("POST", "/v2/repository/models/{name:path}/load", load),
         ("POST", "/v2/repository/models/{name:path}/unload", unload),
-        *[
-            (method, f"/v2/{kind}sharedmemory/{{action:path}}", memory)
-            for method in ("GET", "POST")
-            for kind in ("system", "cuda")
-        ],
+        ("GET", f"{SYSTEM}/status", memory_status),
+        ("GET", f"{SYSTEM}/region/{{name}}/status", memory_status),
+        ("POST", f"{SYSTEM}/region/{{name}}/register", register),
+        ("POST", f"{SYSTEM}/unregister", unregister),
+        ("POST", f"{SYSTEM}/region/{{name}}/unregister", unregister),
+        ("GET", f"{CUDA}/status", cuda_status),
+        ("GET", f"{CUDA}/region/{{name}}/status", no_cuda_memory),
+        ("POST", f"{CUDA}/region/{{name}}/register", no_cuda_memory),
+        ("POST", f"{CUDA}/unregister", cuda_unregister),
+        ("POST", f"{CUDA}/region/{{name}}/unregister", cuda_unregister),
         *[(method, "/v2/logging", logging) for method in ("GET", "POST")],
         *[
             (method, path, tracing)
@@ -189,7 +232,19 @@ def add_routes(app: FastAPI, registry: Registry) -> None:
         ],
     ]
     for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], include_in_schema=False, response_class=Response)
+        asks = path.endswith(WITH_BODY)
+        described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            openapi_extra=described,
+            response_class=Response,
+        )
+
+
+FAILED = {"type": "object", "properties": {"error": {"type": "string"}}}
+WITH_BODY = ("/infer", "/generate", "/generate_stream")
 
 
 class InferReply(Reply):
@@ -202,7 +257,7 @@ class InferReply(Reply):
             found = answers(registry, model, asked, record_of(request.scope), streamed=False)
             async with aclosing(found):
                 async for answer in found:
-                    head, binary = await written(model, asked, answer)
+                    head, binary = await written(model, asked, answer, registry.memory)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
@@ -217,7 +272,7 @@ class InferReply(Reply):
         return message
 
 
-def parse(body: bytes, header_length: str | None) -> Asked:
+def parse(body: bytes, header_length: str | None, memory: Memory, unknown: Unknown) -> Asked:
     """A request to ``infer``.
 
     Args:
@@ -234,13 +289,15 @@ def parse(body: bytes, header_length: str | None) -> Asked:
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
     for name, value in found.items():
         if name not in known:
-            raise invalid(name[:100], f"no such field; there is {', '.join(known)}")
-        if not isinstance(value, known[name]):
+            unknown.ignore("", name, known)
+        elif not isinstance(value, known[name]):
             raise invalid(name, f"must be {known[name].__name__}")
     inputs, at = [], 0
     for given in found.get("inputs", ()):
         name, parameters = _named(given, "inputs")
-        check_memory(name, parameters)
+        if in_memory(name, parameters):
+            inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), memory.read(name, parameters)))
+            continue
         size = parameters.get("binary_data_size")
         if size is None:
             inputs.append(from_json(name, given.get("datatype"), given.get("shape"), given.get("data", [])))
@@ -253,19 +310,26 @@ def parse(body: bytes, header_length: str | None) -> Asked:
         raise invalid("inputs", f"{len(raw) - at} bytes of the body belong to none of them")
     outputs = dict([_named(given, "outputs") for given in found.get("outputs", ())])
     for name, parameters in outputs.items():
-        check_memory(name, parameters)
+        in_memory(name, parameters)
         if parameters.get("classification"):
             raise invalid(name, "classification is for models that classify")
     return Asked(inputs, found.get("id", ""), outputs, found.get("parameters", {}))
 
 
-async def written(model: Model, asked: Asked, answer: Answer) -> tuple[bytes, bytes | None]:
-    """The JSON of an answer, and the bytes behind it; None where nothing was wanted so."""
+async def written(model: Model, asked: Asked, answer: Answer, memory: Memory) -> tuple[bytes, bytes | None]:
+    """The JSON of an answer, and the bytes behind it; None where nothing was wanted so. Outputs that are wanted in
+    shared memory are put there.
+
+    Raises ``PenstockError`` (``invalid``) where there is no room for them.
+    """
     default, raw = bool(asked.parameters.get("binary_data_output", False)), []
     outputs = []
     for tensor in answer.outputs:
         told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        if asked.outputs.get(tensor.name, {}).get("binary_data", default):
+        wanted = asked.outputs.get(tensor.name, {})
+        if in_memory(tensor.name, wanted):
+            told["parameters"] = memory.write(tensor.name, wanted, to_bytes(tensor))
+        elif wanted.get("binary_data", default):
             raw.append(to_bytes(tensor))
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:

@@ -15,8 +15,11 @@ from .model import Answer, Model
 from .registry import Registry
 from .tensors import Tensor
 
-NO_MEMORY = "shared memory is not supported yet; send tensors in requests"
-SHARED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
+PARAMETERS = frozenset(
+    "sequence_id sequence_start sequence_end priority timeout binary_data_output "
+    "triton_enable_empty_final_response triton_final_response".split()
+)
+"""Of a request, as the protocol and Triton's clients know them; these models have none of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Asked:
     outputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameters of the outputs that are wanted, by name; none are all."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the protocol act; others are the model's in Triton, and these models have none."""
+    """Those of ``PARAMETERS`` act or mean nothing here; others are ignored and told."""
 
 
 async def answers(
@@ -48,6 +51,8 @@ async def answers(
     priority = asked.parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority < 2**31:
         raise invalid("priority", "must be a whole number from 0 on")
+    for name in asked.parameters.keys() - PARAMETERS:
+        record.unknown.ignore("parameters.", name, PARAMETERS)
     call = model.call(record, asked.inputs, streamed, priority, asked.id)
     with registry.counts.counted(model, record, call):
         async with aclosing(model.answers(call)) as found:
@@ -56,9 +61,3 @@ async def answers(
                     wanted = [tensor for tensor in answer.outputs if tensor.name in asked.outputs]
                     answer = Answer(wanted, answer.last)
                 yield answer
-
-
-def check_memory(name: str, parameters: Mapping[str, Any]) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a tensor in shared memory."""
-    if any(key in parameters for key in SHARED):
-        raise invalid(name, "is in shared memory, which is not supported yet; send it in the request")

@@ -10,7 +10,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from penstock.core.errors import invalid
 
-from .inference import Asked, check_memory
+from .inference import Asked
+from .memory import Memory, in_memory
 from .model import VERSION, Answer, Model
 from .tensors import from_bytes, from_elements, to_bytes
 
@@ -38,32 +39,42 @@ def parameters(given: Any) -> dict[str, Any]:
     return {name: getattr(value, one) for name, value in given.items() if (one := value.WhichOneof("parameter_choice"))}
 
 
-def asked_of(request: Any) -> Asked:
+def asked_of(request: Any, memory: Memory) -> Asked:
     """A ``ModelInferRequest``'s parts. Raises ``PenstockError`` (``invalid``) where they are wrong."""
+    where = [parameters(given.parameters) for given in request.inputs]
+    shared = [in_memory(given.name, found) for given, found in zip(request.inputs, where, strict=True)]
     raw = list(request.raw_input_contents)
-    if raw and len(raw) != len(request.inputs):
-        raise invalid("raw_input_contents", f"has {len(raw)} elements, and there are {len(request.inputs)} inputs")
-    inputs = []
+    if raw and len(raw) != shared.count(False):
+        words = f"has {len(raw)} elements, and there are {shared.count(False)} inputs that are not in shared memory"
+        raise invalid("raw_input_contents", words)
+    inputs, sent = [], iter(raw)
     for index, given in enumerate(request.inputs):
-        check_memory(given.name, parameters(given.parameters))
         shape = tuple(given.shape)
-        if raw:
-            inputs.append(from_bytes(given.name, given.datatype, shape, raw[index]))
+        if shared[index]:
+            inputs.append(from_bytes(given.name, given.datatype, shape, memory.read(given.name, where[index])))
+        elif raw:
+            inputs.append(from_bytes(given.name, given.datatype, shape, next(sent)))
         else:
             elements = getattr(given.contents, CONTENTS.get(given.datatype, ""), ())
             inputs.append(from_elements(given.name, given.datatype, shape, list(elements)))
     outputs = {output.name: parameters(output.parameters) for output in request.outputs}
-    for name, found in outputs.items():
-        check_memory(name, found)
     return Asked(inputs, request.id, outputs, parameters(request.parameters))
 
 
-def response_of(model: Model, asked: Asked, answer: Answer) -> Any:
-    """A ``ModelInferResponse``."""
+def response_of(model: Model, asked: Asked, answer: Answer, memory: Memory) -> Any:
+    """A ``ModelInferResponse``, whose outputs may lie in shared memory.
+
+    Raises ``PenstockError`` (``invalid``) where there is no room for them.
+    """
     found = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=asked.id)
     for tensor in answer.outputs:
-        found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        found.raw_output_contents.append(to_bytes(tensor))
+        told = found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        raw, wanted = to_bytes(tensor), asked.outputs.get(tensor.name, {})
+        if in_memory(tensor.name, wanted):
+            for name, value in memory.write(tensor.name, wanted, raw).items():
+                setattr(told.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
+            raw = b""  # clients count the outputs before theirs
+        found.raw_output_contents.append(raw)
     return found
 
 
@@ -79,11 +90,11 @@ def statistics_of(found: list[dict[str, Any]]) -> Any:
     return json_format.ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
 
-def wanted_trace(request: Any, current: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a ``TraceSettingRequest``: lists where ``current`` has lists."""
+def wanted_trace(request: Any) -> dict[str, Any]:
+    """The settings of a ``TraceSettingRequest``; those without a value are to be as they were."""
     found = {name: list(setting.value) for name, setting in request.settings.items()}
     return {
-        name: values if isinstance(current.get(name), list) else values[0] for name, values in found.items() if values
+        name: values if name == "trace_level" and values else next(iter(values), None) for name, values in found.items()
     }
 
 

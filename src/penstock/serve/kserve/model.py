@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from penstock.core import Code, PenstockError
@@ -12,7 +12,7 @@ from penstock.core.settings import nearest
 from penstock.serve.record import Record
 from penstock.serve.service import Service
 
-from .tensors import BYTES, WHOLE, Spec, Tensor, kind
+from .tensors import BYTES, LARGEST, REAL, WHOLE, Spec, Tensor, kind
 
 VERSION = "1"
 """That of every model."""
@@ -65,9 +65,11 @@ class Model:
     platform: ClassVar[str] = "python"
     inputs: ClassVar[tuple[Spec, ...]]
     outputs: ClassVar[tuple[Spec, ...]]
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Other names of its inputs."""
     not_yet: ClassVar[Mapping[str, str]] = {}
     """Inputs that are known and refused, with the reason."""
-    most_batch: ClassVar[int] = MOST_BATCH
+    most_batch: int = MOST_BATCH
     """Rows that a request may have; 0 where inputs have no dimension for them."""
     decoupled: ClassVar[bool] = False
     """Whether a request may have other than one answer."""
@@ -134,6 +136,8 @@ class Model:
         found: dict[str, Tensor] = {}
         batches = set()
         for tensor in given:
+            if (own := self.renamed.get(tensor.name)) is not None:
+                tensor = replace(tensor, name=own)
             if tensor.name in self.not_yet:
                 self.check_not_yet(tensor.name, any(tensor.elements))
                 continue
@@ -183,7 +187,11 @@ def _of_type(spec: Spec, tensor: Tensor) -> Tensor:
 
 
 def _in_range(tensor: Tensor) -> Tensor:
-    """Raises ``PenstockError`` (``invalid``) for integers that its type does not have."""
+    """Raises ``PenstockError`` (``invalid``) for numbers that its type does not have, and those that are not finite."""
+    if tensor.datatype in REAL:
+        most = LARGEST[tensor.datatype]
+        if (wrong := next((value for value in tensor.elements if not -most <= value <= most), None)) is not None:
+            raise invalid(tensor.name, f"must be a finite number of {tensor.datatype}, is {wrong}")
     if tensor.datatype in WHOLE and tensor.elements:
         bits = int(tensor.datatype.lstrip("UINT"))
         low, high = (0, 2**bits - 1) if tensor.datatype.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

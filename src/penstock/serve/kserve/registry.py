@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from penstock.core import Code, PenstockError
 from penstock.serve.control import ServedModel
@@ -11,9 +14,16 @@ from penstock.serve.service import Service
 from penstock.serve.services import Services
 
 from .counts import Counts
+from .memory import Memory
 from .model import VERSION, Model
+from .settings import LogSettings
+from .shared import SharedState
 from .text import Text
 from .tokens import Postprocessing, Preprocessing, Tokens
+from .trtllm_metrics import TrtLlmMetrics
+
+FOLLOW = 1.0
+"""Seconds after which a change of the log, made in another process, is noticed."""
 
 
 class Registry:
@@ -27,21 +37,35 @@ class Registry:
         self.services = services
         self.keeper = keeper
         self.counts = Counts()
+        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # where API processes count together
+        self.memory = Memory(self.shared, services.options, lambda: services.max_body_size)
+        self.log = LogSettings()
+        services.metrics.more.append(TrtLlmMetrics(services).collect)
         self.others = tuple(others)
         self._over: dict[Service, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
         """Those that can be asked."""
         self._over = {service: self._over.get(service) or models_of(service) for service in self.services}
+        sizes = self.shared.read().max_batch_size
         for models in self._over.values():
-            yield from models
+            for model in models:
+                model.most_batch = sizes.get(model.name, type(model).most_batch)
+                yield model
         yield from self.others
+
+    async def follow(self) -> None:
+        """Write the log as clients of any API process want it."""
+        while True:
+            self.log.apply(self.shared.read().log)
+            await asyncio.sleep(FOLLOW)
 
     def find(self, name: str, version: str = "") -> Model:
         """Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
-            self.services.check_coming(ours := self.owner(name))
-            if ours and name in ours.kserve:
+            # not by what OpenAI's API calls it: such a name is unknown here, however long is waited
+            self.services.check_coming(ours := next((m for m in self.services.models if name in m.kserve), None))
+            if ours:
                 words = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
             else:
                 there = ", ".join(model.name for model in self) or "none"

@@ -7,23 +7,29 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.options import ServerOptions
 from penstock.serve.door import GOOD_ID, fits
 from penstock.serve.record import Record
 from penstock.serve.reply import GONE, INTERNAL
+from penstock.serve.unknown import HEADER, Once, Unknown
 
 from . import messages, state
-from .inference import NO_MEMORY, answers
+from .inference import answers
+from .memory import NO_CUDA
 from .registry import Registry
 
 logger = logging.getLogger("penstock.requests")
@@ -35,15 +41,21 @@ STATUS = {
     Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Code.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
     Code.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.TOO_LONG: grpc.StatusCode.INVALID_ARGUMENT,
     Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Code.CANCELLED: grpc.StatusCode.CANCELLED,
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
+UNREADABLE = object()
+"""A request whose bytes are no message."""
 MOST_MESSAGE = 64 * 2**20
 """Bytes of a message that are received at all; ``max_body_size`` is told by name."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
 OPEN_TO_ALL = ("ServerLive", "ServerReady")
+SERVER = ("server", f"penstock/{__version__}")
+"""Trailing metadata of every answer: who this is, since ``ServerMetadata`` says triton. What was ignored of requests is
+there, too, under the name of the HTTP header."""
 
 
 class Server:
@@ -59,9 +71,7 @@ class Server:
         self._stopped: asyncio.Task[None] | None = None
         limits = [("grpc.max_receive_message_length", MOST_MESSAGE), ("grpc.max_send_message_length", -1)]
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 1), *limits])
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            Inference(registry, options.api_key, self._stopping), self._server
-        )
+        self._server.add_generic_rpc_handlers((_handlers(Inference(registry, options.api_key, self._stopping)),))
         try:
             if options.ssl_certfile:
                 certificate = Path(options.ssl_certfile).read_bytes()
@@ -94,8 +104,13 @@ def unary(method: Method) -> Any:
 
     async def called(self: Inference, request: Any, context: Any) -> Any:
         model = getattr(request, "model_name", "") or getattr(request, "name", "")
+        context.set_trailing_metadata((SERVER,))
         async with self.told(context, method.__name__, model) as record:
-            return await method(self, request, record)
+            _check_read(request)
+            try:
+                return await method(self, request, record)
+            finally:
+                context.set_trailing_metadata(_trailing(record.unknown))
 
     return called
 
@@ -112,6 +127,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         self._registry = registry
         self._keys = [key.encode() for key in keys]
         self._stopping = stopping
+        self._once = Once()
 
     @unary
     async def ServerLive(self, request: Any, record: Record) -> Any:
@@ -127,8 +143,10 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def ModelReady(self, request: Any, record: Record) -> Any:
-        model = self._registry.find(request.name, request.version)
-        return pb.ModelReadyResponse(ready=_passes(model.check))
+        def check() -> None:
+            self._registry.find(request.name, request.version).check()
+
+        return pb.ModelReadyResponse(ready=_passes(check))
 
     @unary
     async def ModelMetadata(self, request: Any, record: Record) -> Any:
@@ -160,14 +178,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def TraceSetting(self, request: Any, record: Record) -> Any:
-        if request.model_name:
-            self._registry.find(request.model_name)
-        current = state.trace_settings()
-        return messages.trace_of(state.unchanged(current, messages.wanted_trace(request, current)))
+        wanted = messages.wanted_trace(request)
+        return messages.trace_of(state.trace_settings(self._registry, wanted, request.model_name))
 
     @unary
     async def LogSettings(self, request: Any, record: Record) -> Any:
-        return messages.log_of(state.unchanged(state.log_settings(), messages.wanted_log(request)))
+        return messages.log_of(state.log_settings(self._registry, messages.wanted_log(request)))
 
     @unary
     async def ModelInfer(self, request: Any, record: Record) -> Any:
@@ -177,20 +193,23 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
         """Requests of a stream are answered together; answers are told apart by their requests' ids."""
-        async with self.told(context, "ModelStreamInfer", quiet=True):
+        context.set_trailing_metadata((SERVER,))
+        async with self.told(context, "ModelStreamInfer", quiet=True) as whole:
             news: asyncio.Queue[Any] = asyncio.Queue()
             tasks: set[asyncio.Task[None]] = set()
 
             async def answer(request: Any) -> None:
+                model, asked_as = getattr(request, "model_name", ""), getattr(request, "id", "")
                 try:
                     async with (
-                        self.recorded(context, "ModelStreamInfer", request.model_name) as record,
+                        self.recorded(context, "ModelStreamInfer", model) as record,
                         aclosing(self._responses(request, record, streamed=True)) as responses,
                     ):
                         async for response in responses:
                             news.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
+                        whole.unknown.join(record.unknown)
                 except PenstockError as error:
-                    failed = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+                    failed = pb.ModelInferResponse(model_name=model, id=asked_as)
                     news.put_nowait(
                         pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
                     )
@@ -216,6 +235,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             try:
                 while (response := await news.get()) is not None:
                     yield response
+                context.set_trailing_metadata(_trailing(whole.unknown))
             finally:
                 for task in (running, *tasks):
                     task.cancel()
@@ -223,22 +243,45 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def SystemSharedMemoryStatus(self, request: Any, record: Record) -> Any:
-        raise PenstockError(Code.UNSUPPORTED, NO_MEMORY)
+        found = pb.SystemSharedMemoryStatusResponse()
+        for region in self._registry.memory.status(request.name):
+            found.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
+        return found
 
-    SystemSharedMemoryRegister = SystemSharedMemoryUnregister = SystemSharedMemoryStatus
-    CudaSharedMemoryStatus = CudaSharedMemoryRegister = CudaSharedMemoryUnregister = SystemSharedMemoryStatus
+    @unary
+    async def SystemSharedMemoryRegister(self, request: Any, record: Record) -> Any:
+        self._registry.memory.register(request.name, request.key, request.offset, request.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    @unary
+    async def SystemSharedMemoryUnregister(self, request: Any, record: Record) -> Any:
+        self._registry.memory.unregister(request.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    @unary
+    async def CudaSharedMemoryStatus(self, request: Any, record: Record) -> Any:
+        return pb.CudaSharedMemoryStatusResponse()
+
+    @unary
+    async def CudaSharedMemoryRegister(self, request: Any, record: Record) -> Any:
+        raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
+
+    @unary
+    async def CudaSharedMemoryUnregister(self, request: Any, record: Record) -> Any:
+        return pb.CudaSharedMemoryUnregisterResponse()  # there is none
 
     async def _responses(self, request: Any, record: Record, streamed: bool) -> AsyncGenerator[Any, None]:
         """A request's ``ModelInferResponse`` messages."""
+        _check_read(request)
         if (size := request.ByteSize()) > (most := self._registry.services.max_body_size):
             raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)
         model = self._registry.find(request.model_name, request.model_version)
-        asked = messages.asked_of(request)
+        asked = messages.asked_of(request, self._registry.memory)
         empty_last = bool(asked.parameters.get(messages.EMPTY_FINAL, False))
         with model.service.place():
             async with aclosing(answers(self._registry, model, asked, record, streamed)) as found:
                 async for answer in found:
-                    response = messages.response_of(model, asked, answer)
+                    response = messages.response_of(model, asked, answer, self._registry.memory)
                     if streamed:
                         response.parameters[messages.FINAL].bool_param = answer.last and not empty_last
                     yield response
@@ -267,7 +310,9 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def recorded(self, context: Any, method: str, model: str, quiet: bool = False) -> AsyncIterator[Record]:
         """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        record = Record(given if GOOD_ID.fullmatch(given) else uuid4().hex, client=context.peer())
+        unknown = Unknown(self._registry.services.options.strict_requests)
+        given_id = given if GOOD_ID.fullmatch(given) else uuid4().hex
+        record = Record(given_id, client=context.peer(), unknown=unknown)
         try:
             yield record
         except PenstockError as error:
@@ -285,6 +330,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     def _tell(self, record: Record, what: str, quiet: bool) -> None:
         failure = record.failure
+        if record.unknown.places and not failure:
+            self._once.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
         facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
         level = logging.INFO
         if failure:
@@ -294,6 +341,37 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         elif quiet:
             level = logging.DEBUG
         logger.log(level, "gRPC %s", what, extra={"facts": facts})
+
+
+def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
+    """The service's methods, for a server. What is no message is told by them, and not with a traceback."""
+    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    found = {}
+    for method in service.methods:
+        kind = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        asked, told = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
+        found[method.name] = kind(
+            getattr(inference, method.name),
+            request_deserializer=partial(_read, asked),
+            response_serializer=told.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, found)
+
+
+def _read(kind: Any, raw: bytes) -> Any:
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        return UNREADABLE
+
+
+def _check_read(request: Any) -> None:
+    if request is UNREADABLE:
+        raise invalid("body", "is no message of this method")
+
+
+def _trailing(unknown: Unknown) -> tuple[tuple[str, str], ...]:
+    return (SERVER, (HEADER, names)) if (names := unknown.header) else (SERVER,)
 
 
 def _passes(check: Callable[[], None]) -> bool:

@@ -61,7 +61,7 @@ class Names:
         words = failure.message
         if words.startswith(f"{failure.field}: "):
             words = f"{own}{words[len(failure.field) :]}"
-        return PenstockError(failure.code, words, own, failure.limit)
+        return PenstockError(failure.code, words, own, failure.limit, failure.value)
 
 
 def sampling_of(call: Call, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
@@ -95,7 +95,7 @@ def sampling_of(call: Call, index: int, names: Names, vocabulary: int, **own: An
         given["n"] = 1 if returned is None else returned
     if value("return_log_probs"):
         given["logprobs"] = 0
-    for name in ("return_context_logits", "return_generation_logits"):
+    for name in ("return_context_logits", "return_generation_logits", "return_perf_metrics"):
         given[name] = bool(value(name))
     end = value("end_id")
     if end is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 
 from penstock.core.errors import invalid
 
-BYTES, BOOL, INT32, UINT64, FP32 = "BYTES", "BOOL", "INT32", "UINT64", "FP32"
+BYTES, BOOL, INT32, INT64, UINT64, FP32 = "BYTES", "BOOL", "INT32", "INT64", "UINT64", "FP32"
 WHOLE = {
     "INT8": "b",
     "INT16": "h",
@@ -30,6 +31,8 @@ WHOLE = {
 REAL = {"FP16": "e", "FP32": "f", "FP64": "d"}
 CODES = {"BOOL": "?", **WHOLE, **REAL}
 """By datatype, how ``struct`` writes an element; those of BYTES have a length of their own."""
+LARGEST = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_info.max}
+"""The largest finite number of each."""
 LONGEST_NAME = 100
 """Characters."""
 AT_ONCE = 65_536
@@ -143,7 +146,7 @@ def text(name: str, element: bytes) -> str:
 def _check_datatype(name: str, datatype: Any) -> None:
     if len(name) > LONGEST_NAME:
         raise invalid("name", f"of {len(name)} characters is longer than {LONGEST_NAME}", LONGEST_NAME)
-    if datatype != BYTES and datatype not in CODES:
+    if not isinstance(datatype, str) or (datatype != BYTES and datatype not in CODES):
         raise invalid(name, f"has the datatype {str(datatype)[:50]!r}, which is none of {BYTES}, {', '.join(CODES)}")
 
 
@@ -176,7 +179,10 @@ def _element(name: str, datatype: str, value: Any) -> Any:
     if datatype == BOOL and (isinstance(value, bool) or value in (0, 1)):
         return bool(value)
     if datatype in REAL and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise invalid(name, f"has an integer that no {datatype} holds") from error
     if datatype in WHOLE and type(value) is int:
         return value
     raise invalid(name, f"{str(value)[:50]!r} is no element of {datatype}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Sequence
+from functools import cache
 from typing import Any
 
 from penstock.core.errors import invalid
@@ -15,9 +17,18 @@ from penstock.serve.service import Service
 from .generating import SAMPLING, TOLD, Generating, Row, Told, padded
 from .model import Answer, Call, Model
 from .sampling import Names, bias_of, check_ids, sampling_of
-from .tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
+from .tensors import BOOL, BYTES, FP32, INT32, LARGEST, Spec, Tensor, text
 from .text import words_of
 
+logger = logging.getLogger(__name__)
+
+DECODER = (Spec("decoder_input_ids", INT32, (-1,), optional=True), Spec("decoder_input_lengths", INT32, optional=True))
+"""Inputs of encoder-decoder models. ``preprocessing`` always makes them, and these models have no encoder."""
+LOOKAHEAD = tuple(
+    Spec(name, INT32, optional=True)
+    for name in ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+)
+"""How far a request is guessed ahead. It never changes an output, and the server decides it for all requests."""
 NO_WORD = -1
 """Where a list of words has no further one."""
 
@@ -52,11 +63,15 @@ class Tokens(Generating):
         Spec("streaming", BOOL, optional=True),
         Spec("stop", BOOL, optional=True),
         Spec("embedding_bias", FP32, (-1,), optional=True),
+        *DECODER,
+        *LOOKAHEAD,
         *SAMPLING,
     )
     outputs = (Spec("output_ids", INT32, (-1, -1)), Spec("sequence_length", INT32, (-1,)), *TOLD)
 
     async def rows(self, call: Call) -> list[Row]:
+        if any(spec.name in call.inputs for spec in LOOKAHEAD):
+            _note_lookahead()
         return [self._row(call, index) for index in range(call.rows)]
 
     def _row(self, call: Call, index: int) -> Row:
@@ -123,6 +138,8 @@ class Preprocessing(Model):
     outputs = (
         Spec("INPUT_ID", INT32, (-1,)),
         Spec("REQUEST_INPUT_LEN", INT32),
+        Spec("DECODER_INPUT_ID", INT32, (-1,)),
+        Spec("REQUEST_DECODER_INPUT_LEN", INT32),
         Spec("BAD_WORDS_IDS", INT32, (2, -1)),
         Spec("STOP_WORDS_IDS", INT32, (2, -1)),
         Spec("EMBEDDING_BIAS", FP32, (-1,)),
@@ -146,6 +163,8 @@ class Preprocessing(Model):
         found = [
             Tensor("INPUT_ID", INT32, call.shape(longest), ids),
             Tensor("REQUEST_INPUT_LEN", INT32, call.shape(1), [len(prompt) for prompt in prompts]),
+            Tensor("DECODER_INPUT_ID", INT32, call.shape(1), list(pads)),
+            Tensor("REQUEST_DECODER_INPUT_LEN", INT32, call.shape(1), [1] * call.rows),
             self._words(call, "BAD_WORDS_DICT", "BAD_WORDS_IDS"),
             self._words(call, "STOP_WORDS_DICT", "STOP_WORDS_IDS"),
             self._bias(call),
@@ -182,7 +201,8 @@ class Preprocessing(Model):
                 for word, weight in zip(words, weights, strict=True):
                     for token_id in self._tokenizer.encode(word, False):
                         row[token_id] += weight
-                elements += row
+                most = LARGEST[FP32]  # which a sum of weights may pass
+                elements += [max(-most, min(value, most)) for value in row]
         return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), elements)
 
 
@@ -216,6 +236,11 @@ class Postprocessing(Model):
 
         texts = await asyncio.to_thread(decoded) if len(tokens.elements) > AT_ONCE else decoded()
         yield Answer([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
+
+
+@cache
+def _note_lookahead() -> None:
+    logger.info("lookahead_window_size and its like are ignored: --speculative-config says how far ahead is guessed")
 
 
 def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core import Code, Failure
-from penstock.frontend.outputs import Position, RequestOutput
+from penstock.frontend.outputs import Logprob, Position, RequestOutput
+from penstock.frontend.turns import Turns
 from penstock.serve.status import STATUS
 
+T = TypeVar("T")
+
+PIECE = 32
+"""Positions whose log probabilities are told in one turn of the event loop."""
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 KINDS = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
+    Code.NOT_ALLOWED: "method_not_allowed_error",
     Code.OVERLOADED: "rate_limit_error",
     Code.UNAVAILABLE: "service_unavailable_error",
     Code.INTERNAL: "internal_error",
     Code.TIMEOUT: "timeout_error",
 }
-CODES = {Code.UNAUTHORIZED: "invalid_api_key", Code.OVERLOADED: "rate_limit_exceeded"}
+CODES = {
+    Code.UNAUTHORIZED: "invalid_api_key",
+    Code.OVERLOADED: "rate_limit_exceeded",
+    Code.TOO_LONG: "context_length_exceeded",
+}
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -65,6 +76,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+    """The same, as FastDeploy calls them."""
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
@@ -78,13 +91,13 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class Likely(msgspec.Struct, kw_only=True):
+class Likely(msgspec.Struct, kw_only=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, kw_only=True):
+class TokenLogprob(msgspec.Struct, kw_only=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]
@@ -124,17 +137,25 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
-    reasoning_content: str | UnsetType = UNSET
-    """The thought before it."""
+    reasoning: str | UnsetType | None = None
+    """The thought before it, under the name that vLLM has for it now, and under its older one."""
+    reasoning_content: str | UnsetType | None = None
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+    """Where FastDeploy's clients look for them."""
     refusal: None = None
 
 
-class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """Absent where there is none, as vLLM has it: its own clients add up what there is."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -163,6 +184,7 @@ class Chat(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
 
@@ -174,6 +196,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
 
@@ -241,6 +264,9 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 ANSWERS = (Completion, Chat, Embeddings, Scores, Models, Model, Tokenized, Detokenized, ErrorAnswer)
 
+OF_ALL = {"bad_word_ids": "bad_words_token_ids"}
+"""Fields of requests, by the names that the engine has for them."""
+OF_CHATS = OF_ALL | {"prompt": "messages"}
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
@@ -250,12 +276,34 @@ def event(answer: msgspec.Struct) -> bytes:
     return b"data: " + encode(answer) + b"\n\n"
 
 
+async def in_pieces(items: Sequence[T], make: Callable[[T], Any], turns: Turns) -> Any:
+    """A list of what is made of each item, ready to be encoded; one that is long is encoded a piece at a time, so that
+    others have their turns."""
+    if len(items) <= PIECE:
+        return list(map(make, items))
+    parts = []
+    for start in range(0, len(items), PIECE):
+        await turns.next()
+        parts.append(encode(list(map(make, items[start : start + PIECE])))[1:-1])
+    return joined(parts)
+
+
+def joined(parts: Sequence[bytes]) -> msgspec.Raw:
+    """A list of which each part has some elements, encoded."""
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
 def error_of(failure: Failure) -> ErrorAnswer:
     """A failure in OpenAI's shape."""
     no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
+    message = failure.message
+    if failure.code is Code.TOO_LONG:  # words that clients look for
+        longest = f"This model's maximum context length is {failure.limit:.0f} tokens."
+        told = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
+        message = f"{longest} {told} Please reduce the length of the {failure.field}."
     return ErrorAnswer(
         error=Error(
-            message=failure.message.encode("utf-8", "replace").decode(),
+            message=message.encode("utf-8", "replace").decode(),
             type=KINDS.get(failure.code, "invalid_request_error"),
             param=failure.field.encode("utf-8", "replace").decode() or None,
             code="model_not_found" if no_model else CODES.get(failure.code, STATUS[failure.code]),
@@ -279,15 +327,22 @@ def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
     )
 
 
-def prompt_logprobs_of(output: RequestOutput) -> list[dict[int, dict[str, Any]] | None] | UnsetType:
-    """As vLLM gives them; unset where they were not asked for."""
-    if output.prompt_logprobs is None:
-        return UNSET
-    return [None if position is None else _by_id(position) for position in output.prompt_logprobs]
+def token_of(token_id: int, told: Logprob, as_id: bool | None) -> str:
+    """What a token is called among log probabilities; not every token is text that JSON can have."""
+    return f"token_id:{token_id}" if as_id else told.decoded_token
 
 
-def _by_id(position: Position) -> dict[int, dict[str, Any]]:
-    return {
-        token_id: {"logprob": max(p.logprob, LEAST), "rank": p.rank, "decoded_token": p.decoded_token}
-        for token_id, p in position.items()
-    }
+async def prompt_logprobs_of(output: RequestOutput, turns: Turns) -> Any:
+    """As vLLM gives them, a list; unset where they were not asked for."""
+    return UNSET if output.prompt_logprobs is None else await in_pieces(output.prompt_logprobs, _by_id, turns)
+
+
+def _by_id(position: Position | None) -> dict[int, dict[str, Any]] | None:
+    return (
+        None
+        if position is None
+        else {
+            token_id: {"logprob": max(p.logprob, LEAST), "rank": p.rank, "decoded_token": p.decoded_token}
+            for token_id, p in position.items()
+        }
+    )

@@ -13,10 +13,11 @@ from penstock.serve.body import read_object
 from penstock.serve.record import Record
 from penstock.serve.reply import INTERNAL
 from penstock.serve.service import Service
+from penstock.serve.shape import renamed
 from penstock.serve.status import STATUS
 
 from . import chat, completions, embeddings
-from .answers import encode, error_of
+from .answers import OF_ALL, OF_CHATS, encode, error_of
 from .parse import parse
 from .schema import ChatRequest, CompletionRequest, EmbeddingRequest, Request
 
@@ -78,22 +79,24 @@ async def answer(service: Service, record: Record, url: str, body: bytes) -> tup
     except Exception:
         logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
         record.failure = INTERNAL
-    return STATUS[record.failure.code], encode(error_of(record.failure))
+    names = OF_CHATS if url == CHAT else OF_ALL
+    return STATUS[record.failure.code], encode(error_of(renamed(record.failure, names)))
 
 
 def _answering(
     service: Service, record: Record, url: str, body: bytes
 ) -> chat.Answering | completions.Answering | embeddings.EmbeddingAnswering:
     if url == CHAT:
-        asked = parse(read_object(body), ChatRequest)
+        asked = parse(read_object(body), ChatRequest, record.unknown)
         _refuse_stream(asked)
         return chat.Answering(service, record, asked, len(body))
     if url == COMPLETIONS:
-        wanted = parse(read_object(body), CompletionRequest)
+        wanted = parse(read_object(body), CompletionRequest, record.unknown)
         _refuse_stream(wanted)
         return completions.Answering(service, record, wanted)
     if url == EMBEDDINGS:
-        return embeddings.EmbeddingAnswering(service, record, parse(read_object(body), EmbeddingRequest))
+        texts = parse(read_object(body), EmbeddingRequest, record.unknown)
+        return embeddings.EmbeddingAnswering(service, record, texts)
     known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
     raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")
 

@@ -36,7 +36,9 @@ from .answers import (
     Usage,
     encode,
     event,
+    in_pieces,
     prompt_logprobs_of,
+    token_of,
     usage_of,
 )
 from .chat_prompt import ChatPrompt
@@ -56,9 +58,11 @@ class Answering:
         self._request = request
         preparer = service.gateway.preparer
         self._vocabulary = preparer.tokenizer.vocabulary
+        self._byte_lists: dict[int, list[int]] = {}
+        """Of the tokens that were told with their log probabilities."""
         self._adapter = service.adapter_of(request.model)
         self.sampling = chat_sampling(request, preparer.default_sampling())
-        self._prompt = ChatPrompt(service, request, size)
+        self._prompt = ChatPrompt(service, request, size, record.unknown)
         if (calls := calls_of(request, self._prompt.tools)) is not None:
             if self.sampling.guided_decoding:
                 raise invalid("tool_choice", "does not go with another form of the answer")
@@ -83,10 +87,10 @@ class Answering:
             id=self.id,
             created=self._created,
             model=self._adapter or self._service.name,
-            choices=[self.choice(made) for made in last.outputs],
+            choices=[await self.choice(made, last.prompt_token_ids) for made in last.outputs],
             usage=usage_of([last]),
         )
-        self._add_prompt(answer, last)
+        await self._add_prompt(answer, last)
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -95,7 +99,8 @@ class Answering:
         telling: dict[int, Telling] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
-                begins = not telling
+                begins, told = not telling, []
+                usage = usage_of([output]) if always else None if with_usage else UNSET
                 for made in output.outputs:
                     chunks = []
                     if made.index not in telling:
@@ -103,24 +108,32 @@ class Answering:
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
+                        if self._prompt.echoed:
+                            echoed = ChatDelta(content=self._prompt.echoed)
+                            chunks.append(ChunkChoice(index=made.index, delta=echoed))
                     chunks += self.new(made, telling[made.index])
                     for chunk in chunks:
                         if chunk.delta == ChatDelta():
                             chunk.delta.content = (
                                 ""  # as vLLM has it: documents print what comes, and none would be null
                             )
-                        usage = usage_of([output]) if always else None if with_usage else UNSET
+                        if self._request.return_token_ids:
+                            chunk.delta.completion_token_ids = chunk.token_ids
+                            if begins:
+                                chunk.delta.prompt_token_ids = output.prompt_token_ids
                         answer = self._chunk([chunk], usage)
                         if begins:
-                            self._add_prompt(answer, output)
-                        yield event(answer)
+                            await self._add_prompt(answer, output)
+                        told.append(event(answer))
                         begins = False
+                if told:
+                    yield b"".join(told)
         if with_usage:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
 
     def new(self, made: CompletionOutput, telling: Telling) -> list[ChunkChoice]:
-        """What a step brought to a sequence, in a chunk or none."""
+        """What a step brought to a sequence, in a chunk, none, or two."""
         piece = telling.progress.advance(made)
         if piece is None:
             return []
@@ -130,18 +143,23 @@ class Answering:
             chunk.logprobs = self._logprobs(piece.positions)
         if self._request.return_token_ids:
             chunk.token_ids = piece.token_ids
+        chunks = [chunk]
         if made.finished:
-            chunk.finish_reason, chunk.stop_reason = self._reason(made, telling.calls > 0), made.stop_reason
+            if news.calls:  # OpenAI's client does not tell the end of a call that begins in the chunk with the reason
+                chunks.append(ChunkChoice(index=made.index, delta=ChatDelta()))
+                chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
+            chunks[-1].finish_reason = self._reason(made, telling.calls > 0)
+            chunks[-1].stop_reason = made.stop_reason
         elif not news and chunk.logprobs is None and not self._request.return_token_ids:
             return []
-        return [chunk]
+        return chunks
 
-    def choice(self, made: CompletionOutput) -> ChatChoice:
+    async def choice(self, made: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
         read = self.message(made)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
-        message = ChatMessage(content=None if only_else else read.content)
+        message = ChatMessage(content=self._prompt.echoed or None if only_else else self._prompt.echoed + read.content)
         if read.reasoning_content:
-            message.reasoning_content = read.reasoning_content
+            message.reasoning = message.reasoning_content = read.reasoning_content
         if read.tool_calls:
             message.tool_calls = [_call(call) for call in read.tool_calls]
         choice = ChatChoice(
@@ -151,9 +169,12 @@ class Answering:
             stop_reason=made.stop_reason,
         )
         if made.logprobs is not None:
-            choice.logprobs = self._logprobs(made.logprobs)
+            turns = self._service.gateway.turns
+            await turns.next()
+            choice.logprobs = ChatLogprobs(content=await in_pieces(made.logprobs, self._position, turns))
         if self._request.return_token_ids:
-            choice.token_ids = made.token_ids
+            choice.token_ids = message.completion_token_ids = made.token_ids
+            message.prompt_token_ids = prompt_token_ids
         return choice
 
     def message(self, made: CompletionOutput) -> Message:
@@ -174,18 +195,24 @@ class Answering:
         model = self._adapter or self._service.name
         return ChatChunk(id=self.id, created=self._created, model=model, choices=choices, usage=usage)
 
-    def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
+    async def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
         """What was asked for of the prompt; in a stream its first chunk has it."""
-        answer.prompt_logprobs = prompt_logprobs_of(output)
+        answer.prompt_logprobs = await prompt_logprobs_of(output, self._service.gateway.turns)
         if self._request.return_token_ids:
             answer.prompt_token_ids = output.prompt_token_ids
+        if self._request.return_prompt_text:
+            answer.prompt_text = output.prompt
 
     def _logprobs(self, positions: list[Position]) -> ChatLogprobs:
         return ChatLogprobs(content=[self._position(position) for position in positions])
 
     def _position(self, position: Position) -> TokenLogprob:
+        as_ids = self._request.return_tokens_as_token_ids
         entries = [
-            (p.rank, Likely(token=p.decoded_token, logprob=max(p.logprob, LEAST), bytes=self._bytes(token_id)))
+            (
+                p.rank,
+                Likely(token=token_of(token_id, p, as_ids), logprob=max(p.logprob, LEAST), bytes=self._bytes(token_id)),
+            )
             for token_id, p in position.items()
         ]
         own, most = entries[0][1], self.sampling.logprobs or 0
@@ -193,13 +220,16 @@ class Answering:
         return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
 
     def _bytes(self, token_id: int) -> list[int]:
-        return list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
+        if (found := self._byte_lists.get(token_id)) is None:
+            found = list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
+            self._byte_lists[token_id] = found
+        return found
 
 
 def _delta(news: News) -> ChatDelta:
     delta = ChatDelta()
     if news.thought:
-        delta.reasoning_content = news.thought
+        delta.reasoning = delta.reasoning_content = news.thought
     if news.content:
         delta.content = news.content
     if news.calls:

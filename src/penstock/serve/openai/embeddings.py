@@ -16,12 +16,14 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
 from penstock.frontend.outputs import RequestOutput, cosine, floats_of
 from penstock.frontend.prompts import VOID, Prompt
+from penstock.serve.body import given
 from penstock.serve.generation import generate, together
 from penstock.serve.record import Record
 from penstock.serve.service import Service
 
 from .answers import Embedding, Embeddings, EmbeddingUsage, PairScore, Scores, encode
-from .schema import MOST_PROMPTS, EmbeddingRequest, ScoreRequest
+from .parse import truncated
+from .schema import MOST_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
 
 
 class _Answering:
@@ -32,6 +34,7 @@ class _Answering:
     def __init__(self, service: Service, record: Record, request: EmbeddingRequest | ScoreRequest) -> None:
         self._service = service
         self._record = record
+        self._request = request
         self._options = {
             "priority": request.priority or 0,
             "cache_salt": request.cache_salt or "",
@@ -56,9 +59,11 @@ class _Answering:
     async def _vector(self, field: str, prompt: Prompt, size: int) -> AsyncGenerator[RequestOutput, None]:
         """One of them; texts of such a size together are not encoded one after the other in one go."""
         try:
-            if isinstance(prompt, str) and (not self._special or size > AT_ONCE):
+            cut = self._request.truncate_prompt_tokens is not None
+            if cut or (isinstance(prompt, str) and (not self._special or size > AT_ONCE)):
                 token_ids = await self._service.gateway.encode(prompt, self._special, size)
-                prompt = {"prompt": prompt, "prompt_token_ids": token_ids}
+                most = self._service.gateway.engine.check().max_model_len
+                prompt = {"prompt_token_ids": truncated(token_ids, self._request, most, "right")}
             stream = generate(self._service, self._record, prompt, VOID, pooling=self._pooling, **self._options)
             async with aclosing(stream) as outputs:
                 async for output in outputs:
@@ -68,7 +73,7 @@ class _Answering:
             if failure.field != "prompt":
                 raise
             words = failure.message.removeprefix("prompt: ")
-            raise PenstockError(failure.code, f"{field}: {words}", field, failure.limit) from error
+            raise PenstockError(failure.code, f"{field}: {words}", field, failure.limit, failure.value) from error
 
 
 class EmbeddingAnswering(_Answering):
@@ -76,10 +81,12 @@ class EmbeddingAnswering(_Answering):
 
     def __init__(self, service: Service, record: Record, request: EmbeddingRequest) -> None:
         super().__init__(service, record, request)
-        self._request = request
+        self._as_text = request.encoding_format == "base64"
         self._prompts = _inputs(request)
         if request.dimensions is not None:
             self._pooling = msgspec.structs.replace(self._pooling, dimensions=request.dimensions)
+        if request.normalize is not None:
+            self._pooling = msgspec.structs.replace(self._pooling, normalize=request.normalize)
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         outputs = await self._vectors([("input", prompt) for prompt in self._prompts])
@@ -96,7 +103,7 @@ class EmbeddingAnswering(_Answering):
         return encode(answer)
 
     def _told(self, output: RequestOutput) -> list[float] | str:
-        if self._request.encoding_format == "base64":
+        if self._as_text:
             return base64.b64encode(output.embedding or b"").decode()
         return floats_of(output)
 
@@ -106,15 +113,17 @@ class ScoreAnswering(_Answering):
 
     def __init__(self, service: Service, record: Record, request: ScoreRequest) -> None:
         super().__init__(service, record, request)
+        self._names = _sides(request)
+        first, second = self._names
         self._first, self._second = (
-            [text] if isinstance(text, str) else text for text in (request.text_1, request.text_2)
+            [text] if isinstance(text := given(getattr(request, name), name), str) else text for name in self._names
         )
         if len(self._first) not in (1, len(self._second)):
-            words = f"{len(self._second)} texts for {len(self._first)} of text_1; one of those, or as many, will do"
-            raise invalid("text_2", words, len(self._first))
+            words = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
+            raise invalid(second, words, len(self._first))
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
-        texts = {"text_1": self._first, "text_2": self._second}
+        texts = dict(zip(self._names, (self._first, self._second), strict=True))
         outputs = await self._vectors([(field, text) for field, some in texts.items() for text in some])
         yield await asyncio.to_thread(self._answer, outputs)
 
@@ -132,6 +141,18 @@ class ScoreAnswering(_Answering):
             usage=_usage(outputs),
         )
         return encode(answer)
+
+
+def _sides(request: ScoreRequest) -> tuple[str, str]:
+    """The names of both sides.
+
+    Raises ``PenstockError`` (``invalid``) where there are more than two.
+    """
+    named = {name for sides in SIDES for name in sides if getattr(request, name) is not None}
+    found = next((sides for sides in SIDES if named.issubset(sides)), None)
+    if found is None:
+        raise invalid(max(named), "give text_1 and text_2, or queries and documents, and no others")
+    return found
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> EmbeddingUsage:

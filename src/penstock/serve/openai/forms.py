@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
-from penstock.core.guided import check_schema
+from penstock.core.guided import as_json, check_schema, closed
 from penstock.text import Form, forced_calls
 
 from .schema import ChatRequest, NamedTool, Request, ResponseFormat
@@ -49,6 +50,8 @@ def calls_of(request: ChatRequest, form: Form | None) -> GuidedDecodingParams | 
     known = {}
     for i, tool in enumerate(request.tools or ()):
         parameters = {"type": "object"} | (tool.function.parameters or {})
+        if tool.function.strict:
+            parameters = _closed(f"tools[{i}].function.parameters", {"properties": {}} | parameters)
         if parameters["type"] != "object":
             raise invalid(f"tools[{i}].function.parameters.type", "must be object where a call is forced")
         if tool.function.name in known:
@@ -70,7 +73,11 @@ def _structured(request: Request) -> dict[str, Any]:
     form = request.structured_outputs
     if form is None:
         return {}
-    return {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
+    given = {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
+    if given.pop("disable_additional_properties", False) and form.json is not None:
+        field = "structured_outputs.json"
+        given["json"] = _closed(field, json.loads(as_json(field, form.json)), strict=False)
+    return given
 
 
 def _format(request: Request) -> dict[str, Any]:
@@ -86,4 +93,14 @@ def _format(request: Request) -> dict[str, Any]:
         raise invalid("response_format.json_schema", "is missing")
     if form.json_schema.schema is None:
         return {"json_object": True}
-    return {"json": form.json_schema.schema}
+    schema = form.json_schema.schema
+    return {"json": _closed("response_format.json_schema.schema", schema) if form.json_schema.strict else schema}
+
+
+def _closed(field: str, schema: Any, strict: bool = True) -> Any:
+    """A schema whose objects have no properties that it does not list, and all that it does where it is ``strict``, as
+    OpenAI demands it. Raises ``PenstockError`` (``invalid``) where it is too deep."""
+    try:
+        return closed(schema, strict)
+    except RecursionError as error:
+        raise invalid(field, "is nested too deeply") from error

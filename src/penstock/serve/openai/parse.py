@@ -10,40 +10,52 @@ import msgspec
 
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
-from penstock.core.settings import nearest
 from penstock.serve.body import convert
+from penstock.serve.unknown import Unknown
 
 from .forms import form_of
-from .schema import NOT_YET, ROLES, ChatRequest, CompletionRequest, Message, Request, TokenizeRequest
+from .schema import (
+    NOT_YET,
+    ROLES,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Request,
+    TokenizeRequest,
+    Truncated,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 SAME = (
     "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
     "frequency_penalty repetition_penalty seed logit_bias allowed_token_ids bad_words min_tokens stop "
-    "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens prompt_logprobs"
+    "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens prompt_logprobs "
+    "temp_scaled_logprobs top_p_normalized_logprobs"
 ).split()
 """Fields that sampling parameters have under the same name."""
+ONLY_CHATS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
 
 
-def parse(found: dict[str, Any], schema: type[T]) -> T:
+def parse(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
     """A request from its JSON, of which nothing else is left.
 
-    Raises ``PenstockError``: ``unsupported`` for fields that are not there yet, ``invalid`` for unknown ones, with the
-    nearest known name, and for values of a wrong type.
+    Args:
+        unknown: told of fields that nobody knows.
+
+    Raises ``PenstockError``: ``unsupported`` for fields that are not there yet, ``invalid`` for those of other requests
+    and for values of a wrong type, and for unknown fields where requests are read strictly.
     """
-    known = schema.__struct_fields__
-    for name in [name for name in found if name not in known]:
+    elsewhere = ONLY_CHATS if schema is CompletionRequest else frozenset()
+    not_yet = next((fields for kind, fields in NOT_YET.items() if issubclass(schema, kind)), {})
+    for name in (not_yet.keys() | elsewhere).difference(schema.__struct_fields__).intersection(found):
         value = found.pop(name)
-        if schema is CompletionRequest and name in ChatRequest.__struct_fields__:
-            if value is not None:
-                raise invalid(name, "goes with chats only")
+        if value is None or value in not_yet.get(name, ()):
             continue
-        if name not in NOT_YET:
-            raise invalid(name[:100], f"no such field{nearest(name[:100], (*known, *NOT_YET))}")
-        if value is not None and value not in NOT_YET[name]:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported yet", name)
-    return convert(found, schema)
+        if name in elsewhere:
+            raise invalid(name, "goes with chats only")
+        raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported yet", name)
+    return convert(found, schema, unknown)
 
 
 def sampling_of(request: Request, defaults: SamplingParams, **own: Any) -> SamplingParams:
@@ -52,10 +64,15 @@ def sampling_of(request: Request, defaults: SamplingParams, **own: Any) -> Sampl
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         if name in given:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+    if request.bad_words_token_ids is not None:
+        words = request.bad_words_token_ids
+        given["bad_word_ids"] = tuple((word,) if isinstance(word, int) else tuple(word) for word in words)
     if (form := form_of(request)) is not None:
         given["guided_decoding"] = form
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "goes with stream only")
+    if given.get("top_p") == 0:
+        given |= {"top_p": 1.0, "top_k": 1}
     if request.use_beam_search:  # whose makers had sampling in mind
         defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **own)
@@ -68,7 +85,15 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
         raise invalid("max_completion_tokens", "differs from max_tokens; give one of them")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "goes with logprobs only")
-    own = {"max_tokens": both.pop() if both else None, "reasoning_max_tokens": request.reasoning_max_tokens}
+    budgets = {value for value in (request.reasoning_max_tokens, request.thinking_token_budget) if value is not None}
+    if len(budgets) > 1:
+        raise invalid("thinking_token_budget", "differs from reasoning_max_tokens; give one of them")
+    budget = budgets.pop() if budgets else -1
+    own = {
+        "max_tokens": both.pop() if both else None,
+        "reasoning_max_tokens": budget if budget >= 0 else None,
+        "response_max_tokens": request.response_max_tokens,
+    }
     return sampling_of(request, defaults, **own, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
 
 
@@ -77,15 +102,32 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingParams) ->
 
     Raises ``PenstockError`` (``invalid``) for values that do not go together.
     """
-    max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    if max_tokens == 0 and not request.echo:
+    if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "must be at least 1, or 0 with echo", 1)
-    own: dict[str, Any] = {"max_tokens": max(max_tokens, 1), "logprobs": request.logprobs}
+    own: dict[str, Any] = {"logprobs": request.logprobs}
+    if request.max_tokens is not None:
+        own["max_tokens"] = max(request.max_tokens, 1)
     if request.echo and request.logprobs is not None:
         if request.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "logprobs with echo gives them already")
         own["prompt_logprobs"] = request.logprobs
     return sampling_of(request, defaults, **own)
+
+
+def truncated(token_ids: list[int], request: Truncated, most: int, side: str = "left") -> list[int]:
+    """A prompt cut to the length that its request asks for.
+
+    Args:
+        most: the longest that there is room for, which -1 asks for.
+        side: what is cut where the request does not say: the beginning or the end (``right``).
+    """
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return token_ids
+    if wanted == 0:
+        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room for", 1)
+    most = max(most, 1) if wanted == -1 else wanted
+    return token_ids[:most] if (request.truncation_side or side) == "right" else token_ids[-most:]
 
 
 def template_options(request: ChatRequest | TokenizeRequest, calls_tools: bool) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,17 +13,20 @@ from penstock.core import Failure, SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.body import read_object
 from penstock.serve.control import DEFAULT_NAME
+from penstock.serve.described import WORDS, operation, reference
 from penstock.serve.record import record_of
 from penstock.serve.reply import Reply
 from penstock.serve.service import Service
 from penstock.serve.services import Services
-from penstock.serve.shape import Shape
+from penstock.serve.shape import Shape, renamed
 from penstock.serve.shared import Dialect
 
 from . import chat, completions, embeddings
 from .answers import (
     ANSWERS,
     DONE,
+    OF_ALL,
+    OF_CHATS,
     Chat,
     Completion,
     Detokenized,
@@ -47,31 +50,32 @@ from .schema import (
     LoadAdapterRequest,
     ScoreRequest,
     TokenizeRequest,
+    Truncated,
     UnloadAdapterRequest,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
-REF = "#/components/schemas/{name}"
-FAILURES = {
-    "400": "the request is wrong, or asks for what is not there yet",
-    "401": "an API key is missing or wrong",
-    "404": "the model is not here",
-    "408": "the request took too long",
-    "413": "the body is too large",
-    "429": "too many requests wait; try again soon",
-    "503": "the engine is starting or stopping; try again soon",
-}
 
 
 class OpenAIShape(Shape):
+    """How a request is told that it failed.
+
+    Args:
+        names: of its fields, by those that the engine knows.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(failure))
+        return encode(error_of(renamed(failure, self._names)))
 
     def late_error(self, failure: Failure) -> bytes:
-        return event(error_of(failure)) + DONE
+        return event(error_of(renamed(failure, self._names))) + DONE
 
 
-SHAPE = OpenAIShape()
+SHAPE = OpenAIShape(OF_ALL)
+CHAT_SHAPE = OpenAIShape(OF_CHATS)
 
 
 class Json(Response):
@@ -98,27 +102,36 @@ class OpenAI(Dialect):
         return True
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = _parse(self._services, found, CompletionRequest)
+        record = record_of(request.scope)
+        if found.get("prompt_token_ids"):
+            found.setdefault("prompt", "")  # which nobody looks at then
+        wanted = _parse(self._services, found, CompletionRequest, request)
         service = self._services.find(wanted.model)
-        answering = completions.Answering(service, record_of(request.scope), wanted)
+        answering = completions.Answering(service, record, wanted)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
         return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        wanted = _parse(self._services, found, ChatRequest)
+        record = record_of(request.scope)
+        record.shape = CHAT_SHAPE
+        wanted = _parse(self._services, found, ChatRequest, request)
         service = self._services.find(wanted.model)
-        answering = chat.Answering(service, record_of(request.scope), wanted, size)
+        answering = chat.Answering(service, record, wanted, size)
         self._check(answering.sampling)
         streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        return Reply(service, answering.stream() if streamed else answering.whole(), CHAT_SHAPE, streamed)
 
 
-def _parse(services: Services, found: dict[str, Any], schema: type[T]) -> T:
-    """As ``parse``, where the model may have to be named."""
+def _parse(services: Services, found: dict[str, Any], schema: type[T], request: Request) -> T:
+    """As ``parse``, where the model may have to be named, and the request may have a name, too."""
     if services.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
         raise invalid("model", f"is missing; it is {' or '.join(service.name for service in services)}")
-    return parse(found, schema)
+    record = record_of(request.scope)
+    wanted = parse(found, schema, record.unknown)
+    if isinstance(wanted, Truncated) and wanted.request_id and record.request_id != request.headers.get("x-request-id"):
+        record.request_id = wanted.request_id
+    return wanted
 
 
 def add_routes(app: FastAPI, services: Services) -> None:
@@ -126,7 +139,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
         body = await services.read(request)
-        return _parse(services, read_object(body), schema), len(body)
+        return _parse(services, read_object(body), schema, request), len(body)
 
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)
@@ -224,24 +237,15 @@ def shared_paths() -> dict[str, dict[str, Any]]:
     }
 
 
-def components() -> dict[str, Any]:
-    """Schemas of all requests and answers."""
-    _, found = msgspec.json.schema_components([*REQUESTS, *ANSWERS], ref_template=REF)
-    return found
+SCHEMAS = (*REQUESTS, *ANSWERS)
 
 
 def _described(answer: type | None, request: type | None = None) -> dict[str, Any]:
     """An operation, for the OpenAPI document; without ``answer`` it says in words that all is well."""
-
-    def content(schema: type) -> dict[str, Any]:
-        return {"application/json": {"schema": {"$ref": REF.format(name=schema.__name__)}}}
-
-    words = {"text/plain": {"schema": {"type": "string"}}}
-    answers: dict[str, Any] = {"200": {"description": "the answer", "content": content(answer) if answer else words}}
-    if request in (CompletionRequest, ChatRequest):
-        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    failures = {code: {"description": words, "content": content(ErrorAnswer)} for code, words in FAILURES.items()}
-    described: dict[str, Any] = {"responses": answers | failures}
-    if request:
-        described["requestBody"] = {"required": True, "content": content(request)}
+    streamed = request in (CompletionRequest, ChatRequest)
+    told = reference(answer) if answer else None
+    asked = reference(request) if request else None
+    described = operation(told, reference(ErrorAnswer), asked, streamed)
+    if answer is None:
+        described["responses"]["200"]["content"] = {"text/plain": {"schema": WORDS}}
     return described

@@ -9,11 +9,13 @@ import msgspec
 from penstock.core.sampling import MOST_LOGPROBS, MOST_SEQUENCES
 
 Number = float
-Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""-1 is a random one."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Words = Annotated[str, msgspec.Meta(min_length=1)]
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 """Letters, digits and a few marks, as models' forms of calls have no room for others."""
 
@@ -52,10 +54,23 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    """Objects have no properties but those that the schema lists."""
     whitespace_pattern: str | None = None
 
 
-class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Truncated(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all requests with a prompt have in common."""
+
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Of the prompt, only so many tokens; -1 is as many as there is room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """What is cut off: the beginning, as it is by default of what is gone on with, or the end, as of embeddings."""
+    request_id: Annotated[str, msgspec.Meta(pattern=REQUEST_ID)] | None = None
+    """What the answer's id ends with, and the log and the header X-Request-Id call the request."""
+
+
+class Request(Truncated, kw_only=True, forbid_unknown_fields=True):
     """What all requests that generate have in common. A field that is null is one that is not given."""
 
     model: str | None = None
@@ -72,7 +87,8 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
     """0 is greedy."""
-    top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+    """0 takes the likeliest token."""
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     """0 or -1 is all."""
     min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
@@ -83,6 +99,8 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[TokenId, Annotated[Number, msgspec.Meta(ge=-100, le=100)]] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: list[Words] | None = None
+    bad_words_token_ids: list[TokenId | TokenIds] | None = None
+    """Tokens, or sequences of them, that must not come out."""
 
     min_tokens: Count | None = None
     stop: Words | list[Words] | None = None
@@ -108,11 +126,17 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     """The newer name of all these."""
 
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """Of the prompt, only so many of its last tokens."""
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Call tokens among log probabilities token_id:ID."""
+    temp_scaled_logprobs: bool | None = None
+    """FastDeploy's: log probabilities at the temperature that was asked for."""
+    top_p_normalized_logprobs: bool | None = None
+    """FastDeploy's: log probabilities among the tokens that top_p leaves."""
     return_token_ids: bool | None = None
     """Give the ids of prompt and answer, too."""
+    max_streaming_response_tokens: Count | None = None
+    """FastDeploy's: choices that a chunk may have at most; here it has one."""
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Lower runs first, where the server's scheduling_policy is priority."""
     cache_salt: str | None = None
@@ -121,7 +145,7 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Any = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -149,6 +173,8 @@ class CompletionRequest(Request, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(extra_json_schema={"anyOf": PROMPTS}),
     ]
     """One or several texts, or lists of token ids."""
+    prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
+    """FastDeploy's: taken in place of prompt."""
     max_tokens: Count | None = None
     """16 by default; 0 goes with echo."""
     echo: bool | None = None
@@ -157,7 +183,7 @@ class CompletionRequest(Request, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
 
 
-class PoolingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PoolingRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     """What requests for vectors have in common. A field that is null is one that is not given."""
 
     model: str | None = None
@@ -180,16 +206,27 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     """Numbers, or float32 in base64."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """Keep so many of a vector's first numbers, before it is normalized."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; by default as the checkpoint says."""
 
 
 Texts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Pairs, or one text and several."""
+    """Pairs, or one text and several, under one of the names that there are for both sides."""
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    """With queries, too."""
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 class Part(msgspec.Struct):
@@ -266,16 +303,28 @@ class ChatRequest(Request, kw_only=True, forbid_unknown_fields=True):
     """Whether the answer has the model's thought, which it has by default."""
     reasoning_max_tokens: Count | None = None
     """Tokens after which the thought is made to end."""
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """The same, as vLLM calls it; -1 is any."""
+    response_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """FastDeploy's: tokens of the answer that follows the thought."""
+    return_prompt_text: bool | None = None
+    """Give the prompt as the chat template writes it, too."""
+    disable_chat_template: bool | None = None
+    """FastDeploy's: the first message's text is the prompt, as it is."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template (enable_thinking …)."""
     chat_template: Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE)] | None = None
     """Used in place of the model's, where the server does so (trust_request_chat_template)."""
     documents: list[dict[str, Any]] | None = None
     """Passed to the chat template, if it reads them."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Likewise."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
+    """Begin the answer with the last message, where both are of the same role."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's own, besides those that the chat template writes."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -324,18 +373,52 @@ REQUESTS = (
     UnloadAdapterRequest,
 )
 
-NOT_YET: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_decoding_backend": (),
-    "logits_processors": (),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
+NOT_YET: dict[type, dict[str, tuple[Any, ...]]] = {
+    Request: {
+        "audio": (),
+        "collect_metrics": (False,),
+        "completion_token_ids": ([],),
+        "disaggregate_info": ({},),
+        "ec_transfer_params": ({},),
+        "function_call": ("none",),
+        "functions": ([],),
+        "guided_decoding_backend": (),
+        "include_draft_logprobs": (False,),
+        "include_logprobs_decode_token": (True,),
+        "kv_transfer_params": ({},),
+        "logits_processors": (),
+        "logits_processors_args": ({},),
+        "media_io_kwargs": ({},),
+        "mm_hashes": ([],),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "prediction": (),
+        "prompt_embeds": (),
+        "repetition_detection": (),
+        "return_assistant_tokens_mask": (False, True),  # vLLM's /render paths alone read this one
+        "return_token_offsets": (False, True),  # and this
+        "suffix": ("", {}),
+        "thinking_token_budget": (-1,),
+        "trace_context": ("",),
+        "vllm_xargs": ({},),
+        "web_search_options": (),
+    },
+    PoolingRequest: {
+        "additional_data": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "instruction": ("",),
+        "max_tokens_per_doc": (0,),
+        "max_tokens_per_query": (0,),
+        "messages": (),
+        "mm_processor_kwargs": ({},),
+        "use_activation": (),
+    },
+    TokenizeRequest: {
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    },
 }
-"""Fields that other servers know and this one does not yet, with the values that ask for nothing."""
+"""By kind of request: fields that other servers know and this one does not yet, each with the values that ask for
+nothing."""

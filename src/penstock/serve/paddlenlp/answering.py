@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -39,7 +40,13 @@ class Answering:
         self._size = size
         self._sampling = sampling_of(request)
         self._messages = messages_of(request.messages or [])
+        has_template = bool(service.gateway.preparer.tokenizer.template_source)
+        if request.text is not None and service.options.template_text and has_template:
+            self._messages = [{"role": "user", "content": request.text}]
         if request.system is not None:
+            if not self._messages:
+                given = "input_ids" if request.text is None else "text that is not put into the chat template"
+                raise invalid("system", f"does not go with {given}")
             self._messages.insert(0, {"role": "system", "content": request.system})
         self._adapter = request.model if request.model in service.gateway.engine.adapters else None
         self._req_id = request.req_id or uuid4().hex
@@ -80,25 +87,38 @@ class Answering:
         yield encode(Whole(req_id=self._req_id, tokens_all=text, result=text, usage=piece.usage))
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        prompt = await self._prompt()
-        options: dict[str, Any] = {"external_id": self._req_id, "adapter": self._adapter or ""}
-        patience = asked(self._request, "timeout") or PATIENCE
-        async with aclosing(generate(self._service, self._record, prompt, self._sampling, **options)) as outputs:
+        """Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has waited too long for a
+        piece of a stream or, where the request says how long, for an answer that comes in one piece.
+        """
+        request, timeout = self._request, asked(self._request, "timeout")
+        in_pieces = request.stream and not request.return_all_tokens and not self._service.options.disable_streaming
+        limit = timeout or PATIENCE
+        deadline = self._record.begun + limit
+        async with aclosing(self._generated()) as outputs:
             while True:
                 try:
-                    async with asyncio.timeout(patience):
+                    async with asyncio.timeout(deadline - time.monotonic()):
                         output = await anext(outputs, None)
                 except TimeoutError as error:
-                    words = f"timeout: nothing came for {patience:g} seconds"
-                    raise PenstockError(Code.TIMEOUT, words, "timeout", patience) from error
+                    words = f"timeout: nothing came for {limit:g} seconds"
+                    raise PenstockError(Code.TIMEOUT, words, "timeout", limit) from error
                 if output is None:
                     return
+                yield output
+                if in_pieces or timeout is None:
+                    deadline = time.monotonic() + limit
+
+    async def _generated(self) -> AsyncGenerator[RequestOutput, None]:
+        prompt = await self._prompt()
+        options: dict[str, Any] = {"external_id": self._req_id, "adapter": self._adapter or ""}
+        async with aclosing(generate(self._service, self._record, prompt, self._sampling, **options)) as outputs:
+            async for output in outputs:
                 yield output
 
     async def _prompt(self) -> Prompt:
         """In token ids, which together with the longest answer have room in the context."""
         request, gateway = self._request, self._service.gateway
-        if request.messages is not None:
+        if self._messages:
             prompt = await gateway.conversation(self._messages, self._size, {})
         elif request.text is not None:
             prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}

@@ -74,6 +74,8 @@ class PaddleNLPShape(Shape):
         names: its fields, by the names under which the engine knows them.
     """
 
+    dialect = "paddlenlp"
+
     def __init__(self, req_id: str = "", names: Mapping[str, str] | None = None) -> None:
         self._req_id = req_id
         self._names = names or {}

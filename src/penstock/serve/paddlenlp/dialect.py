@@ -14,15 +14,18 @@ from penstock.serve.shared import Dialect
 
 from .answering import Answering
 from .answers import PaddleNLPShape
-from .schema import OWN, names_of, parse
+from .schema import DECISIVE, OWN, names_of, parse
 
 NAME = "paddlenlp"
 """Of the profile."""
+PROMPTS = frozenset(("prompt", "prompt_token_ids"))
+"""Of OpenAI's completions."""
 
 
 class PaddleNLP(Dialect):
-    """Spoken where a request has a field that only PaddleNLP has; under its profile also where it names no model, which
-    OpenAI's clients do. It has no ``prompt``: a request with one is OpenAI's, whatever else is wrong with it."""
+    """Spoken where a request has a field that only PaddleNLP has, and not all that OpenAI's have: a prompt, or messages
+    and a model. So whatever an OpenAI client adds, it gets an answer that it can read. Under PaddleNLP's profile a
+    request that names no model is PaddleNLP's, too."""
 
     shape = PaddleNLPShape()
 
@@ -31,13 +34,15 @@ class PaddleNLP(Dialect):
         self._preferred = services.options.compat == NAME
 
     def speaks(self, request: HttpRequest, found: dict[str, Any]) -> bool:
-        own = not OWN.isdisjoint(found) or (self._preferred and "model" not in found)
-        return own and "prompt" not in found
+        if not PROMPTS.isdisjoint(found) or found.keys() >= {"model", "messages"}:
+            return False
+        own = DECISIVE if "messages" in found else OWN
+        return not own.isdisjoint(found) or (self._preferred and "model" not in found)
 
     def completion(self, request: HttpRequest, found: dict[str, Any], size: int) -> Response:
         record, named = record_of(request.scope), found.get("req_id")
         shape = record.shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
-        wanted = parse(found)
+        wanted = parse(found, record.unknown)
         service = self._services.find_or_first(wanted.model)
         answering = Answering(service, record, wanted, size)
         streamed = bool(wanted.stream)

@@ -43,7 +43,7 @@ class OverGrpc(Model):
             found = _one(raw)
             named = found.get("req_id")
             shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
-            request = parse(found)
+            request = parse(found, call.record.unknown)
             if not call.streamed:
                 request.return_all_tokens = True
             service = self._services.find_or_first(request.model)

@@ -10,6 +10,7 @@ from penstock.core import SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.body import convert
 from penstock.serve.openai.schema import ChatRequest, CompletionRequest, Message, Seed, TokenId, TokenIds, Words
+from penstock.serve.unknown import Unknown
 
 Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -23,7 +24,8 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     """An adapter; any other name is the model that is served."""
     text: Words | None = None
-    """What is gone on with, as it is. There is this, or messages, or input_ids."""
+    """One user turn, rendered by the chat template (or continued as it is: option ``template_text``, or a model without
+    a template). A request has this, or messages, or input_ids."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
     input_ids: TokenIds | None = None
     system: str | None = None
@@ -51,7 +53,8 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     stream: bool | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Seconds in which something must come, first and again; 300 by default."""
+    """Seconds in which each piece of a stream must come, or all of an answer in one piece. By default 300 seconds in
+    which another token must be made."""
     response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """The same, as PaddleNLP's own client calls it over gRPC."""
     return_usage: bool | None = None
@@ -63,6 +66,10 @@ OWN = frozenset(Request.__struct_fields__).difference(
     CompletionRequest.__struct_fields__, ChatRequest.__struct_fields__
 )
 """Fields that only this dialect has."""
+DECISIVE = OWN.difference(
+    ("text", "input_ids", "system", "timeout", "response_timeout", "eos_token_ids", "return_usage")
+)
+"""Of these, those that nobody else would send with messages."""
 SAME = {
     "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
     "topp": ("topp", "top_p"),
@@ -86,20 +93,21 @@ THEIRS = {
 PATIENCE = 300.0
 
 
-def parse(found: dict[str, Any]) -> Request:
+def parse(found: dict[str, Any], unknown: Unknown) -> Request:
     """A request from its JSON.
 
-    Raises ``PenstockError`` (``invalid``) for unknown fields, with the nearest known name, values of a wrong type or
-    that are out of bounds, and for what does not go together.
+    Args:
+        unknown: told of fields that nobody knows.
+
+    Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
+    together, and for unknown fields where requests are read strictly.
     """
-    request = convert(found, Request)
+    request = convert(found, Request, unknown)
     given = [name for name in PROMPTS if getattr(request, name) is not None]
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")
     if len(given) > 1:
         raise invalid(given[1], f"does not go with {given[0]}")
-    if request.system is not None and request.messages is None:
-        raise invalid("system", f"goes with messages only, not with {given[0]}")
     for names in SAME.values():
         given = [name for name in names if getattr(request, name) is not None]
         if len(given) > 1:

@@ -11,6 +11,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.body import check_supported, convert, given
 from penstock.serve.openai.schema import ROLES, ChatRequest
+from penstock.serve.unknown import Unknown
 
 from .schema import NOT_HERE, Counted, Format, Item, NamedTool, Part, ResponsesRequest, Tool
 
@@ -20,10 +21,10 @@ SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt pri
 """Fields that chats have under the same name."""
 
 
-def read(found: dict[str, Any], schema: type[T]) -> T:
+def read(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
     """Raises ``PenstockError``: ``unsupported`` for what is not here, ``invalid`` for what is wrong."""
     check_supported(found, NOT_HERE)
-    return convert(found, schema)
+    return convert(found, schema, unknown)
 
 
 def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
@@ -45,7 +46,8 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
         found["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
     else:
         found["tool_choice"] = request.tool_choice
-    if request.text and request.text.format:
+    called = found["tool_choice"] not in (None, "auto", "none")  # then there is no text, which could have a form
+    if request.text and request.text.format and not called:
         found["response_format"] = _format(request.text.format)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning and (effort := request.reasoning.effort):

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.body import read_object
-from penstock.serve.openai.answers import encode, error_of
+from penstock.serve.described import OBJECT, operation, reference
+from penstock.serve.openai.answers import ErrorAnswer, encode, error_of
 from penstock.serve.openai.chat import Answering as Chatting
 from penstock.serve.openai.chat_prompt import count_tokens
 from penstock.serve.record import Record, record_of
@@ -28,6 +29,9 @@ from .answers import Events, Items, usage_of
 from .parse import chat_of, read
 from .schema import Counted, ResponsesRequest
 
+SCHEMAS = (ResponsesRequest, Counted)
+PREFIX = "responses."
+"""Of these schemas' names in the OpenAPI document."""
 NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of responses, by the names that they have in chats."""
 
@@ -39,6 +43,8 @@ class ResponsesShape(Shape):
         names: of its fields, by those that chats have.
         events: those of its stream, which an error goes on with.
     """
+
+    dialect = "responses"
 
     def __init__(self, names: Mapping[str, str], events: Events) -> None:
         self._names = names
@@ -136,7 +142,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def create_response(request: Request) -> Response:
         body = await services.read(request)
         record, events = record_of(request.scope), Events()
-        wanted = read(read_object(body), ResponsesRequest)
+        wanted = read(read_object(body), ResponsesRequest, record.unknown)
         shape = record.shape = ResponsesShape(NAMES, events)
         service = services.find(wanted.model)
         answering = Answering(service, record, wanted, len(body), events)
@@ -145,13 +151,18 @@ def add_routes(app: FastAPI, services: Services) -> None:
 
     async def count_input_tokens(request: Request) -> Response:
         body = await services.read(request)
-        wanted = read(read_object(body), Counted)
+        unknown = record_of(request.scope).unknown
+        wanted = read(read_object(body), Counted, unknown)
         service = services.find(wanted.model)
-        count = await count_tokens(service, chat_of(wanted, service.template_variables), len(body))
+        count = await count_tokens(service, chat_of(wanted, service.template_variables), len(body), unknown)
         return Response(
             encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"
         )
 
-    paths = {"/v1/responses": create_response, "/v1/responses/input_tokens": count_input_tokens}
-    for path, endpoint in paths.items():
-        app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False, response_class=Response)
+    for path, endpoint, asked in (
+        ("/v1/responses", create_response, ResponsesRequest),
+        ("/v1/responses/input_tokens", count_input_tokens, Counted),
+    ):
+        wanted = reference(asked, PREFIX)
+        described = operation(OBJECT, reference(ErrorAnswer), wanted, streamed=asked is ResponsesRequest)
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)

@@ -93,7 +93,7 @@ class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, msgspec.Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
 
     store: bool | None = None
     background: bool | None = None

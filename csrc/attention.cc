@@ -1,0 +1,18 @@
+// Attention of one instruction set, and what it reads.
+
+#include "attention.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+void store(const Store& a, int64_t token) {
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { store_token<T, K>(a, token); });
+}
+
+void attention(const Attention& a, int64_t task) {
+  const TileUse tiles;
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { attention_task<T, K>(a, task); });
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

@@ -1,0 +1,238 @@
+// How rows are multiplied with a panel: `multiply_format` for the formats that a file instantiates it for.
+
+#pragma once
+
+#include "product.h"
+
+namespace penstock {
+namespace PENSTOCK_ISA {
+
+constexpr int64_t kPiece = 12288;      // bytes for each of up to 8 tiles
+constexpr int64_t kNarrowPiece = 65536;  // where tiles are narrow: a quarter of it, which is what a tile reads, stays near
+
+// Inputs that all rows are multiplied with before the next ones are touched: so many that this takes as long as memory
+// needs to bring those. A single tile of whole panels is held by memory whatever the piece, and takes all.
+template <class F>
+inline int64_t inputs_of_piece(const Matrix& m, int64_t tiles, bool narrow) {
+  constexpr int64_t n = F::Step::kInputs, step = kStride<typename F::Step>;
+  if (tiles == 1 && !narrow) return m.in;
+  const int64_t whole = m.group < m.in ? m.group : InWords<typename F::Step> ? 32 * n : n;
+  const int64_t most = kWidth < 16 ? kNarrowPiece : kPiece * (tiles < 8 ? tiles : 8);
+  const int64_t pieces = ceil_div(ceil_div(m.in, n) * step, most);
+  return ceil_div(ceil_div(m.in, pieces), whole) * whole;
+}
+
+// What will be read after a panel: `step` bytes for each of the panel's steps.
+struct Next {
+  const char* at;
+  int64_t step;
+};
+
+// A few rows by a piece of a panel, G vectors of it or all; their sums are kept until the last piece, and then their outputs.
+// Not inlined, since each number of rows is a function that is as large as a compiler deals with well. `soon` is asked for,
+// up to `until`.
+template <class F, int R, int G>
+__attribute__((noinline)) void multiply_tile(const Linear& a, int64_t row, int64_t columns, const char* panel,
+                                             const float* scales, Piece piece, Soon soon, const char* until, float* kept) {
+  constexpr int64_t width = G * kWidth;
+  const int64_t asked = ceil_div(piece.end - piece.begin, F::Step::kInputs) * soon.lines * 64;
+  for (int64_t c = 0; c < columns; c += width, soon.at += asked)
+    F::template product<R, G>(a, row, panel + c / kWidth * F::Step::kBytes, scales + c, piece,
+                              {soon.at, soon.at < until ? soon.lines : 0}, kept + c);
+}
+
+// What is left to do once everything is summed up: the scales of inputs, and the bias.
+template <class F>
+inline void complete(const Linear& a, int64_t row, int64_t rows, int64_t column, int64_t count, Outputs* values) {
+  const float* bias = a.matrix.bias;
+  if (!F::kIntegers && !bias) return;
+  for (int g = 0; g < kPanel / 16; g++) {
+    const f32x16 added = bias ? load_some(bias + column + g * 16, count - g * 16) : f32x16{};
+    for (int64_t r = 0; r < rows; r++) {
+      if (F::kIntegers) values[r][g] *= a.x_scales[row + r];
+      if (bias) values[r][g] += added;
+    }
+  }
+}
+
+// A panel that `is_near` need not be asked for.
+template <class F, bool is_near>
+void multiply_panel(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel, const float* scales,
+                    Next next, const Sink& sink) {
+  constexpr int64_t n = F::Step::kInputs, step = kStride<typename F::Step>;
+  const Matrix& m = a.matrix;
+  const int64_t tiles = ceil_div(end - first, F::kRows), tallest = ceil_div(end - first, tiles);
+  const int64_t width = F::groups(int(tallest)) * kWidth;  // of a tile
+  const bool lone = tiles == 1 && width == kPanel;         // which reads line after line
+  const int64_t inputs = inputs_of_piece<F>(m, tiles, !lone);
+  const int64_t calls = lone ? 1 : tiles * (kPanel / width), lines = ceil_div(next.step / 64, calls);
+  const int64_t count = m.outputs - column < kPanel ? m.outputs - column : kPanel;
+  Outputs kept[kRowBlock];
+  for (Piece piece{0, 0}; piece.end < m.in;) {
+    piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};
+    const bool last = piece.end == m.in;
+    const int64_t steps = ceil_div(piece.end - piece.begin, n);
+    const char* const begin = panel + piece.begin / n * step;
+    const char* soon = is_near ? next.at + piece.begin / n * next.step
+                       : lone  ? begin + kSoon
+                       : !last ? begin + steps * step
+                               : next.at;
+    const char* const until = soon + steps * next.step;
+    // Calls `f(row, height)` for each tile of rows, as even as can be: one of one or two rows takes nearly as long as of four.
+    auto each_tile = [&](auto&& f) {
+      for (int64_t row = first, height; row < end; row += height)
+        f(row, height = ceil_div(end - row, ceil_div(end - row, F::kRows)));
+    };
+    auto multiply = [&](int64_t row, int64_t height, int64_t from, int64_t columns) {
+      with_rows<F::kRows>(height, [&]<int R>() {
+        auto by = [&]<int G>() {
+          multiply_tile<F, R, G>(a, row, columns, panel + from / kWidth * F::Step::kBytes, scales + from, piece,
+                                 {soon, lines}, until, (float*)kept[row - first] + from);
+          soon += ceil_div(columns, G * kWidth) * steps * lines * 64;
+        };
+        constexpr int own = F::groups(R), others = F::groups(F::kRows);  // a shorter tile's are not those of its neighbours
+        if (own == others || tiles == 1)
+          by.template operator()<own>();
+        else
+          by.template operator()<others>();
+      });
+    };
+    auto finish = [&](int64_t row, int64_t height) {
+      Outputs* const values = kept + (row - first);
+      complete<F>(a, row, height, column, count, values);
+      sink.finish(sink.self, row, height, column, count, values);
+    };
+    if (kWidth < 16 && tiles > 1) {  // a tile's columns of the piece stay near while all rows take them
+      for (int64_t c = 0; c < count; c += width)
+        each_tile([&](int64_t row, int64_t height) {
+          if (last && c + width >= count) sink.prepare(sink.self, row, height, column, count);
+          multiply(row, height, c, width);
+          if (last && c + width >= count) finish(row, height);
+        });
+      continue;
+    }
+    each_tile([&](int64_t row, int64_t height) {
+      if (last) sink.prepare(sink.self, row, height, column, count);
+      multiply(row, height, 0, count);
+      if (last) finish(row, height);
+    });
+  }
+}
+
+// --- By tiles --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTilePiece = 64 << 10;  // bytes of a panel that all rows of a task are multiplied with in turn
+constexpr int64_t kLonePiece = 16 << 10;  // the same where rows are few, and memory is what they wait for
+constexpr int64_t kFewest = 32;           // rows of integers for which tiles are worth it
+
+// Where sums are rounded, rows that are few must be multiplied as many are; integers need not.
+template <class F>
+inline bool by_tiles(const Matrix& m, int64_t rows) {
+  using Step = typename Tiled<typename F::Step>::type;
+  if constexpr (!ByTiles<Step>::value) return false;
+  if constexpr (!F::kIntegers) return true;
+  return rows >= kFewest && (m.group >= m.in || m.group % kTileInputs<Step> == 0);
+}
+
+// As `multiply_panel`. Of each run of inputs the weights stay near while all rows are multiplied with them.
+template <class F>
+void multiply_panel_by_tiles(const Linear& a, int64_t first, int64_t end, int64_t column, const char* panel,
+                             const float* scales, const char* next, const Sink& sink) {
+  using From = typename F::Step;
+  using Step = typename Tiled<From>::type;
+  using X = typename Step::X;
+  using Sum = typename ByTiles<Step>::Sum;
+  constexpr int64_t stride = kStride<Step>, from_stride = kStride<From>;
+  constexpr bool plain = std::is_same_v<F, Plain<X>>, in_place = std::is_same_v<From, Step>;
+  thread_local Outputs kept[kRowBlock];  // outputs so far; where they are one group's, its sums
+  alignas(64) Sum of_group[kTallest * kPanel];
+  const Matrix& m = a.matrix;
+  const bool grouped = !plain && m.group < m.in;
+  const int64_t groups = plain ? 1 : groups_of(m), width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
+  const int64_t tiles = ceil_div(end - first, kTallest), blocks = end - first > kTileHeight ? tiles * 2 : 1;
+  const int64_t unit = grouped ? m.group : kTileInputs<Step>;
+  const int64_t most = (blocks > 2 ? kTilePiece : kLonePiece) / stride * Step::kInputs;
+  const int64_t inputs = in_place && blocks == 1 ? m.in : most < unit ? unit : most / unit * unit;
+  const int64_t count = m.outputs - column < kPanel ? m.outputs - column : kPanel;
+  for (Piece piece{0, 0}; piece.end < m.in;) {
+    piece = {piece.end, piece.end + inputs < m.in ? piece.end + inputs : m.in};
+    const bool last = piece.end == m.in;
+    const int64_t steps = ceil_div(piece.end - piece.begin, From::kInputs);
+    const char* const from = panel + piece.begin / From::kInputs * from_stride;
+    const char* weights = from;
+    if constexpr (!in_place) weights = widen<From>(from, steps, blocks == 1 ? kSoon : 0);
+    Soon soon{last ? next : from + steps * from_stride,
+              ceil_div(steps * from_stride / 64, blocks * ceil_div(piece.end - piece.begin, kTileInputs<Step>)), blocks <= 2};
+    if (blocks == 1) soon = {from + kSoon, in_place ? soon.lines : 0, true};
+    for (int64_t row = first; row < end; row += kTallest) {
+      const int64_t rows = end - row < kTallest ? end - row : kTallest;
+      const X* x = (const X*)a.x + row * width + piece.begin;
+      Outputs* const values = kept + (row - first);
+      Sum* const sums = (Sum*)values;
+      if (last) sink.prepare(sink.self, row, rows, column, count);
+      auto multiply = [&](int64_t begin, int64_t end, Sum* sums, bool anew) {
+        multiply_tiles<Step>(x + begin - piece.begin, width, rows, weights + (begin - piece.begin) / Step::kInputs * stride,
+                             stride, kPanel, end - begin, sums, kPanel, anew, soon);
+        soon.at += (end - begin) / kTileInputs<Step> * soon.lines * 64 * (rows > kTileHeight ? 2 : 1);
+      };
+      auto shifted = [&](const Sum* sums, int64_t r, int g, int64_t group) {
+        const auto sum = load_bits<typename Step::Sum>(sums + r * kPanel + g * 16);
+        if constexpr (F::kIntegers)
+          return as_float(sum - F::kZero * a.x_sums[(row + r) * groups + group]);
+        else
+          return sum;
+      };
+      if (grouped) {
+        for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+          end = begin + m.group < m.in ? begin + m.group : m.in;
+          multiply(begin, end, of_group, true);
+          const int64_t group = begin / m.group;
+          f32x16 scale[kPanel / 16];
+          for (int g = 0; g < kPanel / 16; g++) scale[g] = load(scales + group * kPanel + g * 16);
+          for (int64_t r = 0; r < rows; r++)
+            PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++) {
+              float* out = (float*)sums + r * kPanel + g * 16;
+              store(out, fma(shifted(of_group, r, g, group), scale[g], begin ? load(out) : f32x16{}));
+            }
+        }
+      } else {
+        multiply(piece.begin, piece.end, sums, piece.begin == 0);
+      }
+      if (!last) continue;
+      if (!plain && !grouped)
+        for (int64_t r = 0; r < rows; r++)
+          PENSTOCK_UNROLL for (int g = 0; g < kPanel / 16; g++)
+            values[r][g] = as_float(shifted(sums, r, g, 0)) * load(scales + g * 16);
+      complete<F>(a, row, rows, column, count, values);
+      sink.finish(sink.self, row, rows, column, count, values);
+    }
+  }
+}
+
+// --- Of a format -----------------------------------------------------------------------------------------------------
+
+template <class F>
+void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, const Sink& sink) {
+  constexpr int64_t step = kStride<typename F::Step>;
+  const Matrix& m = a.matrix;
+  auto panel = [&](int64_t column) { return (const char*)m.panels + column / kPanel * panel_bytes(m); };
+  const float* scales = m.scales + column * groups_of(m);
+  using From = typename F::Step;
+  using Many = typename F::Many;
+  if constexpr (ByTiles<typename Tiled<From>::type>::value)
+    if (by_tiles<F>(m, end - first))
+      return multiply_panel_by_tiles<F>(a, first, end, column, panel(column), scales, panel(next), sink);
+  if constexpr (!std::is_same_v<F, Many>)
+    if (end - first >= F::kMany) {
+      if constexpr (std::is_same_v<From, typename Many::Step>)
+        multiply_panel<Many, false>(a, first, end, column, panel(column), scales, {panel(next), step}, sink);
+      else
+        multiply_panel<Many, true>(a, first, end, column, widen<From>(panel(column), ceil_div(m.in, From::kInputs)), scales,
+                                   {panel(next), step / (From::kInputs / Many::Step::kInputs)}, sink);
+      return;
+    }
+  multiply_panel<F, false>(a, first, end, column, panel(column), scales, {panel(next), step}, sink);
+}
+
+}  // namespace PENSTOCK_ISA
+}  // namespace penstock

@@ -1,3 +1,0 @@
-#!/bin/sh
-# One instance that does prefill and decode, started as Ascend's document does: sh start_servers.sh --model=...
-exec "${PYTHON:-python3}" -m penstock.cli.main serve --compat ascend-vllm "$@"

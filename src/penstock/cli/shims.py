@@ -1,0 +1,172 @@
+"""``penstock shims``: files with the names of other systems' commands, each of which starts its counterpart here.
+
+The package itself installs ``penstock`` alone, so that it takes no name from a system that is installed, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.errors import invalid
+from penstock.core.settings import nearest
+
+MARK = "written by `penstock shims`"
+"""In every file, by which it is known again."""
+MODULES = "modules"
+"""Folder of modules, for ``PYTHONPATH``."""
+LONGEST = 120
+"""Characters of an interpreter's path that every kernel takes behind ``#!``."""
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One file.
+
+    Args:
+        system: whose it is.
+        path: below the folder. What has none in between is a command; what is below ``modules`` is a module.
+        module: of ``penstock.cli``, which stands for it.
+        arguments: before those that are typed.
+        compat: profile of what they start, where no argument can say so.
+    """
+
+    system: str
+    path: str
+    module: str
+    arguments: tuple[str, ...]
+    compat: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def command(self) -> list[str]:
+        """What is run; ``-P``, as modules in the current folder are not meant."""
+        profile = ["env", f"PENSTOCK_COMPAT={self.compat}"] if self.compat else []
+        return [*profile, sys.executable, "-P", "-m", f"penstock.cli.{self.module}", *self.arguments]
+
+    @property
+    def about(self) -> str:
+        """What it is short for."""
+        program = "penstock" if self.module == "main" else f"python -m penstock.cli.{self.module}"
+        profile = [f"PENSTOCK_COMPAT={self.compat}"] if self.compat else []
+        return shlex.join([*profile, *program.split(), *self.arguments])
+
+    @property
+    def text(self) -> str:
+        if not self.path.endswith(".py"):
+            return f'#!/bin/sh\n# {self.path}, {MARK}\nexec {shlex.join(self.command)} "$@"\n'
+        runs = ", ".join(map(repr, self.command))
+        fits = len(sys.executable) <= LONGEST and " " not in sys.executable
+        interpreter = sys.executable if fits else "/usr/bin/env python3"  # any will do: it runs the right one
+        lines = [f"#!{interpreter}", f"# {self.path}, {MARK}", "import os", "import sys", ""]
+        return "\n".join([*lines, f"os.execv({sys.executable!r}, [{runs}, *sys.argv[1:]])", ""])
+
+
+def _serving(system: str, *paths: str) -> list[Shim]:
+    return [Shim(system, path, "main", ("serve", "--compat", system)) for path in paths]
+
+
+def _running(system: str, module: str, *paths: str) -> list[Shim]:
+    """Commands that ``module`` finds by their names."""
+    return [Shim(system, path, module, (path.rpartition("/")[2],)) for path in paths]
+
+
+VLLM = [f"{MODULES}/vllm/entrypoints/{module}.py" for module in ("openai/api_server", "api_server")]
+SHIMS = [
+    *_serving("triton", "tritonserver", "launch_triton_server.py"),
+    *_serving("triton", "tensorrtllm_backend/scripts/launch_triton_server.py"),
+    *_running("triton", "fill_template", "fill_template.py", "tensorrtllm_backend/tools/fill_template.py"),
+    *_running("triton", "trtllm", "convert_checkpoint.py", "quantize.py", "trtllm-build"),
+    *_running("triton", "trtllm", "TensorRT-LLM/examples/qwen/convert_checkpoint.py"),
+    *_running("triton", "trtllm", "TensorRT-LLM/examples/quantization/quantize.py"),
+    *_running("paddlenlp", "paddlenlp", "start_server", "stop_server", "download_model.py"),
+    *_serving("bladellm", "blade_llm_server"),
+    *_running("bladellm", "bladellm", "blade_llm_quantize", "blade_llm_split"),
+    *_serving("fastdeploy", f"{MODULES}/fastdeploy/entrypoints/openai/api_server.py"),
+    Shim("vllm", "vllm", "main", (), "vllm"),
+    *_serving("vllm", *VLLM),
+    *_serving("ascend-vllm", *VLLM, "llm_tools/PD_separate/start_servers.sh"),
+    Shim("ascend-vllm", "llm_tools/PD_separate/pd_ranktable_tools.py", "main", ("ranktable",)),
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="to write to; made where it is not there")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of a system ({', '.join(_systems())}) or of a command; nothing for all",
+    )
+    parser.add_argument("--list", action="store_true", help="tell what there is, and what each starts")
+    parser.add_argument("--force", action="store_true", help="overwrite files that others have written, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """What is printed sets the search paths: ``eval "$(penstock shims DIR)"``."""
+    names = args.names
+    if args.list:
+        for shim in _chosen([*([str(args.folder)] if args.folder else []), *names]):
+            print(f"{shim.system:<12} {shim.path:<55} {shim.about}")
+        return 0
+    if args.folder is None:
+        raise invalid("DIR", "is missing: name the folder to write to, or ask for --list")
+    folder, shims = args.folder.absolute(), _chosen(names)
+    write(folder, shims, force=args.force)
+    print(f"# {len(shims)} files in {folder}")
+    if any("/" not in shim.path for shim in shims):
+        print(f"export PATH={shlex.quote(str(folder))}:$PATH")
+    if any(shim.path.startswith(f"{MODULES}/") for shim in shims):
+        print(f"export PYTHONPATH={shlex.quote(str(folder / MODULES))}${{PYTHONPATH:+:$PYTHONPATH}}")
+    return 0
+
+
+def write(folder: Path, shims: Iterable[Shim], *, force: bool = False) -> None:
+    """Write all or none.
+
+    Raises ``PenstockError`` (``invalid``) where a file is in the way that was not written here, or it cannot be done.
+    """
+    places = {folder / shim.path: shim.text for shim in shims}
+    try:
+        for place in places:
+            if (
+                not force
+                and os.path.lexists(place)
+                and not (place.is_file() and MARK in place.read_text("utf-8", "replace"))
+            ):
+                raise invalid("DIR", f"{place} is there and was not {MARK}: name another folder, or give --force")
+        for place, text in places.items():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)  # what it leads to stays as it is
+            place.write_text(text, encoding="utf-8")
+            place.chmod(0o755)
+    except OSError as error:
+        raise invalid("DIR", f"cannot write to {error.filename or folder} ({error.strerror})") from error
+
+
+def _systems() -> list[str]:
+    return list(dict.fromkeys(shim.system for shim in SHIMS))
+
+
+def _chosen(names: Sequence[str]) -> list[Shim]:
+    """All where none is named. Where two systems have a path in common, that of the first one.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown name.
+    """
+    found: dict[str, Shim] = {}
+    for name in names or _systems():
+        of_it = [shim for shim in SHIMS if name in (shim.system, shim.name, shim.path)]
+        if not of_it:
+            known = {*_systems(), *(shim.name for shim in SHIMS)}
+            raise invalid("NAME", f"{name!r} is neither a system nor a command, see --list{nearest(name, known)}")
+        for shim in of_it:
+            found.setdefault(shim.path, shim)
+    return list(found.values())

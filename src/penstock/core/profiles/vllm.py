@@ -1,0 +1,158 @@
+"""vLLM: the flags of ``vllm serve``, which ``penstock serve`` takes without a profile, too.
+
+Flags that have the same name and meaning here are not in the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import Alias, Profile, chosen, ignored, only, refused
+
+DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
+LEVELS = {"trace": "debug", "debug": "debug", "info": "info", "warning": "warning", "error": "error"}
+LEVELS |= {"critical": "error"}
+BACKENDS = dict.fromkeys(("auto", "outlines", "lm-format-enforcer"), "auto") | {"xgrammar": "xgrammar"}
+BACKENDS |= {"guidance": "llguidance", "llguidance": "llguidance", "off": "off"}
+"""Who keeps outputs to a form; what they keep to is the same."""
+OF_BACKENDS = {
+    "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
+    "disable_additional_properties": "guided_decoding_disable_additional_properties",
+}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+ONE_DEVICE = "a model runs on one device here"
+GRAPHS = "a step is recorded once for batches of every size"
+ROLES = "separate prefill and decode instances are not there yet; without it one instance does both"
+OF_TEXT = "models here read text; images and videos are refused in requests"
+NO_CODE = "no code is loaded that a flag or a checkpoint names"
+IN_METRICS = "figures are in /metrics, not in the log"
+LOGGED = "the log has a line for each request, and never its text"
+
+
+def size(text: str) -> int:
+    """A number as vLLM reads it: ``25k`` is 25,000, ``25K`` 25,600. Raises ``ValueError`` where it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    if not found or ("." in found[1] and not found[2].islower()):
+        raise ValueError("it is no number; 4096, 4k and 4K are")
+    return int(float(found[1]) * UNITS[found[2]]) if "." in found[1] else int(found[1]) * UNITS[found[2]]
+
+
+def _length(text: str) -> int:
+    """0 is the model's own, which vLLM takes where nothing is said."""
+    return 0 if text in ("auto", "-1") else size(text)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is no object in JSON")
+    return found
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """A list in JSON, or words."""
+    if not text.startswith("["):
+        return tuple(text.split(","))
+    found = json.loads(text)
+    return tuple(map(str, found))
+
+
+def _structured(text: str) -> Mapping[str, Any]:
+    found = _object(text)
+    backend = chosen(BACKENDS)(str(found.pop("backend", "auto")))
+    if unknown := set(found) - set(OF_BACKENDS):
+        raise ValueError(f"{min(unknown)} has no counterpart; backend, {' and '.join(OF_BACKENDS)} have")
+    return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in found.items()}
+
+
+def _generation(text: str) -> Mapping[str, Any]:
+    """``max_new_tokens`` limits every request, as there."""
+    found = _object(text or "{}")
+    limit = {"max_output_len": found.pop("max_new_tokens")} if "max_new_tokens" in found else {}
+    return {"override_generation_config": json.dumps(found) if found else "", **limit}
+
+
+def _also(table: Mapping[str, str]) -> Callable[[str], str]:
+    """Other names for some values; the setting tells what is wrong with the rest."""
+    return lambda text: table.get(text, text)
+
+
+FLAGS: Mapping[str, Alias] = {
+    "dtype": Alias("dtype", chosen(DTYPES)),
+    "max_model_len": Alias("max_model_len", _length),
+    "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
+    "kv_cache_memory_bytes": Alias("kv_cache_memory_bytes", size),
+    "tool_call_parser": Alias("tool_call_parser", _also({"ernie45": "ernie"})),
+    "reasoning_parser": Alias("reasoning_parser", _also({"ernie45": "ernie"})),
+    "override_generation_config": Alias(read=_generation),
+    "guided_decoding_backend": Alias("guided_decoding_backend", chosen(BACKENDS)),
+    "structured_outputs_config": Alias(read=_structured),
+    "uvicorn_log_level": Alias("log_level", chosen(LEVELS)),
+    "allowed_origins": Alias("allowed_origins", origins),
+    "tensor_parallel_size": only("1", ONE_DEVICE, short="-tp"),
+    "pipeline_parallel_size": only("1", ONE_DEVICE, short="-pp"),
+    "data_parallel_size": only("1", ONE_DEVICE, short="-dp"),
+    "decode_context_parallel_size": only("1", ONE_DEVICE, short="-dcp"),
+    "nnodes": only("1", ONE_DEVICE),
+    "cpu_offload_gb": only("0", "a model's weights are in the memory of its device"),
+    "tokenizer_mode": only("auto", "there is one kind of tokenizer"),
+    "config_format": only("auto", "config.json says what a model is"),
+    "model_impl": only("auto", "there is one implementation of a model"),
+    "response_role": only("assistant", "answers are the assistant's"),
+    "chat_template_content_format": only("auto", "a chat template tells how it reads content"),
+    "logprobs_mode": only("raw_logprobs", "log probabilities are the model's own"),
+    "stream_interval": only("1", "a token is sent when it is there"),
+    "lora_dtype": only("auto", "adapters are computed as their model is"),
+    "kv_transfer_config": refused(ROLES),
+    "tool_parser_plugin": refused(NO_CODE),
+    "reasoning_parser_plugin": refused(NO_CODE),
+    "logits_processors": refused(NO_CODE),
+    "middleware": refused(NO_CODE),
+    "enable_sleep_mode": refused(
+        "an engine that does nothing takes no step; there is no way to send it to sleep", switch=True
+    ),
+    "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
+    "distributed_executor_backend": ignored(ONE_DEVICE),
+    "disable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
+    "fully_sharded_loras": ignored(ONE_DEVICE, switch=True),
+    "max_parallel_loading_workers": ignored("weights are mapped, not copied"),
+    "safetensors_load_strategy": ignored("weights are mapped, not copied"),
+    "trust_remote_code": ignored("nothing that a checkpoint brings is executed", switch=True),
+    "enforce_eager": ignored(GRAPHS, switch=True),
+    "max_seq_len_to_capture": ignored(GRAPHS),
+    "compilation_config": ignored(GRAPHS, short="-O"),
+    "attention_backend": ignored("--ops says which kernels compute"),
+    "async_scheduling": ignored("a step begins when the one before has ended", switch=True),
+    "disable_hybrid_kv_cache_manager": ignored("there is one manager of blocks", switch=True),
+    "prefix_caching_hash_algo": ignored("prefixes are told apart by 128 bits and more"),
+    "calculate_kv_scales": ignored("scales are those of the values", switch=True),
+    "max_cpu_loras": ignored("adapters that are loaded stay loaded"),
+    "runner": ignored("a model completes, chats and embeds at the same time"),
+    "task": ignored("a model completes, chats and embeds at the same time"),
+    "enable_auto_tool_choice": ignored("the model may call tools wherever a request has some", switch=True),
+    "enable_prompt_tokens_details": ignored("usage always has them", switch=True),
+    "enable_request_id_headers": ignored("every answer has X-Request-Id", switch=True),
+    "disable_log_requests": ignored(LOGGED, switch=True),
+    "enable_log_requests": ignored(LOGGED, switch=True),
+    "disable_uvicorn_access_log": ignored(LOGGED, switch=True),
+    "max_log_len": ignored("no prompt is written to the log"),
+    "disable_log_stats": ignored(IN_METRICS, switch=True),
+    "aggregate_engine_logging": ignored(IN_METRICS, switch=True),
+    "show_hidden_metrics_for_version": ignored("no figure is hidden"),
+    "limit_mm_per_prompt": ignored(OF_TEXT),
+    "mm_processor_kwargs": ignored(OF_TEXT),
+    "mm_processor_cache_gb": ignored(OF_TEXT),
+    "allowed_local_media_path": ignored(OF_TEXT),
+    "language_model_only": ignored(OF_TEXT, switch=True),
+}
+
+PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS)
+
+UNASKED = Profile(name="", title="vLLM, which are taken without --compat", flags=FLAGS)
+"""What the command line knows where no profile is asked for."""

@@ -1,0 +1,69 @@
+"""What the OpenAPI document says of operations, and of what goes in and out, in every dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+FAILURES = {
+    "400": "the request is wrong, or asks for what is not there yet",
+    "401": "an API key is missing or wrong",
+    "404": "the model is not here",
+    "408": "the request took too long",
+    "413": "the body is too large",
+    "429": "too many requests wait; try again soon",
+    "503": "the engine is starting or stopping; try again soon",
+}
+OBJECT: dict[str, Any] = {"type": "object"}
+"""Where the dialect's own documents say more."""
+WORDS: dict[str, Any] = {"type": "string"}
+
+
+def reference(schema: type, prefix: str = "") -> dict[str, Any]:
+    """To a schema of ``components``."""
+    return {"$ref": f"#/components/schemas/{prefix}{schema.__name__}"}
+
+
+def operation(
+    answer: dict[str, Any] | None,
+    failure: dict[str, Any],
+    request: dict[str, Any] | None = None,
+    streamed: bool = False,
+) -> dict[str, Any]:
+    """An operation.
+
+    Args:
+        answer, failure, request: schemas; without an answer's, all that is said is that all is well, in words or not.
+        streamed: whether the answer may be a stream.
+    """
+    answers: dict[str, Any] = {"200": {"description": "the answer"}}
+    if answer:
+        answers["200"]["content"] = _json(answer)
+        if streamed:
+            answers["200"]["content"]["text/event-stream"] = {"schema": WORDS}
+    failures = {code: {"description": words, "content": _json(failure)} for code, words in FAILURES.items()}
+    described: dict[str, Any] = {"responses": answers | failures}
+    if request:
+        described["requestBody"] = {"required": True, "content": _json(request)}
+    return described
+
+
+def components(schemas: Iterable[type], prefix: str = "", strict: bool = False) -> dict[str, Any]:
+    """Schemas by their names.
+
+    Args:
+        prefix: of their names, which other dialects have, too.
+        strict: whether requests with fields that they do not have are refused.
+    """
+    template = f"#/components/schemas/{prefix}{{name}}"
+    _, found = msgspec.json.schema_components(list(schemas), ref_template=template)
+    for schema in found.values():
+        if not strict and schema.get("additionalProperties") is False:
+            del schema["additionalProperties"]
+    return {f"{prefix}{name}": schema for name, schema in found.items()}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

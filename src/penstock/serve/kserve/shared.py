@@ -1,0 +1,67 @@
+"""What clients set at run time, shared by all API processes of a server: any of them may get the next request."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A registered part of a POSIX shared memory object."""
+
+    key: str
+    offset: int
+    byte_size: int
+
+
+class State(msgspec.Struct):
+    log: dict[str, Any] = {}
+    """Log settings that were changed, by name."""
+    trace: dict[str, dict[str, Any]] = {}
+    """Trace settings that were changed, by model; those under no name are for all."""
+    regions: dict[str, Region] = {}
+    """Of system shared memory, by name."""
+    max_batch_size: dict[str, int] = {}
+    """Of models that were loaded with a configuration of the client's."""
+
+
+class SharedState:
+    """A small file that every process of a server reads, and each may change.
+
+    Args:
+        folder: which the processes have to themselves, and which goes with the server.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "kserve.json"
+        self._lock = folder / "kserve.lock"
+        self._seen: tuple[int, int] | None = None
+        self._state = State()
+
+    def read(self) -> State:
+        """As it is now; not to be changed."""
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return self._state
+        if (seen := (found.st_ino, found.st_mtime_ns)) != self._seen:
+            self._state = msgspec.json.decode(self._path.read_bytes(), type=State)
+            self._seen = seen
+        return self._state
+
+    @contextmanager
+    def changing(self) -> Iterator[State]:
+        """A state to be changed within, by one process at a time; an error within leaves it as it was."""
+        with self._lock.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            state = msgspec.json.decode(msgspec.json.encode(self.read()), type=State)
+            yield state
+            written = self._path.with_suffix(".new")
+            written.write_bytes(msgspec.json.encode(state))
+            written.replace(self._path)

@@ -1,0 +1,223 @@
+"""Faults within an engine: what fails ends what it was for, and nothing else; what fails for good ends the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
+from penstock.core.options import EngineOptions
+from penstock.engine.engine import Engine
+from penstock.engine.speculation import MOST_FAILURES, Lookup
+
+cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+
+BROKEN = 299
+"""A token whose embedding is not a number: so is all that a model makes of a prompt with it."""
+LONGEST, SIZE, BLOCKS = 128, 16, 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(Qwen3Config(**SMALL | {"tie_word_embeddings": False}, head_dim=32, sliding_window=None), folder)
+    spoil(folder, slice(BROKEN, None))
+    return folder
+
+
+def spoil(folder: Path, tokens: slice) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][tokens] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def start(checkpoint: Path, **options: Any) -> Engine:
+    fixed = {"model": str(checkpoint), "dtype": "float32", "weight_cache_dir": "none", "max_model_len": LONGEST}
+    return Engine(EngineOptions(**fixed | {"num_gpu_blocks_override": BLOCKS, "block_size": SIZE} | options))
+
+
+def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
+    sampling = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 1} | params)
+    return EngineRequest(request_id=name, prompt=prompt, sampling=sampling)
+
+
+class Told(NamedTuple):
+    """What was said of a sequence."""
+
+    token_ids: list[int]
+    logprobs: list[Any]
+    finished: FinishReason | None
+    failure: Failure | None
+    cached_tokens: int = 0
+
+    @property
+    def bits(self) -> tuple[Any, ...]:
+        return self.token_ids, self.logprobs, self.finished
+
+
+def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, int], Told]:
+    """By request and sequence."""
+    for one in requests:
+        engine.add(one)
+    found: dict[tuple[str, int], Told] = {}
+    while engine.busy:
+        for delta in engine.step():
+            known = found.setdefault((delta.request_id, delta.sequence), Told([], [], None, None, delta.cached_tokens))
+            known.token_ids.extend(delta.token_ids)
+            known.logprobs.extend(delta.logprobs or [delta.cumulative_logprob] * bool(delta.cumulative_logprob))
+            found[delta.request_id, delta.sequence] = known._replace(finished=delta.finished, failure=delta.failure)
+    assert engine.scheduler.device.free == engine.scheduler.device.total, "every block is back"
+    return found
+
+
+def bits(found: dict[tuple[str, int], Told], names: str = "") -> dict[tuple[str, int], Any]:
+    """Of those whose name begins so what must not depend on others."""
+    return {name: told.bits for name, told in found.items() if name[0].startswith(names)}
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.7, "n": 2},
+    {"temperature": 0, "use_beam_search": True, "best_of": 3},
+]
+
+
+@pytest.mark.parametrize("speculative", ["", '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'])
+def test_scores_that_are_no_numbers_end_their_sequence_alone(checkpoint: Path, speculative: str) -> None:
+    """The others keep every bit, beside it and later in its blocks."""
+    good = [request(f"good {i}", [5, 6, 7, 8] * 4 + [i], **params) for i, params in enumerate(PARAMS)]
+    bad = [request(f"bad {i}", [i, BROKEN] * 20, **params) for i, params in enumerate(PARAMS)]
+    engine = start(checkpoint, speculative_config=speculative)
+    alone: dict[tuple[str, int], Any] = {}
+    for one in good:
+        alone |= bits(run(engine, [one]))
+    together = run(engine, [one for pair in zip(bad, good, strict=True) for one in pair])
+    again = run(engine, [request(f"bad again {i}", [i, BROKEN] * 20) for i in range(3)])
+    assert bits(together, "good") == alone
+    assert bits(run(engine, good)) == alone
+    failed = [told for name, told in (together | again).items() if name[0].startswith("bad")]
+    assert len(failed) == 9
+    for told in failed:
+        assert told.failure and told.failure.code is Code.INTERNAL and "no finite numbers" in told.failure.message
+        assert told.cached_tokens == 0, "what is wrong is not found by others"
+
+
+def test_no_allowed_token_ends_the_sequence(checkpoint: Path) -> None:
+    """As it is only known when it comes to it: the bad word's second token is all that is allowed."""
+    params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
+    beside = request("beside", [7, 8])
+    engine = start(checkpoint)
+    alone = run(engine, [beside])
+    for temperature in (0, 1.0):
+        found = run(engine, [request("none", [1, 2, 3], temperature=temperature, **params), beside])
+        assert bits(found, "beside") == bits(alone)
+        told = found["none", 0]
+        assert told.token_ids[0] in (5, 6) and told.failure
+        assert told.failure.code is Code.INVALID and "no token may come next" in told.failure.message
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"allowed_token_ids": (5, 6), "bad_word_ids": ((6,), (7,), (5,))}, "allowed_token_ids"),
+        ({"bad_word_ids": tuple((token,) for token in range(300))}, "bad_word_ids"),
+        ({"allowed_token_ids": (5, 6), "bad_word_ids": ((6,),), "min_tokens": 1, "stop_token_ids": (5,)}, "min_tokens"),
+    ],
+)
+def test_what_leaves_no_token_is_refused(checkpoint: Path, params: dict[str, Any], field: str) -> None:
+    engine = start(checkpoint)
+    with pytest.raises(PenstockError) as refused:
+        engine.add(request("none", [1], **params))
+    assert refused.value.failure.field == field
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many of the next calls of a kernel fail, as those of a device that has failed do."""
+    calls, whole = [0], cpu.copy_blocks
+
+    def copy_blocks(*args: Any) -> None:
+        if calls[0]:
+            calls[0] -= 1
+            raise RuntimeError("the device has failed")
+        whole(*args)
+
+    monkeypatch.setattr(cpu, "copy_blocks", copy_blocks)
+    yield calls
+
+
+def test_a_step_that_fails_ends_its_requests_alone(checkpoint: Path, broken: list[int]) -> None:
+    engine = start(checkpoint, max_num_seqs=2)
+    waiting = request("waiting", [9, 9, 9])
+    alone = run(engine, [waiting])
+    for number in range(2):
+        engine.add(request(str(number), [1, 2, 3, number]))
+    engine.step()
+    engine.add(waiting)
+    broken[0] = 1
+    failed = engine.step()
+    assert {delta.request_id for delta in failed} == {"0", "1"}
+    assert all(delta.failure and delta.failure.code is Code.INTERNAL for delta in failed)
+    assert engine.failure is None
+    assert bits(run(engine, [])) == bits(alone)
+
+
+def test_a_device_that_has_failed_ends_all_requests_and_the_engine(checkpoint: Path, broken: list[int]) -> None:
+    engine = start(checkpoint, max_num_seqs=2)
+    for number in range(4):
+        engine.add(request(str(number), [1, 2, 3, number], n=2))
+    broken[0] = 10**6
+    ended = engine.step()
+    assert sorted((delta.request_id, delta.sequence) for delta in ended) == [
+        (str(number), sequence) for number in range(4) for sequence in range(2)
+    ]
+    assert all(delta.failure and delta.failure.retryable for delta in ended if delta.request_id != "0")
+    assert not engine.busy and engine.scheduler.device.free == engine.scheduler.device.total
+    with pytest.raises(PenstockError, match="started again") as refused:
+        engine.add(request("more", [1]))
+    assert refused.value.failure.code is Code.UNAVAILABLE
+
+
+def test_a_draft_model_that_fails_ends_no_request(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose weights are no numbers; it is left alone, and in the end for good."""
+    save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), tmp_path)
+    spoil(tmp_path, slice(None))
+    asked = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MOST_FAILURES + 4)]
+    guesser = json.dumps({"model": str(tmp_path), "adaptive": False})
+    alone, guessing = start(checkpoint), start(checkpoint, speculative_config=guesser)
+    with caplog.at_level(logging.ERROR):
+        for one in asked:
+            assert bits(run(guessing, [one])) == bits(run(alone, [one]))
+    assert "speculative decoding failed" in caplog.text and "for good" in caplog.text
+    assert len(caplog.records) == MOST_FAILURES
+
+
+def test_a_guess_that_fails_ends_the_guessing_of_its_sequence(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [request(str(i), [3, 4, 3, 4, i, 3, 4], temperature=0) for i in range(5, 8)]
+    plain = run(start(checkpoint), asked)
+    whole = Lookup.guess
+
+    def guess(self: Lookup, sequence: Any, most: int) -> list[int]:
+        if sequence.request.request_id == "6":
+            raise IndexError("out of reach")
+        return whole(self, sequence, most)
+
+    monkeypatch.setattr(Lookup, "guess", guess)
+    engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
+    assert bits(run(engine, asked)) == bits(plain)
+    assert engine.speculation and engine.speculation.counts.drafts > 0
+    assert len(caplog.records) == 1 and "for its sequences" in caplog.text

@@ -1,0 +1,181 @@
+"""The engine's process against clients that send what is no message, and with a device that fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from penstock import demo
+from penstock.core import (
+    Code,
+    EngineRequest,
+    FinishReason,
+    GuidedDecodingParams,
+    SamplingParams,
+    TokenDelta,
+    Vocabulary,
+)
+from penstock.core.options import EngineOptions, LogOptions
+from penstock.engine import wire
+
+OPTIONS = EngineOptions(num_gpu_blocks_override=200, block_size=16, max_model_len=512)
+FAILING = """
+import os, sys
+from penstock.engine import process
+from penstock.ops import cpu
+whole = cpu.copy_blocks
+def copy_blocks(*args):
+    if os.path.exists({flag!r}):
+        raise RuntimeError("the device has failed")
+    whole(*args)
+cpu.copy_blocks = copy_blocks
+process.main()
+"""
+
+
+class Client:
+    """An engine process of its own, and a socket to it."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        address = f"ipc://{folder}/engine"
+        self._log = folder / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        assert self.process.stdin and self.process.stdout
+        with self.process.stdin as stdin:
+            stdin.write(msgspec.json.encode(wire.Start(OPTIONS, LogOptions(), os.getpid())))
+        assert isinstance(wire.decode_report(self.process.stdout.readline()), wire.Ready)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(address)
+        self._beaten = 0.0
+
+    def send(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def add(self, name: str, **params: Any) -> None:
+        sampling = SamplingParams(**{"ignore_eos": True} | params)
+        self.send(wire.encode(wire.Add(EngineRequest(request_id=name, prompt=[1, 2, 3], sampling=sampling))))
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._beaten > wire.BEAT:
+            self._beaten = time.monotonic()
+            self.send(wire.encode(wire.Beat()))
+
+    def deltas(self, enough: Callable[[list[TokenDelta]], bool], limit: float = 30.0) -> list[TokenDelta]:
+        """What comes until it is enough."""
+        found: list[TokenDelta] = []
+        deadline = time.monotonic() + limit
+        self._beat()
+        while not enough(found):
+            assert time.monotonic() < deadline, found
+            self._beat()
+            if self._socket.poll(100):
+                heard = wire.decode_from_engine(self._socket.recv())
+                found += heard.deltas if isinstance(heard, wire.Deltas) else []
+        return found
+
+    def find(self, words: str, limit: float = 30.0) -> None:
+        """Wait until its log has these."""
+        deadline = time.monotonic() + limit
+        while words not in (log := self._log.read_text()):
+            assert time.monotonic() < deadline, log
+            self.deltas(lambda found: True)  # which beats
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+
+def ended(*names: str) -> Callable[[list[TokenDelta]], bool]:
+    return lambda found: {delta.request_id for delta in found if delta.finished} >= set(names)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    client = Client(tmp_path_factory.mktemp("engine"), ["-m", "penstock.engine.process"])
+    yield client
+    client.close()
+
+
+def raw(name: Any, sampling: Any, **more: Any) -> bytes:
+    return msgspec.msgpack.encode(
+        {"type": "Add", "request": {"request_id": name, "prompt": [1], "sampling": sampling} | more}
+    )
+
+
+def nested(depth: int) -> bytes:
+    """An array in an array in an array."""
+    return b"\x91" * depth + b"\x90"
+
+
+UNREADABLE = {
+    "out of range": raw("bad", {"temperature": -1, "n": 3}),
+    "of another type": raw("bad", {"temperature": "hot"}),
+    "of no form": raw("bad", {"guided_decoding": {"json": "{"}}),
+    "too deep": raw("bad", {"guided_decoding": {"json": "[" * 100_000}}),
+    "another field": raw("bad", {}, prompt="text"),
+    "no prompt": raw("bad", {}, prompt=[]),
+    "ends that cannot be": raw("bad", {"min_tokens": 2}, eos_token_ids=[-5]),
+    "too many to be": raw("bad", {"n": 10**15, "best_of": "x"}),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_read_ends_its_request_alone(engine: Client, kind: str) -> None:
+    engine.add("good", max_tokens=4)
+    engine.send(UNREADABLE[kind])
+    found = engine.deltas(ended("good", "bad"))
+    bad = [delta for delta in found if delta.request_id == "bad"]
+    assert all(delta.finished is FinishReason.ERROR and delta.failure for delta in bad)
+    assert {delta.failure.code for delta in bad if delta.failure} == {Code.INVALID}
+    assert [delta.sequence for delta in bad] == list(range(3 if kind == "out of range" else 1))
+    assert sum(len(delta.token_ids) for delta in found if delta.request_id == "good") == 4
+
+
+def test_what_is_no_message_is_passed_over(engine: Client) -> None:
+    for data in (b"", b"\xc1", b"\x00" * 100, nested(100_000), msgspec.msgpack.encode({"type": "Add"}), raw(7, {})):
+        engine.send(data)
+    for message in ({"type": "Abort", "request_id": 5}, {"type": "Nothing"}, {"type": "Stop"}, ["Add"], {"type": []}):
+        engine.send(msgspec.msgpack.encode(message))
+    engine.add("after", max_tokens=4)
+    assert sum(len(delta.token_ids) for delta in engine.deltas(ended("after"))) == 4
+    assert engine.process.poll() is None
+
+
+def test_what_tokens_spell_is_read_before_a_request_is_guided(engine: Client) -> None:
+    """While nothing runs, as it would hold up what does."""
+    engine.send(wire.encode(wire.Learn(Vocabulary((demo.CHAT / "tokenizer.json").read_text(), [0]))))
+    engine.find("guided decoding knows what tokens spell")
+    form = GuidedDecodingParams(regex="[ab]{3}")
+    engine.add("guided", guided_decoding=form, ignore_eos=False)
+    assert engine.deltas(ended("guided"))[-1].finished is FinishReason.STOP
+
+
+def test_a_device_that_has_failed_ends_requests_and_process(tmp_path: Path) -> None:
+    flag = tmp_path / "failed"
+    client = Client(tmp_path, ["-c", FAILING.format(flag=str(flag))])
+    try:
+        client.add("running", max_tokens=500)
+        client.deltas(lambda found: len(found) > 2)
+        flag.touch()
+        client.add("more", max_tokens=5)
+        failed = [delta for delta in client.deltas(ended("running", "more")) if delta.finished]
+        assert all(delta.failure for delta in failed)
+        assert client.process.wait(10) == 1
+    finally:
+        client.close()

@@ -1,0 +1,250 @@
+"""The command line of ``vllm serve``, with ``--compat vllm`` and without any profile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served
+
+from penstock import demo
+from penstock.cli.main import main
+
+PROFILES = pytest.mark.parametrize("profile", [[], ["--compat", "vllm"]], ids=["bare", "vllm"])
+
+
+def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["config", "--json", *flags]) == 0
+    return {name: setting["value"] for name, setting in json.loads(capsys.readouterr().out).items()}
+
+
+@pytest.mark.row("vllm", "--max-model-len 8k", "--max-num-batched-tokens 8K", "--kv-cache-memory-bytes 4G")
+@pytest.mark.row("vllm", "--dtype half", "--dtype float", "--no-enable-prefix-caching", "--enable-chunked-prefill")
+@pytest.mark.row("vllm", "--generation-config", "--override-generation-config", "--max-logprobs")
+@pytest.mark.row("vllm", "--tool-call-parser", "--reasoning-parser", "--structured-outputs-config")
+@PROFILES
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--max-model-len 8k", {"max_model_len": 8000}),
+        ("--max-model-len 2K", {"max_model_len": 2048}),
+        ("--max-model-len 1.5k", {"max_model_len": 1500}),
+        ("--max_model_len=auto", {"max_model_len": 0}),
+        ("--max-model-len -1", {"max_model_len": 0}),
+        ("--max-num-batched-tokens 8K", {"max_num_batched_tokens": 8192}),
+        ("--kv-cache-memory-bytes 4G", {"kv_cache_memory_bytes": 4 * 2**30}),
+        ("--dtype half", {"dtype": "float16"}),
+        ("--dtype float", {"dtype": "float32"}),
+        ("--dtype bfloat16", {"dtype": "bfloat16"}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--no-enable-chunked-prefill --max-num-batched-tokens 4096", {"enable_chunked_prefill": False}),
+        ("--generation-config vllm", {"generation_config": "vllm"}),
+        (
+            '--override-generation-config {"temperature":0.5,"max_new_tokens":64}',
+            {"override_generation_config": '{"temperature": 0.5}', "max_output_len": 64},
+        ),
+        ("--max-logprobs 5", {"max_logprobs": 5}),
+        ("--enable-auto-tool-choice --tool-call-parser hermes", {"tool_call_parser": "hermes"}),
+        ("--reasoning-parser ernie45", {"reasoning_parser": "ernie"}),
+        (
+            '--structured-outputs-config {"backend":"guidance","disable_any_whitespace":true}',
+            {"guided_decoding_backend": "llguidance", "guided_decoding_disable_any_whitespace": True},
+        ),
+        ("--served-model-name a b --api-key secret --seed 3", {"served_model_name": ["a", "b"], "seed": 3}),
+        ("--gpu-memory-utilization 0.8 --swap-space 4", {"gpu_memory_utilization": 0.8, "swap_space": 4.0}),
+        ("--max-num-seqs 8 --uvicorn-log-level warning", {"max_num_seqs": 8, "log_level": "warning"}),
+        ('--allowed-origins ["http://a","http://b"]', {"allowed_origins": ["http://a", "http://b"]}),
+        ("--allowed-origins http://a http://b", {"allowed_origins": ["http://a", "http://b"]}),
+    ],
+)
+def test_a_flag_that_acts_has_its_meaning(
+    capsys: pytest.CaptureFixture[str], profile: list[str], flags: str, expected: dict[str, Any]
+) -> None:
+    found = configured(capsys, *profile, *flags.split())
+    assert found == found | expected
+
+
+def test_only_the_profile_listens_at_every_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert configured(capsys, "--enforce-eager")["host"] == "127.0.0.1"
+    assert configured(capsys, "--compat", "vllm")["host"] == "0.0.0.0"
+
+
+SWITCHES = """
+--trust-remote-code --enforce-eager --enable-auto-tool-choice --enable-prompt-tokens-details --enable-request-id-headers
+--async-scheduling --no-async-scheduling --calculate-kv-scales --disable-hybrid-kv-cache-manager --fully-sharded-loras
+--enable-expert-parallel --disable-log-requests --enable-log-requests --no-enable-log-requests --disable-log-stats
+--disable-uvicorn-access-log --aggregate-engine-logging --language-model-only --disable-custom-all-reduce
+""".split()
+NEUTRAL = """
+-O3 --compilation-config={"level":3} --attention-backend=FLASH_ATTN --prefix-caching-hash-algo=sha256 --runner=generate
+--safetensors-load-strategy=lazy --max-cpu-loras=4 --task=generate --show-hidden-metrics-for-version=0.9
+--limit-mm-per-prompt={"image":2} --mm-processor-kwargs={} --mm-processor-cache-gb=4 --allowed-local-media-path=/
+--max-log-len=100 --distributed-executor-backend=mp --max-parallel-loading-workers=2 --max-seq-len-to-capture=8192
+""".split()
+DEFAULTS = """
+-tp=1 -pp=1 -dp=1 --tensor-parallel-size=1 --pipeline-parallel-size=1 --data-parallel-size=1 --nnodes=1
+--chat-template-content-format=auto --config-format=auto --model-impl=auto --logprobs-mode=raw_logprobs
+--lora-dtype=auto --stream-interval=1 --cpu-offload-gb=0 --tokenizer-mode=auto --response-role=assistant
+""".split()
+
+
+@pytest.mark.row("vllm", "--enable-auto-tool-choice", "--enable-prompt-tokens-details", "--enable-request-id-headers")
+@pytest.mark.row("vllm", "-O", "--compilation-config", "--async-scheduling", "--attention-backend")
+@pytest.mark.row("vllm", "--calculate-kv-scales", "--prefix-caching-hash-algo", "--disable-hybrid-kv-cache-manager")
+@pytest.mark.row(
+    "vllm", "--safetensors-load-strategy", "--max-cpu-loras", "--fully-sharded-loras", "--runner", "--task"
+)
+@pytest.mark.row("vllm", "--enable-expert-parallel", "--enable-log-requests", "--disable-uvicorn-access-log")
+@pytest.mark.row("vllm", "--aggregate-engine-logging", "--show-hidden-metrics-for-version", "--limit-mm-per-prompt")
+@pytest.mark.row("vllm", "--mm-processor-kwargs", "--mm-processor-cache-gb", "--allowed-local-media-path")
+@pytest.mark.row("vllm", "--language-model-only")
+@PROFILES
+def test_what_changes_nothing_is_taken_and_said(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], profile: list[str]
+) -> None:
+    usual = configured(capsys, *profile)
+    assert configured(capsys, *profile, *SWITCHES, *NEUTRAL, *DEFAULTS) == usual
+    said = {line.partition(" has no meaning here")[0] for line in caplog.messages}
+    names = {flag.partition("=")[0].replace("--no-", "--") for flag in (*SWITCHES, *NEUTRAL)}
+    expected = {f"--{name.removeprefix('--').replace('-', '_')}" for name in names - {"-O3"}}
+    assert said == expected
+
+
+@pytest.mark.row("vllm", "-tp", "-pp", "-dp", "--data-parallel-size", "--nnodes", "--chat-template-content-format")
+@pytest.mark.row("vllm", "--config-format", "--model-impl", "--logprobs-mode", "--lora-dtype", "--stream-interval")
+@pytest.mark.row(
+    "vllm", "--cpu-offload-gb", "--kv-transfer-config", "--tool-parser-plugin", "--reasoning-parser-plugin"
+)
+@pytest.mark.row("vllm", "--logits-processors", "--middleware", "--enable-sleep-mode")
+@PROFILES
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("-tp 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device here; only 1 is possible"),
+        ("--tensor-parallel-size=2", "--tensor_parallel_size: '2' is wrong"),
+        ("-pp 2", "--pipeline_parallel_size: '2' is wrong"),
+        ("-dp 2", "--data_parallel_size: '2' is wrong"),
+        ("--nnodes 2", "--nnodes: '2' is wrong"),
+        ("--chat-template-content-format openai", "--chat_template_content_format: 'openai' is wrong"),
+        ("--config-format mistral", "--config_format: 'mistral' is wrong"),
+        ("--model-impl transformers", "--model_impl: 'transformers' is wrong"),
+        ("--logprobs-mode raw_logits", "--logprobs_mode: 'raw_logits' is wrong"),
+        ("--lora-dtype float16", "--lora_dtype: 'float16' is wrong"),
+        ("--stream-interval 10", "--stream_interval: '10' is wrong"),
+        ("--cpu-offload-gb 4", "--cpu_offload_gb: '4' is wrong"),
+        ("--kv-transfer-config {}", "separate prefill and decode instances are not there yet"),
+        ("--tool-parser-plugin a.py", "--tool_parser_plugin: 'a.py' is wrong: no code is loaded"),
+        ("--reasoning-parser-plugin a.py", "--reasoning_parser_plugin: 'a.py' is wrong"),
+        ("--logits-processors a:B", "--logits_processors: 'a:B' is wrong"),
+        ("--middleware a.B", "--middleware: 'a.B' is wrong"),
+        ("--enable-sleep-mode", "--enable_sleep_mode: "),
+        ("--max-model-len 8q", "--max-model-len: '8q' is wrong: it is no number; 4096, 4k and 4K are"),
+        ("--max-model-len 1.5K", "--max-model-len: '1.5K' is wrong"),
+        ("--dtype fp8", "--dtype: 'fp8' is wrong: it is none of auto, float16"),
+        ("--tool-call-parser pythonic", "tool_call_parser: Invalid enum value 'pythonic', in --tool-call-parser"),
+        ("--max-logprobs 50", "max_logprobs: Expected `int` <= 20, in --max-logprobs"),
+        ("--override-generation-config {", "--override-generation-config: '{' is wrong: it is not JSON"),
+        ('--override-generation-config {"temprature":1}', "Unexpected keyword argument 'temprature'"),
+        ('--override-generation-config {"top_p":2}', "top_p: must be at most 1, is 2"),
+        ('--structured-outputs-config {"backend":"x"}', "--structured_outputs_config: "),
+        ('--structured-outputs-config {"reasoning_parser":"x"}', "reasoning_parser has no counterpart"),
+        ("--quantization awq", "invalid choice: 'awq'"),
+        ("--enforce-eagre", "unknown argument --enforce-eagre; did you mean --enforce-eager?"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], profile: list[str], flags: str, words: str
+) -> None:
+    try:
+        status: object = main(["config", *profile, *flags.split()])
+    except SystemExit as ended:
+        status = ended.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and words in line
+
+
+def test_help_has_our_flags_in_their_places(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    ours, _, theirs = capsys.readouterr().out.partition("options of vLLM")
+    assert "--dtype {auto,bfloat16,float16,float32}" in ours and "What is computed in" in ours
+    assert "--dtype" not in theirs and "--enforce-eager" in theirs
+
+
+# --- As it serves -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """``vllm serve MODEL …``"""
+    folder = tmp_path_factory.mktemp("shims")
+    assert main(["shims", str(folder), "vllm"]) == 0
+    flags = "-tp 1 --trust-remote-code --enforce-eager --dtype auto --enable-auto-tool-choice --tool-call-parser hermes"
+    flags += " --max-model-len 1k --max-num-seqs 8 --max-logprobs 3 --gpu-memory-utilization 0.9 --disable-log-requests"
+    flags += ' --served-model-name qwen --override-generation-config {"temperature":0,"max_new_tokens":20}'
+    flags += " --num-gpu-blocks-override 100 --root-path /behind/a"
+    with Served(*flags.split(), command=[str(folder / "vllm"), "serve", str(demo.CHAT)]) as served:
+        yield served
+
+
+def ask(served: Served, **fields: Any) -> httpx.Response:
+    body = {"model": "qwen", "prompt": "Once upon a time", **fields}
+    return httpx.post(f"{served.url}/completions", json=body, timeout=60)
+
+
+def test_a_start_command_of_vllm_runs_as_it_is(served: Served) -> None:
+    assert served.name == "qwen"
+    assert any("--enforce_eager has no meaning here and is ignored: " in line for line in served.lines)
+    (model,) = httpx.get(f"{served.url}/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("qwen", 1000)
+
+
+def test_what_overrides_the_generation_config_acts(served: Served) -> None:
+    first, again, greedy = (ask(served, **fields).json() for fields in ({}, {}, {"temperature": 0}))
+    assert first["choices"][0]["text"] == again["choices"][0]["text"] == greedy["choices"][0]["text"]
+    beyond = ask(served, max_tokens=21)
+    assert beyond.status_code == 400 and "more than max_output_len (20)" in beyond.json()["error"]["message"]
+    sampled = {ask(served, temperature=1, seed=seed).json()["choices"][0]["text"] for seed in range(4)}
+    assert sampled != {first["choices"][0]["text"]}, "a request's own value comes first"
+
+
+@pytest.mark.row("vllm", "--root-path")
+def test_paths_have_a_prefix_that_a_proxy_may_leave_there_or_not(served: Served) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 4}
+    for prefix in ("/behind/a", ""):
+        assert httpx.post(f"{served.root}{prefix}/v1/completions", json=body).status_code == 200
+        assert httpx.get(f"{served.root}{prefix}/health").status_code == 200
+        assert httpx.get(f"{served.root}{prefix}/v1/models").json()["data"][0]["id"] == "qwen"
+        assert "unknown model" in httpx.get(f"{served.root}{prefix}/v2/models/none").json()["error"]
+    for wrong in ("/behind/ab/health", "/behind/health", "/behind/a/behind/a/health"):
+        assert httpx.get(f"{served.root}{wrong}").status_code == 404
+    assert httpx.get(f"{served.root}/behind/a").status_code == 404
+    assert httpx.get(f"{served.root}/behind/a/openapi.json").json()["servers"] == [{"url": "/behind/a"}]
+
+
+def test_a_prefix_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("behind", "/"):
+        assert main(["config", "--root-path", wrong]) == 2
+        assert "root_path" in capsys.readouterr().err
+
+
+def test_a_completion_without_max_tokens_keeps_to_the_limit() -> None:
+    with Served("--num-gpu-blocks-override", "50", "--max-output-len", "4") as served:
+        for path, headers, body in (
+            ("/v1/completions", {}, {"prompt": "Once upon a time", "temperature": 0}),
+            ("/v1/completions", {"authorization": "TOKEN"}, {"prompt": "Once upon a time", "temperature": 0}),
+            ("/generate", {}, {"prompt": "Once upon a time", "temperature": 0}),
+        ):
+            answer = httpx.post(f"{served.root}{path}", json=body, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            if path == "/v1/completions":
+                assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_more_logprobs_than_the_limit_are_refused(served: Served) -> None:
+    assert len(ask(served, logprobs=3).json()["choices"][0]["logprobs"]["top_logprobs"][0]) >= 3
+    refused = ask(served, logprobs=4)
+    assert refused.status_code == 400 and "must be at most 3 here (max_logprobs)" in refused.json()["error"]["message"]

@@ -1,0 +1,314 @@
+"""Packed weights on disk: found again by the next start, and never damaged ones or those of another checkpoint."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import random
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from checkpoints import SMALL, save
+from serving import Served
+from transformers import Qwen3Config
+from xxhash import xxh3_64_intdigest
+
+from penstock import LLM, SamplingParams, demo
+from penstock.core import PenstockError
+from penstock.models.cache_folder import new_file
+
+PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
+DATA = 2 * 2**20
+"""Where the data of a small file begin."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(Qwen3Config(**SMALL, head_dim=32), tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def start(checkpoint: Path, cache: Path | str, quantization: str = "w4a8", size: float = 0, blocks: int = 20) -> LLM:
+    options: dict[str, Any] = {"weight_cache_dir": str(cache), "weight_cache_size": size}
+    llm = LLM(checkpoint, dtype="bfloat16", quantization=quantization, num_gpu_blocks_override=blocks, **options)
+    for thread in threading.enumerate():
+        if thread.name == "keep-weights":
+            thread.join()
+    return llm
+
+
+def answers(checkpoint: Path, cache: Path | str, quantization: str = "w4a8") -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    outputs = start(checkpoint, cache, quantization).generate(PROMPTS, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_next_start_finds_them(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expected = answers(checkpoint, "none")
+    assert not cache.exists()
+    assert answers(checkpoint, cache) == expected
+    (file,) = cache.iterdir()
+    written = file.stat().st_mtime_ns
+    assert answers(checkpoint, cache) == expected
+    assert file.stat().st_mtime_ns == written
+    other = answers(checkpoint, cache, "wint8")
+    assert len(list(cache.iterdir())) == 2
+    assert answers(checkpoint, cache, "wint8") == other
+    plain = answers(checkpoint, cache, "none")
+    assert len(list(cache.iterdir())) == 3
+    assert answers(checkpoint, cache, "none") == plain == answers(checkpoint, "none", "none")
+
+
+def test_those_of_another_state_are_made_again(checkpoint: Path, tmp_path: Path) -> None:
+    cache, weights = tmp_path / "cache", checkpoint / "model.safetensors"
+    answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    save(Qwen3Config(**SMALL | {"intermediate_size": 64}, head_dim=32), checkpoint)
+    expected = answers(checkpoint, "none")
+    assert answers(checkpoint, cache) == expected
+    assert list(cache.iterdir()) == [file]
+    before = weights.stat()
+    with weights.open("r+b") as content:  # other weights, of the same size, under the same header and date
+        content.seek(before.st_size - 20_000)
+        content.write(random.Random(0).randbytes(1000) + bytes(19_000))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = answers(checkpoint, "none")
+    assert changed != expected
+    assert answers(checkpoint, cache) == changed
+
+
+def flipped(whole: bytes, begin: int, end: int) -> bytes:
+    """With 300 bits flipped."""
+    damaged, draw = bytearray(whole), random.Random(0)
+    for _ in range(300):
+        damaged[draw.randrange(begin, end)] ^= 1 << draw.randrange(8)
+    return bytes(damaged)
+
+
+def test_damaged_tensors_are_named_and_made_again(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    expected = answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(flipped(whole, DATA, len(whole)))
+    with caplog.at_level(logging.WARNING):
+        assert answers(checkpoint, cache) == expected
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert re.search(rf"{file}: \d+ tensors are damaged and made again: model.embed_tokens \(values\), .*", told)
+    assert file.read_bytes() == whole
+    one = bytearray(whole)
+    one[-1] ^= 1
+    file.write_bytes(one)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert answers(checkpoint, cache) == expected
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"{file}: a tensor is damaged and made again: \S+ \((scales|values)\)", told)
+    assert file.read_bytes() == whole
+
+
+def headed(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """With another header, whose checksum is right."""
+
+    def changed(whole: bytes) -> bytes:
+        length = int.from_bytes(whole[8:16], "little")
+        header = msgspec.json.decode(whole[24 : 24 + length])
+        change(header)
+        data = msgspec.json.encode(header)
+        sizes = len(data).to_bytes(8, "little") + xxh3_64_intdigest(data).to_bytes(8, "little")
+        return (whole[:8] + sizes + data).ljust(DATA, b"\0") + whole[DATA:]
+
+    return changed
+
+
+def first(**fields: Any) -> Callable[[bytes], bytes]:
+    """With a header that says something else of the first tensor."""
+    return headed(lambda header: next(iter(next(iter(header["entries"].values())).values())).update(fields))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "cut short": lambda whole: whole[: DATA + 1000],
+    "cut short in its header": lambda whole: whole[:1000],
+    "garbage": lambda whole: random.Random(0).randbytes(len(whole)),
+    "a header longer than the file": lambda whole: whole[:8] + b"\xff" * 8 + whole[16:],
+    "bits of the header": lambda whole: flipped(whole, 24, 1000),
+    "an earlier version's": lambda whole: whole[8:],
+    "beyond the end": first(offset=2**40),
+    "before the begin": first(offset=-DATA),
+    "over another": headed(
+        lambda header: [one.update(offset=0) for e in header["entries"].values() for one in [*e.values()]] and None
+    ),
+    "a giant": first(shape=[2**40, 2**40]),
+    "a negative one": first(shape=[-1, 5]),
+    "an unknown dtype": first(dtype="load"),
+    "of another shape": first(shape=[1]),
+    "of another dtype": first(dtype="int8"),
+    "of another state": headed(lambda header: header.update(state="")),
+}
+
+
+def test_files_that_cannot_be_used_stop_nothing(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    expected = answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    for name, damage in DAMAGES.items():
+        file.write_bytes(damage(whole))
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert answers(checkpoint, cache) == expected, name
+        told = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
+        assert len(told) == 1 and "\n" not in told[0], name
+        assert file.read_bytes() == whole, name
+    with caplog.at_level(logging.INFO):
+        assert answers(checkpoint, file / "no-folder") == expected
+    assert "are not kept" in caplog.text
+
+
+def test_what_another_user_may_have_written_is_not_used(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    expected = answers(checkpoint, cache)
+    assert cache.stat().st_mode & 0o077 == 0
+    (file,) = cache.iterdir()
+
+    def linked() -> None:
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+
+    def waiting() -> None:
+        file.unlink()
+        os.mkfifo(file)
+
+    ways: dict[str, Callable[[], object]] = {
+        "other users may write to it": lambda: file.chmod(0o666),
+        "Too many levels of symbolic links": linked,
+        "it is no regular file": waiting,
+    }
+    if os.geteuid() == 0:
+        ways["it belongs to another user"] = lambda: os.chown(file, 12345, 12345)
+    for words, way in ways.items():
+        way()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert answers(checkpoint, cache) == expected
+        assert words in caplog.text
+        assert file.is_file() and not file.is_symlink()
+        assert file.stat().st_uid == os.geteuid() and file.stat().st_mode & 0o022 == 0
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert answers(checkpoint, cache) == expected
+    assert not caplog.text
+
+
+def test_a_changed_configuration_is_not_met_with_old_weights(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answers(checkpoint, cache)
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 64'))
+    with pytest.raises(PenstockError, match="has shape"):
+        answers(checkpoint, cache)
+
+
+def test_what_a_killed_process_left_is_taken_away(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answers(checkpoint, cache)
+    (file,) = cache.iterdir()
+    file.rename(file.with_suffix(".part"))
+    with (cache / "other.part").open("wb") as other:  # which somebody writes
+        fcntl.flock(other, fcntl.LOCK_EX)
+        answers(checkpoint, cache)
+        assert set(cache.iterdir()) == {file, Path(other.name)}
+
+
+def test_what_was_used_least_recently_makes_room(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+
+    def files() -> set[Path]:
+        return set(cache.iterdir())
+
+    start(checkpoint, cache, "w8a8")
+    (first,) = files()
+    limit = 3.5 * first.stat().st_size / 2**30
+    start(checkpoint, cache, "w4a8", limit)
+    (second,) = files() - {first}
+    start(checkpoint, cache, "wint8", limit)
+    (third,) = files() - {first, second}
+    start(checkpoint, cache, "w8a8", limit)  # uses the first
+    start(checkpoint, cache, "wint4", limit)
+    (fourth,) = files() - {first, third}
+    assert second not in files()
+    running = start(checkpoint, cache, "wint8", limit)  # has the third mapped
+    start(checkpoint, cache, "w8a8", limit)
+    start(checkpoint, cache, "wint4", limit)
+    start(checkpoint, cache, "w4a8", limit)
+    assert files() == {second, third, fourth}
+    start(checkpoint, cache, "w8a8", limit)
+    assert third in files() and len(files()) == 3
+    before = files()
+    with caplog.at_level(logging.INFO):
+        start(checkpoint, cache, "none", 0.5 * first.stat().st_size / 2**30)
+    assert "not kept" in caplog.text and "weight_cache_size" in caplog.text
+    assert files() == before
+    del running
+
+
+def test_engines_that_write_at_the_same_time_share_the_room(tmp_path: Path) -> None:
+    size, limit = 2**20, 4 * 2**20
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    done = threading.Event()
+
+    def write(number: int) -> None:
+        try:
+            with new_file(tmp_path / f"{number}.packed", size, limit):
+                told.put(True)
+                done.wait()
+        except OSError:
+            told.put(False)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    kept = sum(told.get(timeout=30) for _ in threads)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert kept == len(list(tmp_path.iterdir())) == limit // size
+
+
+@pytest.mark.thorough
+def test_a_file_cut_short_under_a_running_engine_is_made_again(tmp_path: Path) -> None:
+    cache, greedy = tmp_path / "cache", SamplingParams(temperature=0, max_tokens=8)
+    llm = start(demo.CHAT, cache, "none", blocks=100)
+    expected = llm.generate(["The river"], greedy, use_tqdm=False)[0].outputs[0].text
+    (file,) = cache.iterdir()
+    whole = file.stat().st_size
+    flags = ("--weight-cache-dir", str(cache), "--num-gpu-blocks-override", "100", "--dtype", "bfloat16")
+    with Served(*flags) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        seen = len(served.lines)
+        os.truncate(file, DATA)
+        asked: dict[str, Any] = {"model": "penstock-demo", "prompt": "The river", "max_tokens": 8, "temperature": 0}
+        with pytest.raises(openai.APIError):
+            client.completions.create(**asked)
+        served.find("ended: killed by SIGBUS", seen)
+        served.find("cannot be used .it is not of its full length.", seen, limit=60)
+        assert client.with_options(max_retries=20).completions.create(**asked).choices[0].text == expected
+    assert file.stat().st_size == whole
