@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ TAG = {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "cont
 PANIC = {"type": "object", "required": "🦊" * 50}
 """llguidance panics where it words its refusal. Its first panic reads its symbols, 49 MiB that stay."""
 BARE = {"authorization": "TOKEN"}
-REGION = "penstock_fuzz"
+REGION = f"penstock_fuzz_{os.getpid()}"
+"""A segment of shared memory, which a run that was killed may have left under its own name."""
 METHODS = "GET HEAD PUT PATCH DELETE OPTIONS".split()
 KEYWORDS = (
     "type enum const minimum maximum exclusiveMinimum multipleOf minLength maxLength pattern format items prefixItems "

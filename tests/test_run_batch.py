@@ -118,9 +118,11 @@ def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
-    write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, max_tokens=30) for i in range(60)])
+    long = {"max_tokens": 100, "ignore_eos": True}  # so long that it is not over before it is stopped
+    write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, **long) for i in range(60)])
     process = subprocess.Popen(command(tmp_path, "--max-concurrency", "4"), stderr=subprocess.DEVNULL)
     wait_for(lambda: len(lines_of(tmp_path)) >= 5, process)
+    process.send_signal(signal.SIGSTOP)
     refused = run_batch(tmp_path)
     assert refused.returncode == 2
     assert "is being written by another run" in refused.stderr
