@@ -16,10 +16,10 @@ import torch
 
 from penstock.core import EngineRequest, SamplingParams
 from penstock.core.options import SchedulerOptions
-from penstock.engine.blocks import BlockPool
-from penstock.engine.flatten import Flattener
-from penstock.engine.plan import Draw, Outcome
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.kv.block_pool import BlockPool
+from penstock.engine.scheduling.plan import Draw, Outcome
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.worker.input_batch import Flattener
 
 BLOCK = 64
 LONGEST = 2048

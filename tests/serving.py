@@ -23,7 +23,7 @@ TO_START = 60.0
 TO_STOP = 60.0
 MODULES = {
     "penstock.serve.worker": "api",
-    "penstock.engine.process": "engine",
+    "penstock.engine.service.server": "engine",
     "penstock.text.isolated": "tokenizer",
 }
 

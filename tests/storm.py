@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import TO_START, Served, belongings
 
 from penstock import LLM, SamplingParams
-from penstock.engine import wire
+from penstock.engine.service import wire
 from penstock.frontend.gateway import ENCODERS
 
 HANGS = 120.0

@@ -19,7 +19,7 @@ import zmq
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
 from penstock.core import Code
-from penstock.engine import wire
+from penstock.engine.service import wire
 from penstock.frontend.outputs import RequestOutput
 
 STORY = [{"role": "user", "content": "Tell me a story."}]

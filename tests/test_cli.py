@@ -124,7 +124,7 @@ def test_help_loads_no_torch_and_names_units() -> None:
         ("penstock.serve.api", "torch"),
         ("penstock.serve.supervisor", "torch fastapi uvicorn"),
         ("penstock.cli.main", "torch fastapi huggingface_hub asyncio"),
-        ("penstock.engine.process", "fastapi starlette uvicorn prometheus_client huggingface_hub tokenizers"),
+        ("penstock.engine.service.server", "fastapi starlette uvicorn prometheus_client huggingface_hub tokenizers"),
         ("penstock.engine.engine", "fastapi starlette uvicorn prometheus_client tokenizers"),
     ],
 )

@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
-from penstock.engine.speculation import MOST_FAILURES, Lookup
+from penstock.engine.spec.speculation import MOST_FAILURES, Lookup
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 

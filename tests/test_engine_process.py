@@ -25,12 +25,12 @@ from penstock.core import (
     Vocabulary,
 )
 from penstock.core.options import EngineOptions, LogOptions
-from penstock.engine import wire
+from penstock.engine.service import wire
 
 OPTIONS = EngineOptions(num_gpu_blocks_override=200, block_size=16, max_model_len=512)
 FAILING = """
 import os, sys
-from penstock.engine import process
+from penstock.engine.service import server
 from penstock.ops import cpu
 whole = cpu.copy_blocks
 def copy_blocks(*args):
@@ -38,7 +38,7 @@ def copy_blocks(*args):
         raise RuntimeError("the device has failed")
     whole(*args)
 cpu.copy_blocks = copy_blocks
-process.main()
+server.main()
 """
 
 
@@ -107,7 +107,7 @@ def ended(*names: str) -> Callable[[list[TokenDelta]], bool]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    client = Client(tmp_path_factory.mktemp("engine"), ["-m", "penstock.engine.process"])
+    client = Client(tmp_path_factory.mktemp("engine"), ["-m", "penstock.engine.service.server"])
     yield client
     client.close()
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.philox import philox, uniform
+from penstock.engine.worker.philox import philox, uniform
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from penstock.core import EngineRequest, PenstockError, SamplingParams, Thought
-from penstock.engine.plan import Draw
-from penstock.engine.sampler import NO_SCORES, NOTHING_ALLOWED, adjust, sample
-from penstock.engine.sequence import Sequence
-from penstock.engine.thinking import Thinking
+from penstock.engine.guided.reasoning import Thinking
+from penstock.engine.scheduling.plan import Draw
+from penstock.engine.scheduling.sequence import Sequence
+from penstock.engine.worker.sampler import NO_SCORES, NOTHING_ALLOWED, adjust, sample
 
 VOCABULARY = 50
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.options import SchedulerOptions
-from penstock.engine.blocks import BlockPool
-from penstock.engine.plan import Candidates, Draw, Outcome, Plan
-from penstock.engine.scheduler import Scheduler
-from penstock.engine.sequence import Sequence
-from penstock.engine.speculation import Speculation
+from penstock.engine.kv.block_pool import BlockPool
+from penstock.engine.scheduling.plan import Candidates, Draw, Outcome, Plan
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.sequence import Sequence
+from penstock.engine.spec.speculation import Speculation
 
 EOS = 0
 VOCABULARY = 40

@@ -185,6 +185,8 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_text_and_engine_rules_need_no_torch() -> None:
-    code = "import penstock.text, penstock.core, penstock.engine.scheduler, sys; print('torch' in sys.modules)"
+    code = (
+        "import penstock.text, penstock.core, penstock.engine.scheduling.scheduler, sys; print('torch' in sys.modules)"
+    )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert printed.stdout == "False\n"

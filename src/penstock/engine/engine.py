@@ -34,18 +34,18 @@ from penstock.core.speculative import SpeculativeConfig
 from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
 from penstock.ops import KVSpec
 
-from .adapters import Adapters
-from .blocks import BlockPool
-from .draft_model import DraftModel
 from .guided import Guides, check_backend
-from .heads_ahead import HeadsAhead
-from .memory import count_blocks, count_host_blocks
-from .plan import Item, Plan
-from .runner import Runner
-from .scheduler import Scheduler
-from .sequence import Sequence
-from .speculation import Drafter, Lookup, Speculation
+from .kv.block_pool import BlockPool
+from .kv.memory import count_blocks, count_host_blocks
+from .scheduling.plan import Item, Plan
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence
+from .spec.draft_model import DraftModel
+from .spec.mtp import HeadsAhead
+from .spec.speculation import Drafter, Lookup, Speculation
 from .warm_up import warm_up
+from .worker.lora import Adapters
+from .worker.worker import Runner
 
 logger = logging.getLogger(__name__)
 

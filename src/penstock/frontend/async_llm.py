@@ -12,8 +12,8 @@ from typing import Any, Self
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.core.options import LogLevel, LogOptions
-from penstock.engine import wire
-from penstock.engine.launcher import EngineProcess
+from penstock.engine.service import wire
+from penstock.engine.service.launcher import EngineProcess
 
 from .gateway import Gateway
 from .options import read_options

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
-from penstock.engine.client import EngineClient
+from penstock.engine.service.client import EngineClient
 from penstock.text.rendering import Rendering
 
 from .foreign import ForeignTemplates

@@ -13,7 +13,7 @@ import uvicorn
 
 from penstock.core.errors import invalid
 from penstock.core.profiles import load
-from penstock.engine.client import STOPPING
+from penstock.engine.service.client import STOPPING
 
 from . import kserve, paddlenlp
 from .app import build

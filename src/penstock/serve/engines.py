@@ -15,8 +15,8 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.core.options import Configuration
 from penstock.core.profiles import load
-from penstock.engine.launcher import TO_END, EngineProcess
-from penstock.engine.wire import Ready
+from penstock.engine.service.launcher import TO_END, EngineProcess
+from penstock.engine.service.wire import Ready
 
 from .control import Models, ServedModel
 from .workers import Workers

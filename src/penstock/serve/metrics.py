@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from penstock.core import Failure, SamplingParams
 from penstock.core.options import EngineOptions
 from penstock.core.profiles import Figure
-from penstock.engine import wire
+from penstock.engine.service import wire
 from penstock.frontend.outputs import RequestOutput
 
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from penstock.core import Code, PenstockError
 from penstock.core.options import ServerOptions
-from penstock.engine.client import STARTING
+from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
 from .body import read_body

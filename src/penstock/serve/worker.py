@@ -13,7 +13,7 @@ import msgspec
 import uvloop
 
 from penstock.core import PenstockError, logs
-from penstock.engine.process import die_with
+from penstock.engine.service.server import die_with
 
 from .control import WRONG, WorkerStart
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
-from penstock.engine.launcher import Deaths, end, in_words
+from penstock.engine.service.launcher import Deaths, end, in_words
 
 from .control import WRONG, Done, Left, Load, Met, Models, Unfit, Unload, WorkerStart, decode_from_worker, line
 

@@ -22,7 +22,7 @@ from penstock.core.kv_cache import (
 from penstock.core.options import Configuration, EngineOptions
 from penstock.core.shape import Shape, shape_of
 from penstock.core.speculative import SpeculativeConfig
-from penstock.engine.host import FREE_SHARE, free_host_bytes
+from penstock.engine.service.host import FREE_SHARE, free_host_bytes
 
 GB, GIB = 1e9, 2**30
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from penstock.core.errors import invalid
 from penstock.core.options import Configuration, EngineOptions
-from penstock.engine.launcher import EngineProcess
+from penstock.engine.service.launcher import EngineProcess
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.hub import resolve
 from penstock.frontend.prompts import Preparer

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from penstock.core import EngineRequest, Logprob, PerfMetrics
 
-from .guided import Guide
-from .pooling import Pooled
+from ..guided import Guide
+from ..worker.pooling import Pooled
 
 if TYPE_CHECKING:
+    from ..worker.token_counts import TokenCounts
     from .beams import Beams
-    from .counts import TokenCounts
 
 
 class State(Enum):

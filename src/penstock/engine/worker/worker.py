@@ -16,11 +16,11 @@ from penstock.core import Logprob
 from penstock.models import Decoder
 from penstock.ops import KVSpec, Ops
 
-from .flatten import Flattener, context_wanted, prompt_tokens, scores_wanted
-from .guided import Masks
-from .plan import Draw, Item, Outcome, Plan
+from ..guided import Masks
+from ..scheduling.plan import Draw, Item, Outcome, Plan
+from ..scheduling.sequence import Sequence
+from .input_batch import Flattener, context_wanted, prompt_tokens, scores_wanted
 from .sampler import NO_SCORES, NOTHING_ALLOWED, logprobs, sample, wants_likeliest
-from .sequence import Sequence
 
 ROWS_AT_ONCE = 256
 """Rows of scores held at a time where those of a whole prompt are wanted: a large vocabulary's take megabytes each."""

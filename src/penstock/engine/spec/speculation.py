@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .plan import Outcome, Plan
-from .sequence import Sequence
+from ..scheduling.plan import Outcome, Plan
+from ..scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core import EngineRequest, Failure, Thought
 
-from .guided import Grammar, Guide
+from . import Grammar, Guide
 
 
 class Stage(Enum):

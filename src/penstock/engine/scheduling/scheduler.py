@@ -19,15 +19,15 @@ from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockEr
 from penstock.core.errors import invalid
 from penstock.core.options import SchedulerOptions
 
+from ..guided import Grammar
+from ..kv.block_pool import BlockPool
+from ..kv.manager import Place, Room, Startable
+from ..spec.speculation import Speculation
 from .beams import Beams
-from .blocks import BlockPool
-from .guided import Grammar
 from .intake import Intake
+from .outputs import append, failed, pool
 from .plan import Draw, Item, Outcome, Plan
-from .progress import append, failed, pool
-from .room import Place, Room, Startable
 from .sequence import Sequence, State
-from .speculation import Speculation
 from .waiting import Waiting
 
 logger = logging.getLogger(__name__)

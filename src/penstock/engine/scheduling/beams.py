@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.core import Code, Failure, FinishReason, Logprob, PerfMetrics, TokenDelta
 
-from .guided import Guide
+from ..guided import Guide
 from .plan import Candidates
 from .sequence import Sequence
 

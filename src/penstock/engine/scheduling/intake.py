@@ -14,12 +14,12 @@ from penstock.core import Code, EngineRequest, Failure, PenstockError
 from penstock.core.errors import invalid, too_long
 from penstock.core.options import SchedulerOptions
 
+from ..guided import Grammar
+from ..guided.reasoning import guide_of
+from ..kv.block_pool import BlockPool
+from ..kv.manager import Room
 from .beams import Beams
-from .blocks import BlockPool
-from .guided import Grammar
-from .room import Room
 from .sequence import Sequence
-from .thinking import guide_of
 from .waiting import Waiting
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.ops import Batch, Queries
 
-from .plan import Item, Plan
-from .sequence import Sequence
+from ..scheduling.plan import Item, Plan
+from ..scheduling.sequence import Sequence
 
 
 class Flattener:

@@ -129,7 +129,7 @@ class EngineProcess:
                 return
 
     async def _launch(self) -> wire.Ready:
-        command = [sys.executable, "-m", "penstock.engine.process", self.address]
+        command = [sys.executable, "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None

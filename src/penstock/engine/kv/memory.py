@@ -9,7 +9,7 @@ from penstock.core.kv_cache import blocks_of_sequences
 from penstock.core.options import EngineOptions
 from penstock.ops import KVSpec
 
-from .host import FREE_SHARE, free_host_bytes
+from ..service.host import FREE_SHARE, free_host_bytes
 
 
 def count_blocks(

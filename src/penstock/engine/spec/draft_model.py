@@ -8,9 +8,9 @@ import msgspec
 
 from penstock.core import EngineRequest
 
-from .plan import Item, Outcome, Plan
-from .runner import Runner
-from .sequence import Sequence
+from ..scheduling.plan import Item, Outcome, Plan
+from ..scheduling.sequence import Sequence
+from ..worker.worker import Runner
 from .speculation import UNKNOWN
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from .sequence import Sequence
+from ..scheduling.sequence import Sequence
 
 
 class TokenCounts:

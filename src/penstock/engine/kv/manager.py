@@ -8,10 +8,10 @@ from penstock.core import EngineRequest
 from penstock.core.errors import invalid
 from penstock.core.options import SchedulerOptions
 
+from ..scheduling.beams import Branch
+from ..scheduling.sequence import Sequence, State
 from . import prefix
-from .beams import Branch
-from .blocks import BlockPool
-from .sequence import Sequence, State
+from .block_pool import BlockPool
 
 
 class Place(NamedTuple):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from penstock.core import Code, Failure, Logprob, SamplingParams
 
-from .counts import counts_of
+from ..scheduling.plan import Candidates, Draw
+from ..scheduling.sequence import Sequence
 from .philox import uniform
-from .plan import Candidates, Draw
-from .sequence import Sequence
+from .token_counts import counts_of
 
 NEVER = float("-inf")
 NO_SCORES = Failure(Code.INTERNAL, "the model's scores of the next token are no finite numbers")

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: ``python -m penstock.engine.process ADDRESS``.
+"""The engine in a process of its own: ``python -m penstock.engine.service.server ADDRESS``.
 
 It reads its options on standard input and writes one line on standard output when it is ready, or why it cannot be
 (``wire.Start``, ``wire.Report``). It serves any number of clients over ZeroMQ. A client that falls silent loses its
@@ -83,7 +83,7 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
         gc.disable()  # a tenth of the time that importing torch takes
         try:
-            from .engine import Engine
+            from ..engine import Engine
 
             self._engine = Engine(self._options)
             self._engine.before_step = self._before_step

@@ -1,0 +1,1 @@
+"""The paged KV cache: blocks, which sequence holds which, prefix caching, and how much memory they take."""

@@ -1,0 +1,1 @@
+"""Scheduling: requests wait, run and end; each step is planned here."""

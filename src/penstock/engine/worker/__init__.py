@@ -1,0 +1,1 @@
+"""What computes a step: the input batch, the forward pass, sampling."""
