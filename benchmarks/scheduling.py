@@ -14,8 +14,8 @@ import time
 
 import torch
 
+from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, SamplingParams
-from penstock.core.options import SchedulerOptions
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.scheduling.plan import Draw, Outcome
 from penstock.engine.scheduling.scheduler import Scheduler

@@ -22,9 +22,9 @@ SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
 TO_START = 60.0
 TO_STOP = 60.0
 MODULES = {
-    "penstock.serve.worker": "api",
+    "penstock.serve.process.worker": "api",
     "penstock.engine.service.server": "engine",
-    "penstock.text.isolated": "tokenizer",
+    "penstock.text.isolated_tokenizer": "tokenizer",
 }
 
 

@@ -20,8 +20,8 @@ from aiohttp.test_utils import TestServer as Peer
 
 from penstock.cli.bench import prompts, report, workload
 from penstock.cli.bench.client import Client
-from penstock.cli.bench.events import EventReader, error_message
 from penstock.cli.bench.sample import Outcome, Sample
+from penstock.cli.bench.sse import EventReader, error_message
 from penstock.cli.bench.startup import Server
 from penstock.cli.bench.workload import Request
 from penstock.core import PenstockError

@@ -22,7 +22,7 @@ from test_lora import adapter
 from transformers import PreTrainedTokenizerFast
 
 from penstock import LLM, SamplingParams, demo
-from penstock.cli.bladellm import quantize
+from penstock.cli.compat.bladellm import quantize
 from penstock.cli.main import main
 
 TOKEN = "AUTH_TOKEN_FOR_EAS"

@@ -121,8 +121,8 @@ def test_help_loads_no_torch_and_names_units() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("penstock.serve.api", "torch"),
-        ("penstock.serve.supervisor", "torch fastapi uvicorn"),
+        ("penstock.serve.process.api_server", "torch"),
+        ("penstock.serve.process.supervisor", "torch fastapi uvicorn"),
         ("penstock.cli.main", "torch fastapi huggingface_hub asyncio"),
         ("penstock.engine.service.server", "fastapi starlette uvicorn prometheus_client huggingface_hub tokenizers"),
         ("penstock.engine.engine", "fastapi starlette uvicorn prometheus_client tokenizers"),

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from penstock import PenstockError
-from penstock.cli.configuration import read
 from penstock.cli.main import main
 from penstock.cli.serve import is_open
-from penstock.core.profiles import load
-from penstock.core.settings import settings
+from penstock.config.profiles import load
+from penstock.config.settings import settings
+from penstock.config.sources import read
 
 
 def write(folder: Path, text: str) -> Path:

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, LoRARequest, PenstockError, PoolingParams, SamplingParams, demo
+from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest
-from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
 
 CONFIGS: dict[str, PreTrainedConfig] = {

@@ -13,8 +13,8 @@ from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
-from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
 from penstock.engine.spec.speculation import MOST_FAILURES, Lookup
 

@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from penstock import demo
+from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import (
     Code,
     EngineRequest,
@@ -24,7 +25,6 @@ from penstock.core import (
     TokenDelta,
     Vocabulary,
 )
-from penstock.core.options import EngineOptions, LogOptions
 from penstock.engine.service import wire
 
 OPTIONS = EngineOptions(num_gpu_blocks_override=200, block_size=16, max_model_len=512)

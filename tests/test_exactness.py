@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import Qwen3Config
 
+from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, Vocabulary
-from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
 from penstock.ops import reference
 

@@ -15,7 +15,7 @@ import pytest
 from penstock import demo
 from penstock.core import PenstockError
 from penstock.text import Tokenizer
-from penstock.text.isolated import IsolatedTokenizer, Limits, check
+from penstock.text.isolated_tokenizer import IsolatedTokenizer, Limits, check
 
 LIMITS = Limits(memory=2**30, cpu=1)
 REFUSED = r"cannot be used within 1 GiB of memory and 1 s of processor time"
@@ -94,7 +94,9 @@ def test_hostile_files_are_refused_in_one_sentence(folder: Path, spoil: Callable
 def left() -> list[int]:
     """Processes that read tokenizers for this one."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"penstock.text.isolated" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        int(pid) for pid in children if b"penstock.text.isolated_tokenizer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def test_what_was_found_good_is_not_read_again_until_it_changes(folder: Path) -> None:

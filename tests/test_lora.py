@@ -25,8 +25,8 @@ from serving import Served
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams, demo
+from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest
-from penstock.core.options import EngineOptions
 from penstock.engine.engine import Engine
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

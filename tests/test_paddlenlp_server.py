@@ -21,10 +21,10 @@ from test_paddlenlp_grpc import told
 from transformers import PreTrainedTokenizerFast
 
 from penstock import LLM, PenstockError, demo
-from penstock.cli.configuration import read
 from penstock.cli.main import main
+from penstock.config.profiles import load
+from penstock.config.sources import read
 from penstock.core import Code
-from penstock.core.profiles import load
 
 PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 GIVEN = dict(zip(PORTS, ("8110", "8811", "8722", "9965"), strict=True))
@@ -49,7 +49,7 @@ class Shell:
     def run(self, command: str, *arguments: str, **environment: str) -> tuple[int, str]:
         """Exit status, and what was said."""
         ran = subprocess.run(
-            [sys.executable, "-m", "penstock.cli.paddlenlp", command, *arguments],
+            [sys.executable, "-m", "penstock.cli.compat.paddlenlp", command, *arguments],
             cwd=self.folder,
             env=self.environment | environment,
             capture_output=True,

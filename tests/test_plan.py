@@ -27,9 +27,9 @@ from transformers import (
 
 from penstock import LLM, demo
 from penstock.cli.main import main
-from penstock.core.kv_cache import CachePlan, block_ratio, kv_cache_ratio
-from penstock.core.profiles.paddlenlp_memory import DEEPSEEK_V3
-from penstock.core.shape import shape_of
+from penstock.planning.kv_size import CachePlan, block_ratio, kv_cache_ratio
+from penstock.planning.model_size import shape_of
+from penstock.planning.paddlenlp_table import DEEPSEEK_V3
 
 LATENT = {
     "q_lora_rank": 24,

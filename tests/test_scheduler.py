@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
-from penstock.core.options import SchedulerOptions
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.scheduling.plan import Candidates, Draw, Outcome, Plan
 from penstock.engine.scheduling.scheduler import Scheduler

@@ -25,12 +25,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from serving import Served
 
-from penstock.core.options import ServerOptions
+from penstock.config.options import ServerOptions
 from penstock.serve.app import build
-from penstock.serve.keeper import Keeper
-from penstock.serve.kserve import Registry
+from penstock.serve.dialects.kserve import Registry
 from penstock.serve.metrics import Metrics
-from penstock.serve.services import Services
+from penstock.serve.models.manager import Keeper
+from penstock.serve.models.registry import Services
 
 LIMIT = 20.0
 """Seconds that the slowest of these requests may take."""

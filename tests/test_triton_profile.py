@@ -38,7 +38,7 @@ def fill(templates: Path, model: str, values: str) -> subprocess.CompletedProces
     command = [
         sys.executable,
         "-m",
-        "penstock.cli.fill_template",
+        "penstock.cli.compat.fill_template",
         "fill_template.py",
         "-i",
         str(templates / model / "config.pbtxt"),

@@ -19,7 +19,7 @@ def run(command: str, **flags: Any) -> subprocess.CompletedProcess[str]:
     """A flag that is true stands without a value."""
     words = [word for name, value in flags.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli.trtllm", command, *words], capture_output=True, text=True
+        [sys.executable, "-m", "penstock.cli.compat.trtllm", command, *words], capture_output=True, text=True
     )
 
 

@@ -7,11 +7,11 @@ import json
 import sys
 from typing import Any
 
-from penstock.core.settings import Setting, settings
+from penstock.config.settings import Setting, settings
+from penstock.config.sources import Configured
 
-from .configuration import Configured
+from .compat.model_repository import expanded
 from .flags import TITLES, add_options, configure, in_cache
-from .model_repository import expanded
 
 __all__ = ["add_arguments", "expanded", "run", "value_of"]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-
-from .configuration import read
+from penstock.config.sources import read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.core import logs
-from penstock.core.profiles import Alias, Profile, load
-from penstock.core.profiles.vllm import UNASKED
-from penstock.core.settings import Setting, settings
+from penstock.config import logs
+from penstock.config.profiles import Alias, Profile, load
+from penstock.config.profiles.vllm import UNASKED
+from penstock.config.settings import Setting, settings
+from penstock.config.sources import Configured, read
 
-from .configuration import Configured, read
 from .parser import Parser
 
 TITLES = {

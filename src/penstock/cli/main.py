@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from penstock import __version__
+from penstock.config.settings import nearest
 from penstock.core import PenstockError
-from penstock.core.settings import nearest
 
 from .parser import Parser
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.core import ranktable
+from penstock.cluster import ranktable
+from penstock.cluster.ranktable import Local, Server
 from penstock.core.errors import invalid
-from penstock.core.ranktable import Local, Server
 
 OF_GEN = ("api_server", "prefill_server_list", "decode_server_list", "ip")
 OF_MERGE = ("global_ranktable_list",)

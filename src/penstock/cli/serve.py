@@ -11,12 +11,12 @@ import time
 
 import msgspec
 
+from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
-from penstock.core.options import Configuration, ServerOptions
 
-from . import model_repository, service_json
+from .compat import model_repository, service_json
 from .flags import TITLES, add_options, configure
-from .models import served
+from .served_models import served
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def expanded(arguments: list[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
-    from penstock.serve.supervisor import Supervisor
+    from penstock.serve.process.supervisor import Supervisor
 
     if args.model_tag is not None:
         if getattr(args, "model", args.model_tag) != args.model_tag:

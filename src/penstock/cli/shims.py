@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.settings import nearest
 from penstock.core.errors import invalid
-from penstock.core.settings import nearest
 
 MARK = "written by `penstock shims`"
 """In every file, by which it is known again."""
@@ -75,8 +75,8 @@ def _serving(system: str, *paths: str) -> list[Shim]:
 
 
 def _running(system: str, module: str, *paths: str) -> list[Shim]:
-    """Commands that ``module`` finds by their names."""
-    return [Shim(system, path, module, (path.rpartition("/")[2],)) for path in paths]
+    """Commands that ``penstock.cli.compat.MODULE`` finds by their names."""
+    return [Shim(system, path, f"compat.{module}", (path.rpartition("/")[2],)) for path in paths]
 
 
 VLLM = [f"{MODULES}/vllm/entrypoints/{module}.py" for module in ("openai/api_server", "api_server")]

@@ -14,6 +14,8 @@ import msgspec
 import torch
 
 from penstock import demo, ops
+from penstock.config.options import EngineOptions
+from penstock.config.speculative import SpeculativeConfig
 from penstock.core import (
     Code,
     EngineRequest,
@@ -26,13 +28,11 @@ from penstock.core import (
 )
 from penstock.core.errors import invalid
 from penstock.core.guided import closed
-from penstock.core.kv_cache import CachePlan, weight_bytes
 from penstock.core.lora import named
-from penstock.core.options import EngineOptions
-from penstock.core.shape import shape_of
-from penstock.core.speculative import SpeculativeConfig
 from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
 from penstock.ops import KVSpec
+from penstock.planning.kv_size import CachePlan, weight_bytes
+from penstock.planning.model_size import shape_of
 
 from .guided import Guides, check_backend
 from .kv.block_pool import BlockPool

@@ -9,16 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.core.options import LogLevel, LogOptions
 from penstock.engine.service import wire
 from penstock.engine.service.launcher import EngineProcess
 
 from .gateway import Gateway
+from .input_processor import VOID, Messages, Preparer, Prompt
 from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput
-from .prompts import VOID, Messages, Preparer, Prompt
 
 GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
 

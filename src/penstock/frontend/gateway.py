@@ -16,11 +16,11 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
 from penstock.engine.service.client import EngineClient
-from penstock.text.rendering import Rendering
+from penstock.text.template_process import Rendering
 
-from .foreign import ForeignTemplates
+from .input_processor import Messages, Preparer, Prompt
 from .outputs import RequestOutput
-from .prompts import Messages, Preparer, Prompt
+from .request_templates import ForeignTemplates
 from .turns import LIGHT, PIECE, Inbox, Turns
 
 T = TypeVar("T")

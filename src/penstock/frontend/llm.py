@@ -14,10 +14,10 @@ from penstock.core import LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
-from .assembly import Assembler
+from .input_processor import VOID, Messages, Preparer, Prompt
 from .options import read_options
+from .output_processor import Assembler
 from .outputs import EmbeddingRequestOutput, RequestOutput, Score, ScoringOutput, ScoringRequestOutput, cosine
-from .prompts import VOID, Messages, Preparer, Prompt
 
 T = TypeVar("T")
 

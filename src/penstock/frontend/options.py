@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields
 
+from penstock.config.options import EngineOptions, ModelOptions
+from penstock.config.profiles import flag, load, meant
+from penstock.config.profiles.vllm import UNASKED
+from penstock.config.settings import nearest, settings
 from penstock.core.errors import invalid
-from penstock.core.options import EngineOptions, ModelOptions
-from penstock.core.profiles import flag, load, meant
-from penstock.core.profiles.vllm import UNASKED
-from penstock.core.settings import nearest, settings
 
 from .hub import resolve
 

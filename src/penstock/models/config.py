@@ -12,7 +12,7 @@ import torch
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.core.shape import context_of, format_of, rope_of
+from penstock.planning.model_size import context_of, format_of, rope_of
 from penstock.quant import SCHEMES
 
 

@@ -17,15 +17,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
 
-from . import anthropic, fastdeploy, kserve, management, openai, paddlenlp, responses, unknown, vllm
-from .bladellm import BladeLLM
-from .described import components
-from .door import Below, Head, Keys, Log, OnlyState
-from .record import record_of
-from .reply import INTERNAL, refuse
-from .services import Services
-from .shape import Shapes
-from .shared import Dialect, add_shared_routes
+from .dialects import anthropic, fastdeploy, kserve, openai, paddlenlp, responses
+from .dialects.bladellm import BladeLLM
+from .dialects.dispatch import Dialect, add_shared_routes
+from .dialects.vllm import generate as vllm
+from .dialects.vllm import management
+from .http import unknown_fields as unknown
+from .http.error_format import Shapes
+from .http.middleware import Below, Head, Keys, Log, OnlyState
+from .http.openapi import components
+from .http.reply import INTERNAL, refuse
+from .http.request_record import record_of
+from .models.registry import Services
 
 SCHEMAS: dict[str, tuple[type, ...]] = {
     "": (*openai.SCHEMAS, *vllm.SCHEMAS, *fastdeploy.SCHEMAS, *management.SCHEMAS),

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
+from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
-from penstock.frontend.prompts import Prompt
 
-from .record import Record
-from .service import Service
+from .http.request_record import Record
+from .models.service import Service
 
 AT_ONCE = 64
 """Prompts of one request that are with the engine at the same time, so that it fills no queue by itself."""

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from penstock.config.options import EngineOptions
+from penstock.config.profiles import Figure
 from penstock.core import Failure, SamplingParams
-from penstock.core.options import EngineOptions
-from penstock.core.profiles import Figure
 from penstock.engine.service import wire
 from penstock.frontend.outputs import RequestOutput
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import files
+from . import tokenizer_files as files
+from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
-from .template import ChatTemplate
 from .vocabulary import token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")

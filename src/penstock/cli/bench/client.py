@@ -13,8 +13,8 @@ import msgspec
 from penstock.core import Code, PenstockError
 
 from . import prompts
-from .events import DONE, Chunk, EventReader, decode_chunk, error_message
 from .sample import Outcome, Sample
+from .sse import DONE, Chunk, EventReader, decode_chunk, error_message
 from .workload import Request
 
 AHEAD = 0.25  # seconds before its time that a request's prompt is made

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         text = json.dumps(found, indent=1) + "\n"
         print(text, end="") if args.json == STANDARD_OUTPUT else args.json.write_text(text)
     if args.picture:
-        from .picture import draw
+        from .plot import draw
 
         rates = f"{found['request_throughput']:,.3g} requests/s, {found['output_throughput']:,.4g} output tokens/s"
         draw(samples, goodput, f"{model}: {found['completed']:,} requests, {rates}", args.picture)

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from . import values
+from . import arg_types as values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

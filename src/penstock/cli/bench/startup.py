@@ -16,12 +16,12 @@ from typing import IO
 
 import msgspec
 
+from penstock.config.settings import settings
 from penstock.core import Code, PenstockError
-from penstock.core.settings import settings
 
 from ..flags import add_options
-from .events import DONE, EventReader, decode_chunk, error_message
-from .values import integer_from
+from .arg_types import integer_from
+from .sse import DONE, EventReader, decode_chunk, error_message
 
 HOST = "127.0.0.1"
 PAUSE = 0.01  # seconds between two knocks

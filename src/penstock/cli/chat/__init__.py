@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import invalid
 
 from ..flags import add_options, options_of
-from ..models import DEMO
+from ..served_models import DEMO
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .server import Server
+    from .engine_backend import Engine
+    from .server_backend import Server
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens", "sampling_seed": "seed"}
 """Flags, and the fields that they set."""
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until told to stop. Returns 1 where a pipe's question was not answered."""
-    from .background import Background
     from .conversation import Conversation
+    from .loop_thread import Background
     from .session import Session
     from .terminal import Terminal
 
@@ -59,7 +59,7 @@ def _voice(args: argparse.Namespace) -> Engine | Server:
     if args.url is None:
         if args.model_name is not None or args.key is not None:
             raise invalid("url", "is missing: --model-name and --api-key are a server's")
-        from .engine import Engine
+        from .engine_backend import Engine
 
         if args.model_tag is not None:
             args.model = args.model_tag
@@ -67,6 +67,6 @@ def _voice(args: argparse.Namespace) -> Engine | Server:
         return Engine(options, options["model"] or DEMO)
     if args.model_tag is not None or hasattr(args, "model"):
         raise invalid("url", "goes with --model-name; MODEL is for an engine of one's own")
-    from .server import Server
+    from .server_backend import Server
 
     return Server(args.url, os.environ.get("OPENAI_API_KEY") if args.key is None else args.key, args.model_name)

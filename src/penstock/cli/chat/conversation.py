@@ -9,9 +9,9 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from penstock.config.settings import nearest
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
-from penstock.core.settings import nearest
 
 FIELDS = (
     "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed max_tokens min_tokens "

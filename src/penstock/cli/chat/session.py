@@ -6,14 +6,14 @@ import math
 import time
 from dataclasses import dataclass
 
+from penstock.config.settings import nearest
 from penstock.core import Code, PenstockError
-from penstock.core.settings import nearest
 
-from .background import Background
+from .backend import Answer, ContextFull, Voice
 from .commands import COMMANDS
 from .conversation import Conversation
+from .loop_thread import Background
 from .terminal import Terminal
-from .voice import Answer, ContextFull, Voice
 
 FULL = "the context is full; /undo drops the last turn, /clear begins anew"
 

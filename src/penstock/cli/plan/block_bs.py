@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from penstock.core.profiles.paddlenlp_memory import GPUS, LENGTH, RESERVE, ROWS
+from penstock.planning.paddlenlp_table import GPUS, LENGTH, RESERVE, ROWS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.flags import add_options, configure
+from penstock.config.options import Configuration, EngineOptions
+from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.core.kv_cache import (
+from penstock.engine.service.host import FREE_SHARE, free_host_bytes
+from penstock.planning.kv_size import (
     CachePlan,
     block_ratio,
     blocks_of_sequences,
@@ -19,10 +22,7 @@ from penstock.core.kv_cache import (
     token_bytes,
     weight_bytes,
 )
-from penstock.core.options import Configuration, EngineOptions
-from penstock.core.shape import Shape, shape_of
-from penstock.core.speculative import SpeculativeConfig
-from penstock.engine.service.host import FREE_SHARE, free_host_bytes
+from penstock.planning.model_size import Shape, shape_of
 
 GB, GIB = 1e9, 2**30
 

@@ -13,20 +13,20 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
+from penstock.config.options import Configuration, EngineOptions
 from penstock.core.errors import invalid
-from penstock.core.options import Configuration, EngineOptions
 from penstock.engine.service.launcher import EngineProcess
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.hub import resolve
-from penstock.frontend.prompts import Preparer
-from penstock.serve.control import ServedModel
+from penstock.frontend.input_processor import Preparer
+from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai.batch import BatchError, BatchResponse
-from penstock.serve.service import Service
-from penstock.serve.services import Services
+from penstock.serve.models.messages import ServedModel
+from penstock.serve.models.registry import Services
+from penstock.serve.models.service import Service
 
 from ..flags import add_options, configure
-from ..models import DEMO
+from ..served_models import DEMO
 from .files import Results, Survey, check_input, requests, survey
 from .work import Work
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 import msgspec
 
 from penstock.core.errors import invalid
-from penstock.serve.openai.batch import BatchError, BatchLine, BatchResponse, BatchResult
+from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, BatchResult
 
 PREFIX = "batch_req_"
 BEGINNING = f'{{"id":"{PREFIX}'.encode()

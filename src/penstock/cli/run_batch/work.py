@@ -9,10 +9,10 @@ from uuid import uuid4
 import msgspec
 
 from penstock.core import Code, Failure
-from penstock.serve.openai.batch import BatchError, BatchLine, BatchResponse, answer
-from penstock.serve.record import Record
-from penstock.serve.service import Service
-from penstock.serve.unknown import Once, Unknown
+from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, answer
+from penstock.serve.http.request_record import Record
+from penstock.serve.http.unknown_fields import Once, Unknown
+from penstock.serve.models.service import Service
 
 TRIES = 3
 """Engines that a request may see dying. It may be what kills them."""

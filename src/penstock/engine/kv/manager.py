@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest
 from penstock.core.errors import invalid
-from penstock.core.options import SchedulerOptions
 
 from ..scheduling.beams import Branch
 from ..scheduling.sequence import Sequence, State

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
-from penstock.core.kv_cache import blocks_of_sequences
-from penstock.core.options import EngineOptions
 from penstock.ops import KVSpec
+from penstock.planning.kv_size import blocks_of_sequences
 
 from ..service.host import FREE_SHARE, free_host_bytes
 

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 
 import msgspec
 
+from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, PenstockError
 from penstock.core.errors import invalid, too_long
-from penstock.core.options import SchedulerOptions
 
 from ..guided import Grammar
 from ..guided.reasoning import guide_of

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
-from penstock.core.options import SchedulerOptions
 
 from ..guided import Grammar
 from ..kv.block_pool import BlockPool

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
-from penstock.core.options import EngineOptions, LogOptions
 
 from . import wire
 from .heartbeat import Heartbeat

@@ -26,8 +26,9 @@ from typing import BinaryIO
 import msgspec
 import zmq
 
-from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta, logs
-from penstock.core.options import EngineOptions
+from penstock.config import logs
+from penstock.config.options import EngineOptions
+from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 
 from . import wire
 from .heartbeat import Heartbeat, StepTimes

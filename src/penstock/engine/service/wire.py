@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import EngineRequest, Failure, TokenDelta, Vocabulary
-from penstock.core.options import EngineOptions, LogOptions
 from penstock.core.sampling import MOST_SEQUENCES
 
 

@@ -1,0 +1,1 @@
+"""Commands of other systems: PaddleNLP, BladeLLM, TensorRT-LLM and Triton."""

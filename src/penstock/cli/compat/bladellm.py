@@ -1,0 +1,141 @@
+"""What BladeLLM's users run before ``blade_llm_server``: ``blade_llm_quantize`` and ``blade_llm_split``.
+
+Weights are rounded when they are loaded here, and nothing is split ahead. So both make a folder of links to the
+checkpoint, which ``--model`` takes as any other; its ``config.json`` says what is to be rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config.profiles.bladellm import ONE_DEVICE
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.planning.model_size import QUANT_METHOD, format_of
+
+from ..parser import Parser
+
+CONFIG = "config.json"
+MODES = ("weight_only_quant", "act_and_weight_quant")
+FORMATS = {
+    ("weight_only_quant", 8, "false"): "wint8",
+    ("weight_only_quant", 4, "false"): "wint4",
+    ("weight_only_quant", 4, "true"): "wint4-g32",
+    ("act_and_weight_quant", 8, "false"): "w8a8",
+}
+"""By mode, bits, and whether scales are for blocks."""
+UNUSED = {
+    "calib_data": "minmax looks at no data",
+    "calib_data_file": "minmax looks at no data",
+    "cpu_offload": "no GPU is needed for it",
+}
+
+
+def quantize() -> int:
+    """Make a folder whose checkpoint is rounded when it is loaded; returns the exit status."""
+    parser = _parser("blade_llm_quantize", "Have a checkpoint's weights rounded when they are loaded.")
+    parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits of a weight (8)")
+    parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="of weights, or of activations, too")
+    parser.add_argument("--quant_dtype", default="int", help="int; fp8 formats are not there yet")
+    parser.add_argument("--quant_algo", default="minmax", help="minmax; those that need data are not there yet")
+    parser.add_argument("--block_wise_quant", nargs="?", const="true", default="false", help="more scales (4 bits)")
+    parser.add_argument("--calib_data", nargs="*", help="not needed")
+    parser.add_argument("--calib_data_file", help="not needed")
+    parser.add_argument("--cpu_offload", nargs="?", const="true", help="not needed")
+    return _told(parser, _quantize)
+
+
+def split() -> int:
+    """Make a folder that leads to the checkpoint as it is; returns the exit status."""
+    parser = _parser("blade_llm_split", "Lead to a checkpoint, which needs no splitting before it is served.")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="1; a model runs on one device here")
+    return _told(parser, _split)
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=name, description=about, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder of a checkpoint, or its name on the hub")
+    parser.add_argument("--output_dir", required=True, type=Path, help="folder for --model of blade_llm_server")
+    return parser
+
+
+def _told(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> int:
+    try:
+        work(parser.parse_args())
+    except PenstockError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    """Raises ``PenstockError``: ``unsupported`` for formats that are not there, ``invalid`` for wrong folders."""
+    if args.quant_dtype != "int":
+        raise _not_yet("quant_dtype", args.quant_dtype, "int is")
+    if args.quant_algo != "minmax":
+        raise _not_yet("quant_algo", args.quant_algo, "minmax is, which needs no data")
+    kind = (args.quant_mode, args.bit, args.block_wise_quant.lower())
+    if kind not in FORMATS:
+        known = "; ".join(f"{mode} with --bit {bit}" for mode, bit, blocks in FORMATS if blocks == "false")
+        words = f"{args.quant_mode} with --bit {args.bit} and --block_wise_quant {args.block_wise_quant}"
+        raise _not_yet("quant_mode", words, f"these are: {known}; blocks with 4 bits of weights")
+    for name, why in UNUSED.items():
+        if getattr(args, name) is not None:
+            print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
+    _lead(args, FORMATS[kind])
+    print(f"{args.output_dir}: weights are rounded to {FORMATS[kind]} when they are loaded")
+
+
+def _split(args: argparse.Namespace) -> None:
+    if args.tensor_parallel_size != 1:
+        raise _not_yet("tensor_parallel_size", str(args.tensor_parallel_size), f"1 is: {ONE_DEVICE}")
+    _lead(args)
+    print(f"{args.output_dir}: leads to the checkpoint, which needs no splitting")
+
+
+def _lead(args: argparse.Namespace, quantization: str = "") -> None:
+    """Fill the folder with links, and a configuration where weights are to be rounded."""
+    from penstock.frontend.hub import resolve
+
+    model, output = resolve(args.model).resolve(), args.output_dir.resolve()
+    if not (model / CONFIG).is_file():
+        raise invalid("model", f"{model} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
+    if model == output:
+        raise invalid("output_dir", f"{output} is the model's own folder; name another")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for file in model.iterdir():
+            place = output / file.name
+            if quantization and file.name == CONFIG:
+                _configure(file, place, quantization)
+            elif not place.is_symlink() and not place.exists():
+                place.symlink_to(file)
+            elif not place.is_symlink() or Path(os.readlink(place)) != file:
+                raise invalid("output_dir", f"{place} is there already; name an empty folder")
+    except OSError as error:
+        raise invalid("output_dir", f"cannot write to {output}: {error.strerror}") from error
+
+
+def _configure(file: Path, place: Path, quantization: str) -> None:
+    if place.is_symlink() or (place.exists() and not format_of(json.loads(place.read_text(encoding="utf-8")))):
+        raise invalid("output_dir", f"{place} is there already; name an empty folder")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if found.get("quantization_config"):
+        raise invalid("model", f"{file.parent} is quantized already; name the checkpoint that it was made from")
+    found["quantization_config"] = {"quant_method": QUANT_METHOD, "format": quantization}
+    place.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _not_yet(name: str, value: str, instead: str) -> PenstockError:
+    return PenstockError(Code.UNSUPPORTED, f"--{name}: {value} is not there yet; {instead}", name)
+
+
+COMMANDS = {"blade_llm_quantize": quantize, "blade_llm_split": split}
+
+if __name__ == "__main__":
+    sys.exit(COMMANDS[sys.argv.pop(1)]())

@@ -1,0 +1,115 @@
+"""What TensorRT-LLM's commands leave in a folder, as far as it has a meaning here: which checkpoint, up to where.
+
+Checkpoints are served as they are. So a folder of ours holds a ``config.json`` and nothing else, in TensorRT-LLM's own
+names: ``pretrained_config`` is what ``convert_checkpoint.py`` and ``quantize.py`` write, ``build_config`` is what
+``trtllm-build`` adds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.core.errors import invalid
+from penstock.planning.model_size import shape_of
+
+logger = logging.getLogger(__name__)
+
+NAME = "config.json"
+ABOUT = "Made by penstock. It holds no weights: those of the checkpoint are served as they are."
+QUANTIZATION = {
+    None: "none",
+    "W8A16": "wint8",
+    "W4A16": "wint4",
+    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": "w8a8",
+    "FP8": "w8a8",
+}
+"""What weights are rounded to at load, by ``quant_algo``. No kernel computes FP8; integers of 8 bits come nearest."""
+KV_CACHE = {None: "auto", "INT8": "int8", "FP8": "int8"}
+"""What keys and values are kept in, by ``kv_cache_quant_algo``."""
+LIMITS = {
+    "max_batch_size": "max_num_seqs",
+    "max_num_tokens": "max_num_batched_tokens",
+    "max_input_len": "max_prompt_len",
+    "max_beam_width": "max_beam_width",
+}
+"""Settings here, by what an engine was built for."""
+SAME = (
+    *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "intermediate_size"),
+)
+"""What a checkpoint of Hugging Face and one of TensorRT-LLM say under the same name."""
+
+
+def described(checkpoint: Path, dtype: str, quant_algo: str | None, kv_cache_quant_algo: str | None) -> dict[str, Any]:
+    """A ``pretrained_config`` for a checkpoint of Hugging Face.
+
+    Raises ``PenstockError`` (``invalid``) where its folder holds none.
+    """
+    config = _read(checkpoint)
+    if config is None or not any(checkpoint.glob("*.safetensors")):
+        raise invalid("model_dir", f"{checkpoint} holds no checkpoint of Hugging Face (config.json, *.safetensors)")
+    shape = shape_of(config)
+    return {
+        "about": ABOUT,
+        "producer": {"name": "penstock", "version": __version__},
+        "checkpoint": str(checkpoint.resolve()),
+        "architecture": shape.architecture,
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        **{name: config[name] for name in SAME if name in config},
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": kv_cache_quant_algo},
+    }
+
+
+def write(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ``PenstockError`` (``invalid``) where the folder cannot be written, or holds something else."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if other := next((path for path in folder.iterdir() if path.name != NAME), None):
+            raise invalid("output_dir", f"{folder} holds {other.name} already; name a folder that is empty or new")
+        (folder / NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise invalid("output_dir", f"{folder} cannot be written: {error.strerror}") from error
+
+
+def converted(folder: Path) -> dict[str, Any]:
+    """The ``pretrained_config`` in a folder of ``convert_checkpoint.py`` or ``quantize.py``.
+
+    Raises ``PenstockError`` (``invalid``) where it is none of ours.
+    """
+    config = _read(folder)
+    if config is None or "checkpoint" not in config:
+        words = f"{folder} is none that convert_checkpoint.py or quantize.py of penstock has made"
+        raise invalid("checkpoint_dir", words)
+    return config
+
+
+def settings_of(engine: Path) -> dict[str, Any]:
+    """Settings here by what the folder of an engine says; those of TensorRT's own say limits alone."""
+    config = _read(engine) or {}
+    built, found = config.get("build_config", {}), {}
+    if "checkpoint" in (ours := config.get("pretrained_config", {})):
+        quantization = ours["quantization"]
+        if "FP8" in quantization.values():
+            logger.warning("%s asks for FP8, which is not there: integers of 8 bits are taken (w8a8, int8)", engine)
+        found = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
+        found["quantization"] = QUANTIZATION[quantization["quant_algo"]]
+        found["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
+    found |= {ours: built[theirs] for theirs, ours in LIMITS.items() if built.get(theirs)}
+    length = built.get("max_seq_len") or (built.get("max_input_len") or 0) + (built.get("max_output_len") or 0)
+    return found | ({"max_model_len": length} if length else {})
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """None where there is nothing that can be read."""
+    try:
+        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

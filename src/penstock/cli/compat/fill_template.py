@@ -1,0 +1,52 @@
+"""``fill_template.py``: values for what a ``config.pbtxt`` of TensorRT-LLM's leaves open."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from string import Template
+
+from penstock.config.settings import nearest
+from penstock.core import PenstockError
+from penstock.core.errors import invalid
+
+
+def main(arguments: list[str]) -> int:
+    """Print the file with the values in it, or change it; returns the exit status."""
+    try:
+        _fill(arguments)
+    except (OSError, PenstockError) as error:
+        print(f"fill_template.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _fill(arguments: list[str]) -> None:
+    """Raises ``PenstockError`` (``invalid``) where a value has no name, or a name is not in the file."""
+    parser = argparse.ArgumentParser(prog="fill_template.py", description="Fill in what a template leaves open.")
+    parser.add_argument("-i", "--in_place", action="store_true", help="change the file itself")
+    parser.add_argument("file", type=Path, help="a config.pbtxt with ${names}")
+    parser.add_argument("values", help=r"name:value,name:value; a comma within a value is written as \,")
+    given = parser.parse_args(arguments)
+    text = given.file.read_text(encoding="utf-8")
+    known = re.findall(r"\$\{(\w+)\}", text)
+    values = {}
+    for pair in re.split(r"(?<!\\),", given.values):
+        name, colon, value = pair.strip().partition(":")
+        if not colon:
+            raise invalid(name, "has no value: write name:value")
+        if name not in known:
+            words = f"{given.file} does not ask for it{nearest(name, known)}"
+            print(f"fill_template.py: {name}: {words}", file=sys.stderr)
+        values[name] = value.replace("\\,", ",")
+    filled = Template(text).safe_substitute(values)
+    if given.in_place:
+        given.file.write_text(filled, encoding="utf-8")
+    else:
+        print(filled, end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:]))  # behind its name

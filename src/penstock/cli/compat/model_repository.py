@@ -1,0 +1,249 @@
+"""A model repository of Triton's with TensorRT-LLM's models: what its ``config.pbtxt`` files say, as flags of ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config.profiles.triton import ONE_ENGINE
+from penstock.config.settings import nearest, settings
+from penstock.core.errors import invalid
+
+from .engine_folder import settings_of
+from .repository_parameters import PARAMETERS, Flags
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("--model-repository", "--model_repository", "--model-store", "--model-repo", "--model_repo")
+STEPS = ("preprocessing", "postprocessing")
+ENGINE, BLS = "tensorrt_llm", "tensorrt_llm_bls"
+
+
+@dataclass
+class Found:
+    """What the files say so far."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def add(self, flags: Flags, source: str) -> None:
+        """Raises ``PenstockError`` (``invalid``) where two files contradict each other."""
+        for name, value in flags.items():
+            if self.flags.setdefault(name, value) != value:
+                raise invalid(source, f"says {value!r}, and {self.sources[name]} {self.flags[name]!r}")
+            self.sources.setdefault(name, source)
+
+
+@dataclass
+class File:
+    """A ``config.pbtxt``."""
+
+    path: Path
+    config: Any
+    """A ``ModelConfig``."""
+    name: str
+    kind: str
+    """Which of TensorRT-LLM's models it is."""
+
+    def text(self, key: str) -> str:
+        """A parameter, nothing where it is not filled in."""
+        found = self.config.parameters[key].string_value if key in self.config.parameters else ""
+        return "" if found.startswith("${") else found
+
+    @property
+    def over(self) -> list[str]:
+        """The models that an ensemble is made of, or that one of business logic calls."""
+        if self.kind == BLS:
+            return [self.text("tensorrt_llm_model_name") or ENGINE]
+        return [step.model_name for step in self.config.ensemble_scheduling.step]
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """The arguments of a command with what the repository says in its place, before all others, which override it.
+
+    Raises ``PenstockError`` (``invalid``) for files that cannot be read, and for what they ask for that cannot be.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*NAMES, dest="repository", type=Path)
+    given, rest = parser.parse_known_args(arguments[1:])
+    if given.repository is None:
+        return arguments
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensorrt_llm_model_name", "--tensorrt-llm-model-name", dest="engines", default="")
+    launched, rest = parser.parse_known_args(rest)
+    overridden = {each.lstrip("-").partition("=")[0].replace("-", "_") for each in rest if each.startswith("--")}
+    return [arguments[0], *_arguments(read(given.repository, launched.engines, overridden)), *rest]
+
+
+def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) -> Flags:
+    """Settings by name. Raises ``PenstockError`` as ``expanded`` does.
+
+    Args:
+        engines: names that the engines are said to have, with commas between them.
+        overridden: settings that count in place of what files say of each of several engines.
+    """
+    if not (paths := sorted(repository.glob("*/config.pbtxt"))):
+        return _checkpoints(repository)
+    files = [_file(path) for path in paths]
+    over = _put_together(repository, files)
+    for name in filter(None, engines.split(",")):
+        if name not in over:
+            raise invalid("tensorrt_llm_model_name", f"{repository} has no engine {name!r}; it has {', '.join(over)}")
+    found = {name: _settings(own) for name, own in over.items()}
+    if list(found) == [ENGINE] and all(file.name == file.kind for file in files):
+        return found[ENGINE]
+    shared = {key for flags in found.values() for key in flags if settings()[key].section == "server"}
+    together = Found()
+    for name, flags in found.items():
+        together.add({key: flags[key] for key in shared if key in flags}, f"{repository / name}")
+    models = {
+        name: {key: value for key, value in flags.items() if key not in (*shared, *overridden)}
+        | {"kserve": {file.name: file.kind for file in over[name]}}
+        for name, flags in found.items()
+    }
+    return together.flags | {"models": json.dumps(models)}
+
+
+def _checkpoints(repository: Path) -> Flags:
+    """Of a folder with a folder for each checkpoint of Hugging Face."""
+    found = {path.parent.name: str(path.parent) for path in sorted(repository.glob("*/config.json"))}
+    if not found:
+        words = f"{repository} holds no folder with a config.pbtxt, nor one with a checkpoint (config.json)"
+        raise invalid("model_repository", words)
+    return {"models": json.dumps(found)}
+
+
+def _file(path: Path) -> File:
+    config = _parsed(path)
+    name = config.name or path.parent.name
+    if name in PARAMETERS:
+        kind = name
+    elif config.ensemble_scheduling.step or config.platform == "ensemble":
+        kind = "ensemble"
+    elif config.backend == "tensorrtllm" or "gpt_model_path" in config.parameters:
+        kind = ENGINE
+    elif "tensorrt_llm_model_name" in config.parameters:
+        kind = BLS
+    else:
+        kind = next((kind for kind in STEPS if kind in name), "")
+    if not kind:
+        words = f"the model {name!r} is none of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
+        raise invalid(str(path), words)
+    return File(path, config, name, kind)
+
+
+def _put_together(repository: Path, files: list[File]) -> dict[str, list[File]]:
+    """By engine, its own file and those of the models over it."""
+    over = {file.name: [file] for file in files if file.kind == ENGINE}
+    if not over:
+        raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
+    whose: dict[str, str] = {}
+    for file in files:
+        if file.kind in ("ensemble", BLS):
+            parts = file.over
+            engine = next((name for name in parts if name in over), "" if parts and len(over) > 1 else next(iter(over)))
+            if not engine:
+                words = f"is over {', '.join(parts)}, and the engines are {', '.join(over)}"
+                raise invalid(str(file.path), words)
+            over[engine].append(file)
+            whose |= {name: engine for name in parts if name not in whose}
+    for file in files:
+        if file.kind in STEPS:
+            over[whose.get(file.name, next(iter(over)))].append(file)
+    return over
+
+
+def _settings(files: list[File]) -> dict[str, Any]:
+    """What an engine's own file and those of the models over it say."""
+    found = Found()
+    for file in files:
+        _add(found, file)
+    engine, tokenizer = found.flags.pop("engine_dir", None), found.flags.get("tokenizer")
+    if engine is None:
+        raise invalid(str(files[0].path), "does not say where its engine is (gpt_model_path)")
+    built = settings_of(Path(engine))
+    if "model" not in built:
+        built["model"] = _checkpoint(Path(engine), tokenizer)
+    return built | found.flags
+
+
+def _add(found: Found, file: File) -> None:
+    known, model = PARAMETERS[file.kind], file.config
+    for key in sorted(model.parameters):
+        if not (text := file.text(key)):
+            continue
+        source = f"{file.path}: {key}"
+        if key not in known:
+            raise invalid(source, f"no such parameter of {file.kind}{nearest(key, known)}")
+        if known[key].why:
+            _say(source, known[key].why)
+            continue
+        try:
+            found.add(known[key].flags(text), source)
+        except ValueError as error:
+            raise invalid(source, f"{text!r} is wrong: {error}") from error
+    if file.kind == ENGINE:
+        if model.max_batch_size:
+            found.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")
+        if not model.model_transaction_policy.decoupled:
+            _say(f"{file.path}: decoupled", "streams are there for who asks for them")
+    if model.dynamic_batching.max_queue_delay_microseconds:
+        _say(
+            f"{file.path}: max_queue_delay_microseconds", "a request joins the next step, and need not wait for others"
+        )
+    if sum(group.count for group in model.instance_group) > 1:
+        _say(f"{file.path}: instance_group", f"{ONE_ENGINE}; --api-server-count says how many processes handle text")
+
+
+def _parsed(file: Path) -> Any:
+    """A ``ModelConfig``."""
+    try:
+        from google.protobuf import text_format
+        from tritonclient.grpc import model_config_pb2
+    except ImportError as error:
+        words = "needs classes that are not installed; try pip install 'penstock-llm[grpc]'"
+        raise invalid("model_repository", words) from error
+    try:
+        text = file.read_text(encoding="utf-8")
+        return text_format.Parse(text, model_config_pb2.ModelConfig())
+    except (OSError, UnicodeDecodeError) as error:
+        raise invalid(str(file), f"cannot be read: {error}") from error
+    except text_format.ParseError as error:
+        if unfilled := re.search(r":\s*(\$\{\w+\})", text):
+            raise invalid(str(file), f"{unfilled[1]} is not filled; fill_template.py does that") from error
+        raise invalid(str(file), f"is no model's configuration: {error}") from error
+
+
+def _checkpoint(engine: Path, tokenizer: str | None) -> str:
+    """The folder with weights that can be read: TensorRT's cannot, but the tokenizer's may be the checkpoint."""
+    if _has_weights(engine):
+        return str(engine)
+    if tokenizer is not None and _has_weights(Path(tokenizer)):
+        if engine.exists():
+            _say(str(engine), f"an engine is for TensorRT; the checkpoint in {tokenizer} is served")
+        return tokenizer
+    words = f"{engine} holds no checkpoint of Hugging Face (config.json, *.safetensors)"
+    raise invalid("engine_dir", f"{words}, and neither does tokenizer_dir; let one of them be its folder")
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) and not any(folder.glob("rank*"))
+
+
+def _arguments(flags: Flags) -> Iterator[str]:
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+        else:
+            yield from (flag, str(value))
+
+
+def _say(source: str, why: str) -> None:
+    logger.warning("%s has no meaning here and is ignored: %s", source, why)

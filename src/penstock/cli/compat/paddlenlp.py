@@ -1,0 +1,268 @@
+"""The commands that PaddleNLP's users type: ``start_server``, ``stop_server`` and ``download_model.py``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from penstock.config.options import ServerOptions
+from penstock.config.profiles import load
+from penstock.config.profiles.paddlenlp import OLD, model_named
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+from ..flags import TITLES, add_options, configure
+from ..parser import Parser
+
+MODEL_NAME = "model_name"
+MODELS = "/models/"
+"""Where models are where ``MODEL_DIR`` says nothing."""
+LAST_LINES = 20
+"""Of the log, which are shown where the server does not start."""
+PATIENCE = 300.0
+"""Seconds that a server gets to end."""
+DEFAULT_MODEL = "deepseek-ai/DeepSeek-R1/weight_only_int4"
+MPI = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
+)
+"""What ``mpirun`` of Open MPI and of MPICH tells each rank: its number on its node, how many are there, and in all."""
+
+
+def start_server() -> int:
+    """Start a server behind the terminal; returns once requests are welcome, with the exit status."""
+    parser = _parser("start_server", "Start a server by PaddleNLP's environment, and wait until it is ready.")
+    parser.add_argument("model_name", nargs="?", help="org/model or org/model/format; nothing for what is in MODEL_DIR")
+    add_options(parser, tuple(TITLES))
+    args = parser.parse_args()
+    if args.model_name and sys.argv[1] != args.model_name:
+        parser.error("the model's name comes before all options")
+    return _told(parser, lambda: _once_a_node(lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:])))
+
+
+def stop_server() -> int:
+    """Stop what ``start_server`` of this user has started; returns the exit status."""
+    parser = _parser("stop_server", "Stop the servers that start_server has started.")
+    parser.add_argument("timeout", nargs="?", type=float, default=PATIENCE, help="seconds that they get to end")
+    args = parser.parse_args()
+    return _told(parser, lambda: _once_a_node(lambda: _stop(args.timeout)))
+
+
+def download_model() -> int:
+    """Put a model of the hub into a folder; returns the exit status."""
+    parser = _parser("download_model.py", "Fetch a model from the Hugging Face hub.")
+    parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help="org/model or org/model/format")
+    parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="where its folder model_name is put")
+    parser.add_argument("--nnodes", "-n", type=int, default=1, help="machines that it is for; so far 1")
+    parser.add_argument("--mode", "-M", choices=("master", "slave"), help="which of several machines this is")
+    parser.add_argument(
+        "--speculate_model_path", "-s", metavar="FOLDER", help="stays empty: heads are with their model"
+    )
+    args = parser.parse_args()
+    return _told(parser, lambda: _download(args))
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    return Parser(prog=name, description=about, allow_abbrev=False)
+
+
+def _told(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
+    try:
+        return work()
+    except PenstockError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+# --- Under mpirun -----------------------------------------------------------------------------------------------------
+
+
+def _once_a_node(work: Callable[[], int]) -> int:
+    """Of the ranks that ``mpirun`` has started here, by default one a core, the first does the work.
+
+    It may use all cores that ``mpirun`` may, which binds each rank to some.
+
+    Raises ``PenstockError`` (``unsupported``) where there are several nodes.
+    """
+    names = next((names for names in MPI if all(name in os.environ for name in names)), None)
+    if not names:
+        return work()
+    rank, here, everywhere = [int(os.environ[name]) for name in names]
+    if here != everywhere:
+        words = (
+            f"mpirun has started {everywhere} ranks, {here} of them on this node; several nodes are not supported yet"
+        )
+        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {words}", "MP_NNODE", 1)
+    if rank:
+        return 0
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    return work()
+
+
+# --- Starting ---------------------------------------------------------------------------------------------------------
+
+
+def _start(args: argparse.Namespace, flags: list[str]) -> int:
+    args.profile = load("paddlenlp")
+    if args.model_name:
+        os.environ[MODEL_NAME] = args.model_name
+    options = configure(args).configuration.server
+    _check_ports(options)
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
+    if name := os.environ.get(MODEL_NAME):
+        folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
+        if not (folder / "config.json").exists():
+            _fetch(name, folder)
+        command += ["--model", str(folder)]
+    file = Path("log", "console.log" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server.log").resolve()
+    file.parent.mkdir(exist_ok=True)
+    with file.open("wb") as log:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    print(f"Starting, with the log in {file}", flush=True)
+    with _remembered(server):
+        while not _ready(options):
+            try:
+                status = server.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            print("\n".join(["The server has ended:", *lines[-LAST_LINES:]]), file=sys.stderr)
+            return status or 1
+    where = f"http://127.0.0.1:{options.port}/v1/chat/completions"
+    if options.port < 0:
+        where = f"gRPC at 127.0.0.1:{options.grpc_port}"
+    print(f"Ready: process {server.pid}, {where}")
+    return 0
+
+
+@contextlib.contextmanager
+def _remembered(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    """For ``stop_server``, which may be called before it is ready. Who gives up waiting ends the server."""
+    note = _notes() / str(server.pid)
+    note.write_text(_birth(server.pid))
+    try:
+        yield
+    except BaseException:
+        server.terminate()
+        server.wait()
+        raise
+    finally:
+        if server.poll() is not None:
+            note.unlink(missing_ok=True)
+
+
+def _check_ports(options: ServerOptions) -> None:
+    """Raises ``PenstockError`` where one is taken: otherwise another server there might be taken for this one."""
+    ports = {
+        "SERVICE_HTTP_PORT": options.port,
+        "SERVICE_GRPC_PORT": options.grpc_port,
+        "HEALTH_HTTP_PORT": options.health_port,
+        "METRICS_HTTP_PORT": options.metrics_port,
+    }
+    for name, port in ports.items():
+        if port < 0:
+            continue
+        old = next((old for old, new in OLD.items() if new == name and old in os.environ), name)
+        try:
+            socket.create_server((options.host, port)).close()
+        except OSError as error:
+            raise invalid(old, f"{port} cannot be had ({error.strerror}); set another port") from error
+
+
+def _ready(options: ServerOptions) -> bool:
+    scheme, host = "https" if options.ssl_certfile else "http", options.host.replace("0.0.0.0", "127.0.0.1")
+    url = f"{scheme}://{host}:{options.health_port}/v2/health/ready"
+    try:
+        with urllib.request.urlopen(url, timeout=10, context=ssl._create_unverified_context()):
+            return True
+    except OSError:
+        return False
+
+
+# --- Stopping ---------------------------------------------------------------------------------------------------------
+
+
+def _stop(timeout: float) -> int:
+    notes = sorted(_notes().iterdir())
+    stopped = [_end(int(note.name), timeout) for note in notes if note.read_text() == _birth(int(note.name))]
+    for note in notes:
+        note.unlink(missing_ok=True)
+    print("\n".join(stopped) if stopped else "Nothing runs that start_server has started.")
+    return 0
+
+
+def _end(pid: int, timeout: float) -> str:
+    """What became of it, in words."""
+    handle = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
+        if select.select([handle], [], [], timeout)[0]:
+            return f"Stopped process {pid}."
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return f"Killed process {pid}, which had not ended in {timeout:g} seconds."
+    finally:
+        os.close(handle)
+
+
+def _notes() -> Path:
+    """A folder of this user's, with a file for each server: its process, and when that began."""
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"penstock-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise invalid("XDG_RUNTIME_DIR", f"{folder} belongs to somebody else; name another folder")
+    return folder
+
+
+def _birth(pid: int) -> str:
+    """When a process began, in ticks of the kernel's; nothing where there is none of this number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+# --- Fetching ---------------------------------------------------------------------------------------------------------
+
+
+def _download(args: argparse.Namespace) -> int:
+    if args.nnodes != 1:
+        raise invalid("--nnodes", f"{args.nnodes} is not supported yet, only 1 is", 1)
+    if args.mode == "slave":
+        raise invalid("--mode", "slave goes with several nodes, which are not supported yet")
+    if args.speculate_model_path:
+        print(
+            "--speculate_model_path is ignored: heads that guess are part of their model's checkpoint", file=sys.stderr
+        )
+    folder = args.dir / args.model_name
+    _fetch(args.model_name, folder)
+    print(folder.resolve())
+    return 0
+
+
+def _fetch(name: str, folder: Path) -> None:
+    from penstock.frontend.hub import download
+
+    try:
+        wanted = str(model_named(name)["model"])
+    except ValueError as error:
+        raise invalid("model_name", f"{name!r} is wrong: {error}") from error
+    download(wanted, folder, progress=sys.stderr.isatty())
+
+
+COMMANDS = {"start_server": start_server, "stop_server": stop_server, "download_model.py": download_model}
+
+if __name__ == "__main__":
+    sys.exit(COMMANDS[sys.argv.pop(1)]())

@@ -1,0 +1,122 @@
+"""What the parameters in a ``config.pbtxt`` of TensorRT-LLM's models mean, by the kind of model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.profiles import chosen
+from penstock.config.profiles.triton import switched
+
+POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
+BATCHING = {"inflight_fused_batching": "inflight", "inflight_batching": "inflight", "v1": "static"}
+DECODING = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
+GIB = 2**30
+BLOCK = 64
+"""Tokens of a KV block."""
+
+Flags = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a parameter of a model's configuration means."""
+
+    flags: Callable[[str], Flags] = lambda text: {}
+    """Settings here by its value. Raises ``ValueError`` where it is wrong."""
+    why: str = ""
+    """Why it has no meaning here."""
+
+
+def setting(name: str, read: Callable[[str], Any] = str) -> Meaning:
+    return Meaning(lambda text: {name: read(text)})
+
+
+def no_meaning(why: str) -> Meaning:
+    return Meaning(why=why)
+
+
+def must_be(allowed: tuple[str, ...], why: str) -> Meaning:
+    def read(text: str) -> Flags:
+        if text.lower() not in allowed:
+            raise ValueError(f"{why}; possible is {' or '.join(allowed)}")
+        return {}
+
+    return Meaning(read)
+
+
+def _blocks(text: str) -> int:
+    return max(int(text) // BLOCK, 1)
+
+
+def _decoding(text: str) -> Flags:
+    if text.lower() == "lookahead":  # the nearest: n-grams of the text so far, which need no model either
+        return {"speculative_config": json.dumps({"method": "ngram"})}
+    return must_be(DECODING, "each request says how it decodes").flags(text)
+
+
+TOKENIZER = {
+    "tokenizer_dir": setting("tokenizer"),
+    "tokenizer_type": no_meaning("a tokenizer's files say what it is"),
+}
+PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
+    "ensemble": {},
+    "preprocessing": TOKENIZER
+    | {
+        "add_special_tokens": must_be(("true",), "prompts begin as the tokenizer has them begin"),
+        "engine_dir": no_meaning("the vocabulary's size is the tokenizer's"),
+    },
+    "postprocessing": TOKENIZER
+    | {"skip_special_tokens": must_be(("true",), "special tokens are no text of an answer")},
+    "tensorrt_llm_bls": {
+        "accumulate_tokens": setting("accumulate_tokens", switched),
+        "tensorrt_llm_model_name": Meaning(),  # whose engine it is over, which is seen where models are put together
+        "tensorrt_llm_draft_model_name": must_be((), "a draft model is given with --speculative-config"),
+    },
+    "tensorrt_llm": {
+        "gpt_model_path": setting("engine_dir"),
+        "gpt_model_type": setting("batching_type", chosen(BATCHING)),
+        "batch_scheduler_policy": setting("batch_scheduler_policy", chosen(POLICIES)),
+        "kv_cache_free_gpu_mem_fraction": setting("kv_cache_free_memory_fraction"),
+        "max_tokens_in_paged_kv_cache": setting("num_gpu_blocks_override", _blocks),
+        "enable_chunked_context": setting("enable_chunked_prefill", switched),
+        "enable_kv_cache_reuse": setting("enable_prefix_caching", switched),
+        "exclude_input_in_output": setting("exclude_input_in_output", switched),
+        "max_beam_width": setting("max_beam_width"),
+        "decoding_mode": Meaning(_decoding),
+        **dict.fromkeys(
+            ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+            no_meaning(
+                "how far ahead is guessed follows from how often it was right; --speculative-config has a limit"
+            ),
+        ),
+        "medusa_choices": must_be((), "there are no Medusa heads; --speculative-config guesses ahead"),
+        "eagle_choices": must_be((), "there are no EAGLE heads; --speculative-config guesses ahead"),
+        "max_attention_window_size": must_be((), "a model's attention is its own"),
+        "sink_token_length": must_be(("0",), "a model's attention is its own"),
+        "gpu_device_ids": must_be(("0",), "--device says where the model runs"),
+        "kv_cache_host_memory_bytes": setting("swap_space", lambda text: int(text) / GIB),
+        "normalize_log_probs": must_be(("true",), "log probabilities are those of a whole distribution"),
+        **dict.fromkeys(
+            ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
+            no_meaning("it is for TensorRT-LLM's executor"),
+        ),
+        **dict.fromkeys(
+            ("iter_stats_max_iterations", "request_stats_max_iterations", "recv_poll_period_ms"),
+            no_meaning("/metrics tells of every step"),
+        ),
+        "cancellation_check_period_ms": no_meaning("a client that goes is noticed at once"),
+        **dict.fromkeys(
+            (
+                "lora_cache_optimal_adapter_size",
+                "lora_cache_max_adapter_size",
+                "lora_cache_gpu_memory_fraction",
+                "lora_cache_host_memory_bytes",
+            ),
+            no_meaning("--max-loras and --max-lora-rank say what adapters may take"),
+        ),
+    },
+}
+"""By model and the key that the parameter has in its ``config.pbtxt``."""

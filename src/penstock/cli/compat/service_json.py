@@ -1,0 +1,178 @@
+"""A service as Alibaba's EAS describes it, in one JSON document with comments: what of it means something here."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.profiles.bladellm import PROFILE
+from penstock.core.errors import invalid
+
+from ..parser import Parser
+
+logger = logging.getLogger(__name__)
+
+COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*')
+"""Those within strings are none."""
+COMMANDS = (["blade_llm_server"], ["penstock", "serve"])
+MIB = 2**20
+
+
+class Container(msgspec.Struct, kw_only=True):
+    command: str
+    port: int
+    image: str = ""
+
+
+class Bucket(msgspec.Struct, kw_only=True):
+    path: str
+    endpoint: str = ""
+
+
+class EmptyFolder(msgspec.Struct, kw_only=True):
+    medium: str = ""
+    size_limit: float = 0
+    """GiB."""
+
+
+class Storage(msgspec.Struct, kw_only=True):
+    mount_path: str
+    oss: Bucket | None = None
+    empty_dir: EmptyFolder | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    instance: int = 1
+    cpu: int = 0
+    memory: int = 0
+    """MiB."""
+    gpu: int | None = None
+    resource: str = ""
+
+
+class Document(msgspec.Struct, kw_only=True):
+    name: str
+    containers: list[Container]
+    storage: list[Storage] = []
+    metadata: Metadata = msgspec.field(default_factory=Metadata)
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """The arguments of ``penstock serve`` with what the document of ``--service-json`` says in its place, before all
+    others, which override it.
+
+    Raises ``PenstockError`` (``invalid``) where the document cannot be read, contradicts itself or needs a folder that
+    is not there.
+    """
+    parser = Parser(prog="penstock serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--service-json", "--service_json")
+    found, rest = parser.parse_known_args(arguments[1:])
+    if found.service_json is None:
+        return arguments
+    return [arguments[0], *_arguments(_read(Path(found.service_json))), *rest]
+
+
+def _read(path: Path) -> Document:
+    try:
+        text = COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
+        given: Any = msgspec.json.decode(text)
+        found = msgspec.convert(given, Document)
+    except (OSError, ValueError) as error:
+        raise invalid("service_json", f"{path} cannot be used: {error}") from error
+    parts = [("", given, Document), ("metadata.", given.get("metadata", {}), Metadata)]
+    parts += [("containers[0].", container, Container) for container in given["containers"][:1]]
+    for where, part, schema in parts:
+        for name in part.keys() - set(schema.__struct_fields__):
+            _say(f"{where}{name}", "it is for EAS")
+    return found
+
+
+def _arguments(document: Document) -> list[str]:
+    if len(document.containers) != 1:
+        raise invalid("service_json", f"has {len(document.containers)} containers, and one can be served")
+    (container,) = document.containers
+    try:
+        words = shlex.split(container.command)
+    except ValueError as error:
+        raise invalid("service_json", f"containers[0].command cannot be read: {error}") from error
+    begin = next((begin for begin in COMMANDS if words[: len(begin)] == begin), None)
+    if begin is None:
+        raise invalid("service_json", f"containers[0].command is {container.command!r}, and blade_llm_server is known")
+    words = words[len(begin) :]
+    known, _ = _options().parse_known_args(words)
+    if known.port != container.port:
+        raise invalid("service_json", f"containers[0].port is {container.port}, and its command's --port {known.port}")
+    if container.image:
+        _say("containers[0].image", "no image is started")
+    for storage in document.storage:
+        _check(storage)
+    limits = _limits(document.metadata, known.model, known.max_gpu_memory_utilization)
+    return ["--compat", PROFILE.name, "--served-model-name", document.name, *limits, *words]
+
+
+def _options() -> argparse.ArgumentParser:
+    """Those of the command that the rest of the document depends on."""
+    parser = Parser(prog="penstock serve: containers[0].command", add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=PROFILE.defaults["port"])
+    parser.add_argument("--model", default="")
+    share = PROFILE.defaults["kv_cache_free_memory_fraction"]
+    names = ("--max_gpu_memory_utilization", "--max-gpu-memory-utilization")
+    parser.add_argument(*names, type=float, default=share)
+    return parser
+
+
+def _check(storage: Storage) -> None:
+    path = Path(storage.mount_path)
+    if storage.empty_dir is None:
+        if not path.exists():
+            source = storage.oss.path if storage.oss else "its storage"
+            raise invalid("service_json", f"{path} is not there; put what {source} has into it, or mount it there")
+    elif not path.exists():
+        _say(f"storage {path}", "there is no such folder, and nothing here needs it")
+    elif (free := os.statvfs(path)).f_frsize * free.f_blocks < storage.empty_dir.size_limit * 2**30:
+        _say(f"storage {path}", f"it has less than the {storage.empty_dir.size_limit:g} GiB asked for")
+
+
+def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
+    """Flags that keep to what the service may take."""
+    found = []
+    cores = len(os.sched_getaffinity(0))
+    if metadata.cpu > cores:
+        _say("metadata.cpu", f"{metadata.cpu} cores are asked for, and {cores} are here")
+    elif metadata.cpu:
+        found += ["--threads", str(metadata.cpu)]
+    if metadata.gpu == 0:
+        found += ["--device", "cpu"]
+    if metadata.memory:
+        found += _memory(metadata, model, share)
+    if metadata.instance > 1:
+        _say("metadata.instance", "one server is one instance: start as many behind a load balancer")
+    if (metadata.gpu or 0) > 1:
+        _say("metadata.gpu", "a model runs on one device here")
+    if metadata.resource:
+        _say("metadata.resource", "it is a group of machines of EAS")
+    return found
+
+
+def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
+    """Where the cache is in the same memory, it gets its share of what the weights leave of it."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if metadata.gpu != 0:
+        _say("metadata.memory", "with a GPU it is no limit of the cache")
+    elif metadata.memory * MIB > machine:
+        _say("metadata.memory", f"{metadata.memory} MiB are asked for, and {machine // MIB} are here")
+    else:
+        weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if model else 0
+        return ["--kv-cache-memory-bytes", str(max(int((metadata.memory * MIB - weights) * share), 1))]
+    return []
+
+
+def _say(name: str, why: str) -> None:
+    logger.warning("%s of the service has no meaning here and is ignored: %s", name, why)

@@ -1,0 +1,197 @@
+"""TensorRT-LLM's commands before serving: ``convert_checkpoint.py``, ``quantize.py`` and ``trtllm-build``.
+
+Checkpoints are served as they are, and weights are rounded when they are loaded. So nothing is converted, calibrated or
+compiled: each command checks what it is asked for and writes it down (``engine_folder.py``) for ``tritonserver``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock import __version__
+from penstock.config.settings import nearest
+from penstock.core import PenstockError
+from penstock.core.errors import invalid
+
+from . import engine_folder
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+ALGORITHMS = {
+    "full_prec": None,
+    "int8_wo": "W8A16",
+    "int4_wo": "W4A16",
+    "int8_sq": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
+    "fp8": "FP8",
+}
+"""``quant_algo`` by the format's name."""
+CACHES = {None: None, "int8": "INT8", "fp8": "FP8"}
+"""``kv_cache_quant_algo`` by the format's name."""
+INSTEAD = {
+    "int4_awq": "int4_wo keeps weights in 4 bits",
+    "w4a8_awq": "int4_wo keeps weights in 4 bits",
+}
+"""For formats that are not there, the nearest that is."""
+ONE_DEVICE = "a model runs on one device here"
+ALWAYS_PAGED = "the KV cache always has pages"
+INTEGERS = "there is no FP8 here; {} are rounded to integers of as many bits"
+NO_KERNELS = "kernels are chosen when the server starts"
+NO_BUILD = "nothing is built"
+BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
+BUILD_ONLY = {
+    "tp_size": ("1", ONE_DEVICE),
+    "pp_size": ("1", ONE_DEVICE),
+    "paged_kv_cache": ("enable", ALWAYS_PAGED),
+}
+"""Flags that can have one value, and why."""
+BUILD_IGNORED = {
+    **dict.fromkeys(
+        (
+            *("gpt_attention_plugin", "gemm_plugin", "context_fmha", "use_custom_all_reduce", "reduce_fusion"),
+            *("use_paged_context_fmha", "multiple_profiles", "remove_input_padding", "bert_attention_plugin"),
+            *("moe_plugin", "nccl_plugin", "enable_xqa", "multi_block_mode", "builder_opt"),
+        ),
+        NO_KERNELS,
+    ),
+    **dict.fromkeys(("workers", "log_level", "input_timing_cache", "output_timing_cache"), NO_BUILD),
+    "use_fp8_context_fmha": "attention multiplies what the KV cache holds",
+    "tokens_per_block": "--block-size of the server says it",
+    "opt_num_tokens": NO_KERNELS,
+    "opt_batch_size": NO_KERNELS,
+}
+"""Flags with a value that means nothing here, and why."""
+BUILD_SWITCHES = dict.fromkeys(
+    ("gather_context_logits", "gather_generation_logits", "gather_all_token_logits"),
+    "each request says whether it wants them, up to --max-logits-size",
+)
+"""Likewise, without a value."""
+
+
+def convert_checkpoint() -> int:
+    """Returns the exit status, as the others do."""
+    parser = _parser("convert_checkpoint.py", "Note which checkpoint is to be served, and in what it is computed.")
+    parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
+    _add_common(parser)
+    return _run(parser, _convert)
+
+
+def quantize() -> int:
+    """Weights are rounded when the server loads them."""
+    parser = _parser("quantize.py", "Note what a checkpoint's weights and its KV cache are to be rounded to.")
+    parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
+    parser.add_argument("--qformat", default="full_prec", help=f"one of {', '.join(ALGORITHMS)}")
+    parser.add_argument("--kv_cache_dtype", help="int8 or fp8; as it is computed where nothing is said")
+    parser.add_argument("--calib_size", help="is ignored")
+    parser.add_argument("--calib_dataset", help="is ignored")
+    _add_common(parser)
+    return _run(parser, _quantize)
+
+
+def build() -> int:
+    """The engine's folder is what ``engine_dir`` of a model repository names."""
+    parser = _parser("trtllm-build", "Note up to where a checkpoint is to be served.")
+    parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder of the command before")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
+    for name in BUILD_LIMITS:
+        parser.add_argument(f"--{name}", type=int, help="limit of the server")
+    for name, (value, why) in BUILD_ONLY.items():
+        parser.add_argument(f"--{name}", default=value, help=f"{value}: {why}")
+    for name, why in BUILD_IGNORED.items():
+        parser.add_argument(f"--{name}", help=f"is ignored: {why}")
+    for name, why in BUILD_SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=f"is ignored: {why}")
+    return _run(parser, _build)
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=name, description=about, allow_abbrev=False)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
+    parser.add_argument("--dtype", default="auto", help=f"to compute in: one of {', '.join(DTYPES)}")
+    for name in ("tp_size", "pp_size"):
+        parser.add_argument(f"--{name}", default="1", help=f"1: {ONE_DEVICE}")
+
+
+def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], str]) -> int:
+    args, unknown = parser.parse_known_args()
+    try:
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise invalid(name, f"unknown argument{nearest(name, parser._option_string_actions)}")
+        print(f"{parser.prog}: {work(args)}")
+    except PenstockError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> str:
+    return _note(args, None, None)
+
+
+def _quantize(args: argparse.Namespace) -> str:
+    if args.qformat not in ALGORITHMS:
+        hint = f"; {INSTEAD[args.qformat]}" if args.qformat in INSTEAD else nearest(args.qformat, ALGORITHMS)
+        raise invalid("--qformat", f"{args.qformat!r} is not there, only {', '.join(ALGORITHMS)}{hint}")
+    if args.kv_cache_dtype not in CACHES:
+        raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not there, only int8 and fp8")
+    for name, what in (("qformat", "weights and activations"), ("kv_cache_dtype", "keys and values")):
+        if getattr(args, name) == "fp8":
+            print(f"--{name} fp8: {INTEGERS.format(what)}", file=sys.stderr)
+    for name in ("calib_size", "calib_dataset"):
+        if getattr(args, name) is not None:
+            _say(name, "weights are rounded to nearest, which needs no data")
+    return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
+
+
+def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None) -> str:
+    if args.dtype not in DTYPES:
+        raise invalid("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
+    for name in ("tp_size", "pp_size"):
+        _check_only(name, getattr(args, name), "1", ONE_DEVICE)
+    found = engine_folder.described(args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo)
+    engine_folder.write(args.output_dir, found)
+    return f"{args.output_dir} names the checkpoint {args.model_dir}, which is served as it is: nothing is converted"
+
+
+def _build(args: argparse.Namespace) -> str:
+    found = engine_folder.converted(args.checkpoint_dir)
+    limits = {name: getattr(args, name) for name in BUILD_LIMITS}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise invalid(f"--{name}", f"must be at least 1, is {limit}", 1)
+    for name, (value, why) in BUILD_ONLY.items():
+        _check_only(name, getattr(args, name), value, why)
+    given = {name: getattr(args, name) for name in (*BUILD_IGNORED, *BUILD_SWITCHES)}
+    for name, why in (BUILD_IGNORED | BUILD_SWITCHES).items():
+        if given[name] is not None:
+            _say(name, why)
+    plugins = {name: value for name, value in given.items() if value is not None}
+    built = {**limits, "plugin_config": plugins}
+    config = {
+        "version": __version__,
+        "about": engine_folder.ABOUT,
+        "pretrained_config": found,
+        "build_config": built,
+    }
+    engine_folder.write(args.output_dir, config)
+    return f"{args.output_dir} is an engine_dir for the checkpoint {found['checkpoint']}: nothing is compiled"
+
+
+def _check_only(name: str, value: str, possible: str, why: str) -> None:
+    if value != possible:
+        raise invalid(f"--{name}", f"{value!r} is wrong: {why}; only {possible} is possible")
+
+
+def _say(name: str, why: str) -> None:
+    print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
+
+
+COMMANDS = {"convert_checkpoint.py": convert_checkpoint, "quantize.py": quantize, "trtllm-build": build}
+
+if __name__ == "__main__":
+    sys.exit(COMMANDS[sys.argv.pop(1)]())

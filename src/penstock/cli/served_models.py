@@ -1,0 +1,117 @@
+"""The models of a server: that of ``--model``, and those of ``--models``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.config.options import Configuration
+from penstock.config.settings import nearest, settings
+from penstock.config.sources import checked
+from penstock.core.errors import invalid
+from penstock.core.lora import named
+from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
+
+DEMO = "penstock-demo"
+"""What the model in the box is called."""
+KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
+"""Names and kinds of the models of KServe's protocol that the first model has."""
+OWN = frozenset(
+    "model pooling_type tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "
+    "speculative_config".split()
+)
+"""Options that say something of one model, and are not taken over for others."""
+
+
+def served(configuration: Configuration) -> tuple[ServedModel, ...]:
+    """In the order in which they answer where a request names none.
+
+    Raises ``PenstockError`` (``invalid``) for what is not written as it should be, and names that come twice.
+    """
+    options, found = configuration.server, []
+    if configuration.engine.model or not options.models:
+        names = options.served_model_name or (configuration.engine.model or DEMO,)
+        found.append(ServedModel(names=names, configuration=configuration, kserve={}))
+    found += [_further(configuration, name, given) for name, given in _parsed(options.models).items()]
+    named = [{name: "ensemble" for name in model.names if "/" not in name} if found[1:] else {} for model in found]
+    named[0] |= dict(zip(KSERVE, KSERVE, strict=True))
+    found = [
+        model if model.kserve else msgspec.structs.replace(model, kserve=own)
+        for model, own in zip(found, named, strict=True)
+    ]
+    _check_names(found)
+    wanted = _wanted(configuration, found)
+    return tuple(msgspec.structs.replace(model, wanted=model.name in wanted) for model in found)
+
+
+def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
+    """A model with options of its own, and those of the first that are not its own."""
+    known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
+    kserve = given.get("kserve", {})
+    changes: dict[str, dict[str, Any]] = {"model": {}, "engine": {}}
+    for key in OWN:
+        changes[known[key].section][key] = known[key].default
+    for key, value in given.items():
+        option = key.replace("-", "_")
+        if option == "kserve":
+            continue
+        if option not in known:
+            raise invalid("models", f"{name}: no such option {key!r}{nearest(option, known)}")
+        changes[known[option].section][option] = checked(known[option], value, f"models: {name}")
+    if not changes["engine"]["model"]:
+        raise invalid("models", f'{name}: "model" is missing, the folder or name of a checkpoint')
+    parts = {
+        section: msgspec.structs.replace(getattr(configuration, section), **new) for section, new in changes.items()
+    }
+    return ServedModel(names=(name,), configuration=msgspec.structs.replace(configuration, **parts), kserve=kserve)
+
+
+def _parsed(text: str) -> dict[str, dict[str, Any]]:
+    """Options by model."""
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise invalid("models", f"is not JSON: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(given, str | dict) for given in found.values()):
+        raise invalid("models", 'must be a JSON object of folders or options by name, as {"NAME": FOLDER}')
+    return {name: {"model": given} if isinstance(given, str) else given for name, given in found.items()}
+
+
+def _wanted(configuration: Configuration, models: list[ServedModel]) -> list[str]:
+    """Names of the models that are loaded at the start."""
+    options, names = configuration.server, [model.name for model in models]
+    if options.model_control_mode == "none":
+        if options.load_model:
+            raise invalid("load_model", "goes with --model-control-mode explicit; otherwise all models are loaded")
+        return names
+    owners = {name: model.name for model in models for name in (*model.kserve, *model.names)}
+    for name in options.load_model:
+        if name not in (*owners, "*"):
+            raise invalid("load_model", f"there is no model {name!r}{nearest(name, owners)}")
+    return names if "*" in options.load_model else [owners[name] for name in options.load_model]
+
+
+def _check_names(models: list[ServedModel]) -> None:
+    seen: set[str] = set()
+    for model in models:
+        for name in model.names:
+            if name in seen:
+                raise invalid("models", f"{name!r} is the name of two models")
+            if not name:
+                raise invalid("models", "one has an empty name")
+            if name == DEFAULT_NAME and models[1:]:
+                raise invalid("models", f"{name!r} means the first model; give this one another name")
+            seen.add(name)
+    for model in models:
+        adapters = named(model.configuration.engine.lora_modules).keys()
+        if both := adapters & seen:
+            raise invalid("lora_modules", f"{min(both)!r} is the name of a model, or of another adapter")
+        seen |= adapters
+    kserve = [name for model in models for name in model.kserve]
+    if twice := {name for name in kserve if kserve.count(name) > 1}:
+        raise invalid("models", f"{min(twice)!r} is the name of two models of KServe's protocol")

@@ -1,0 +1,124 @@
+"""Rank tables: which instance computes what on which devices, where prefill and decode are apart.
+
+Their JSON is that of Ascend's document (docs/dialects/vllm.md). A global table has all instances, a local one a single
+instance: it tells a process which of them it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core.errors import invalid
+
+GROUPS = {"0": "scheduler", "1": "prefill", "2": "decode"}
+"""What each group of a global table is for, by its id."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    device_id: str
+    """Its number on its machine."""
+    device_ip: str
+    rank_id: str
+    """Its number in its instance, from 0 on."""
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance. The scheduler has no devices."""
+
+    server_id: str
+    server_ip: str
+    device: tuple[Device, ...] | UnsetType = UNSET
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    group_id: str
+    server_count: str
+    server_list: tuple[Server, ...]
+
+
+class Global(msgspec.Struct, frozen=True, kw_only=True):
+    version: Literal["1.0"] = "1.0"
+    status: Literal["completed"] = "completed"
+    server_group_list: tuple[Group, ...]
+    """Those of ``GROUPS``, in this order. The first has one server, or none where another machine has it."""
+
+
+class Local(msgspec.Struct, frozen=True, kw_only=True):
+    version: Literal["1.0"] = "1.0"
+    status: Literal["completed"] = "completed"
+    group_id: Literal["0"] = "0"
+    server_count: Literal["1"] = "1"
+    server_list: tuple[Server]
+
+
+def instance(ip: str, device_ids: Sequence[str]) -> Server:
+    """One on this machine; where there are no devices of their own addresses, they have the machine's."""
+    devices = [Device(device_id=found, device_ip=ip, rank_id=str(rank)) for rank, found in enumerate(device_ids)]
+    return Server(server_id=ip, server_ip=ip, device=tuple(devices))
+
+
+def scheduler(ip: str) -> Server:
+    return Server(server_id=ip, server_ip=ip)
+
+
+def together(groups: Iterable[Iterable[Server]]) -> Global:
+    """The table of schedulers, prefill and decode instances."""
+    lists = [tuple(group) for group in groups]
+    return Global(
+        server_group_list=tuple(
+            Group(group_id=number, server_count=str(len(found)), server_list=found)
+            for number, found in zip(GROUPS, lists, strict=True)
+        )
+    )
+
+
+def read(path: Path) -> Global:
+    """A global table. Raises ``PenstockError`` (``invalid``) where it is none, or contradicts itself."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Global)
+    except (OSError, ValueError) as error:
+        raise invalid("global_ranktable_list", f"{path} cannot be read as a global rank table: {error}") from error
+    if wrong := _wrong(found):
+        raise invalid("global_ranktable_list", f"{path}: {wrong}")
+    return found
+
+
+def merged(tables: Sequence[Global]) -> Global:
+    """One table of what several machines have.
+
+    Raises ``PenstockError`` (``invalid``) unless one of them has the scheduler, and each device is in one instance.
+    """
+    lists = [[server for table in tables for server in table.server_group_list[i].server_list] for i in range(3)]
+    if len(lists[0]) != 1:
+        words = f"have {len(lists[0])} servers for clients, and there is one: give --api-server on one machine alone"
+        raise invalid("global_ranktable_list", words)
+    seen = set()
+    for server in [*lists[1], *lists[2]]:
+        for device in server.device or ():
+            if (place := (server.server_ip, device.device_id)) in seen:
+                words = f"device {device.device_id} of {server.server_ip} is in two instances"
+                raise invalid("global_ranktable_list", words)
+            seen.add(place)
+    return together(lists)
+
+
+def _wrong(table: Global) -> str:
+    """What contradicts in a table that was read, or nothing."""
+    groups = table.server_group_list
+    if [group.group_id for group in groups] != list(GROUPS):
+        return f"server_group_list must be the groups {', '.join(GROUPS)}"
+    for group in groups:
+        if group.server_count != str(len(group.server_list)):
+            return f"server_count of group {group.group_id} is {group.server_count} for {len(group.server_list)}"
+        for server in group.server_list:
+            ranks = [device.rank_id for device in server.device or ()]
+            if bool(ranks) == (group.group_id == "0"):
+                return f"{GROUPS[group.group_id]} instances have {'no ' if ranks else ''}devices"
+            if ranks != [str(rank) for rank in range(len(ranks))]:
+                return f"rank_id must count from 0 in each instance, and is {', '.join(ranks)}"
+    return ""

@@ -1,0 +1,92 @@
+"""What the log looks like: lines for people, or one JSON object a line.
+
+Every process writes to standard error, and a line at a time to the end of one file where that is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import invalid
+
+from .options import LogOptions
+
+
+def set_up(options: LogOptions, process: str) -> None:
+    """Send all loggers to standard error in the form that ``options`` choose, and to their file.
+
+    Args:
+        process: which of the server's processes this is.
+
+    Raises ``PenstockError`` (``invalid``) where the file cannot be written.
+    """
+    handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
+    handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in handlers:
+        handler.setFormatter(AsJson(process) if options.log_format == "json" else ForPeople(process))
+    logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
+    for name in ("httpx", "httpx2", "uvicorn.error"):  # which tell at INFO what our own lines say
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _file(path: Path) -> logging.Handler:
+    """Whoever moves the file away finds a new one there."""
+    from logging.handlers import WatchedFileHandler  # which takes some time to load
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
+
+
+class ForPeople(logging.Formatter):
+    """Date, time, level if worth a look, process, message, and ``name=value`` for each of ``extra={"facts": …}``."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        facts = "".join(f" {name}={_shown(value)}" for name, value in _facts(record).items())
+        line = f"{time} {self._process}: {level}{record.getMessage()}{facts}"
+        return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+
+
+class AsJson(logging.Formatter):
+    """The same as an object: ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the facts."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_facts(record),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False, default=str)
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "facts", {})
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() for c in text) else text

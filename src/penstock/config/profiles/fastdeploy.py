@@ -1,0 +1,141 @@
+"""FastDeploy: the parameters of its API server, which are those of its ``LLM``, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.options import EngineOptions
+from penstock.core.errors import invalid
+
+from . import Alias, Figure, Profile, chosen, ignored, on, only, refused, share
+
+LENGTH = 2048
+LONG = 0.04
+"""Share of the context beyond which a prompt is long."""
+PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
+ONE_DEVICE = "a model runs on one device here"
+GRAPHS = "a step is recorded once for batches of every size"
+HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
+NONE_IN_HOST_MEMORY = Figure("Prompt tokens found in host memory, where no prefixes are kept.", lambda ours, options: 0)
+OF_TEXT = "models here read text; images and videos are refused in requests"
+
+
+def _number(given: Mapping[str, str], name: str, usual: int) -> int:
+    text = given.get(f"--{name}", "")
+    if text and not text.isdecimal():
+        raise invalid(f"--{name}", f"{text!r} is no number of tokens")
+    return int(text or usual)
+
+
+def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
+    length = _number(given, "max_model_len", LENGTH)
+    found = {"max_num_batched_tokens": length}
+    if given.get("--enable_chunked_prefill") == "true":
+        found["long_prefill_token_threshold"] = int(length * LONG)
+    return found
+
+
+def _waiting(text: str) -> float:
+    """-1 is any time."""
+    return 0.0 if float(text) == -1 else float(text)
+
+
+def _swap(text: str) -> Mapping[str, Any]:
+    """Host memory keeps the blocks of sequences that have to make room."""
+    return {"swap_space": float(text), "preemption_mode": "swap"}
+
+
+def _greeting(blocks: int, options: EngineOptions) -> str:
+    admitting = int(blocks * options.kv_cache_ratio)
+    return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
+
+
+PROFILE = Profile(
+    name="fastdeploy",
+    title="FastDeploy",
+    defaults={
+        "port": 8000,
+        "metrics_port": 8001,
+        "max_concurrency": 512,
+        "max_model_len": LENGTH,
+        "max_num_seqs": 8,
+        "kv_cache_ratio": 0.75,
+        "static_decode_blocks": 2,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "guided_decoding_backend": "off",
+        "enable_logprob": False,
+        "log_file": "log/fastdeploy.log",
+    },
+    flags={
+        "max_waiting_time": Alias("max_queue_time", _waiting),
+        "engine_worker_queue_port": ignored("the engine is reached by a socket that is no port"),
+        "cache_queue_port": ignored("the KV cache is the engine's own"),
+        "max_model_len": Alias("max_model_len"),
+        "tensor_parallel_size": only("1", ONE_DEVICE),
+        "data_parallel_size": only("1", ONE_DEVICE),
+        "mm_processor_kwargs": ignored(OF_TEXT),
+        "limit_mm_per_prompt": ignored(OF_TEXT),
+        "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
+        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True, "false": False, "true": True})),
+        "max_num_batched_tokens": Alias("max_num_batched_tokens"),
+        "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
+        "swap_space": Alias(read=_swap),
+        "enable_chunked_prefill": Alias("enable_chunked_prefill", on, switch=True),
+        "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
+        "use_cudagraph": ignored(GRAPHS, switch=True),
+        "graph_optimization_config": ignored(GRAPHS),
+        "enable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
+        "splitwise_role": only("mixed", "separate prefill and decode instances are not there yet"),
+        "innode_prefill_ports": refused("separate prefill and decode instances are not there yet"),
+        "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
+        "dynamic_load_weight": only("0", "weights are loaded once, at the start"),
+        "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
+        "enable_logprob": Alias("enable_logprob", on, switch=True),
+        "workers": Alias("api_server_count"),
+    },
+    defaults_for=_defaults,
+    metrics={
+        "fastdeploy:num_requests_running": "num_requests_running",
+        "fastdeploy:num_requests_waiting": "num_requests_waiting",
+        "fastdeploy:batch_size": "num_requests_running",
+        "fastdeploy:max_batch_size": Figure("Sequences that may run.", lambda ours, options: options.max_num_seqs),
+        "fastdeploy:available_batch_size": Figure(
+            "Sequences that could run besides those that do.",
+            lambda ours, options: options.max_num_seqs - ours["num_requests_running"],
+        ),
+        "fastdeploy:requests_number": "requests",
+        "fastdeploy:gpu_cache_usage_perc": "kv_cache_usage_perc",
+        "fastdeploy:max_gpu_block_num": "kv_blocks",
+        "fastdeploy:available_gpu_block_num": "kv_blocks_free",
+        "fastdeploy:free_gpu_block_num": "kv_blocks_free",
+        "fastdeploy:available_gpu_resource": share(
+            "Share of the KV cache's blocks that are free, 0 to 1.", "kv_blocks_free", "kv_blocks"
+        ),
+        "fastdeploy:cache_config_info": "cache_config_info",
+        "fastdeploy:hit_req_rate": share(
+            "Share of requests with cached tokens, 0 to 1.", "prefix_cache_hit_requests", "requests"
+        ),
+        "fastdeploy:hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
+        "fastdeploy:gpu_hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
+        "fastdeploy:cpu_hit_token_rate": NONE_IN_HOST_MEMORY,
+        "fastdeploy:prefix_cache_token_num": "prefix_cache_hits",
+        "fastdeploy:prefix_gpu_cache_token_num": "prefix_cache_hits",
+        "fastdeploy:prefix_cpu_cache_token_num": NONE_IN_HOST_MEMORY,
+        "fastdeploy:time_to_first_token_seconds": "time_to_first_token_seconds",
+        "fastdeploy:time_per_output_token_seconds": "inter_token_latency_seconds",
+        "fastdeploy:e2e_request_latency_seconds": "e2e_request_latency_seconds",
+        "fastdeploy:request_queue_time_seconds": "request_queue_time_seconds",
+        "fastdeploy:request_inference_time_seconds": "request_inference_time_seconds",
+        "fastdeploy:request_prefill_time_seconds": "request_prefill_time_seconds",
+        "fastdeploy:request_decode_time_seconds": "request_decode_time_seconds",
+        "fastdeploy:request_params_max_tokens": "request_params_max_tokens",
+        "fastdeploy:request_prompt_tokens": "request_prompt_tokens",
+        "fastdeploy:request_generation_tokens": "request_generation_tokens",
+        "fastdeploy:prompt_tokens": "prompt_tokens",
+        "fastdeploy:generation_tokens": "generation_tokens",
+        "fastdeploy:request_success": "request_success",
+    },
+    greeting=_greeting,
+)

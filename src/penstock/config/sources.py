@@ -1,0 +1,151 @@
+"""Where options come from, in rising precedence: defaults, a profile, a YAML file, the environment, flags."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.options import Configuration
+from penstock.config.profiles import Given, Profile, flag, meant
+from penstock.config.settings import Setting, nearest, settings
+from penstock.core.errors import invalid
+
+logger = logging.getLogger(__name__)
+
+EVERYWHERE = "0.0.0.0"
+"""Where a server listens that has keys, or stands in for another system's."""
+SECTIONS = tuple(Configuration.__struct_fields__)
+NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS")
+"""Variables that something else reads: the kernels, and their build."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A configuration, and where each of its values was found."""
+
+    configuration: Configuration
+    sources: Mapping[str, str]
+    """By name: ``default``, the profile, the file, the environment's name or the flag."""
+    ignored: Mapping[str, str]
+    """What was given and has no meaning here, by flag or environment's name, with the reason."""
+
+
+def read(
+    flags: Mapping[str, Any],
+    file: str | Path | None,
+    environment: Mapping[str, str] = os.environ,
+    profile: Profile | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Configured:
+    """Put a configuration together.
+
+    Args:
+        flags: values given on the command line, by name.
+        aliases: of the profile's flags, those given on the command line, as they were typed.
+        file: of YAML: options by name, with ``_`` or ``-``, at the top or under their section's name.
+        environment: ``PENSTOCK_`` and the name in capitals; several values with commas between them.
+
+    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    """
+    known = settings()
+    ignored: dict[str, str] = {}
+    given: list[tuple[str, Any, str]] = []
+    if profile:
+        variables = {name: environment[name] for name in profile.variables if environment.get(name)}
+        together = variables | {flag(name): text for name, text in (aliases or {}).items()}
+        profile.check(together)
+        defaults = {**profile.defaults, **profile.defaults_for(together)}
+        given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
+        given += _of_file(file)
+        given += meant(profile.variables, variables, str, ignored)
+        given += _of(environment)
+        given += meant(profile.flags, aliases or {}, _typed, ignored)
+        given += profile.together(together)
+    else:
+        given += _of_file(file)
+        given += _of(environment)
+    given += [(name, value, known[name].flag) for name, value in flags.items()]
+    chosen = profile.name if profile else ""
+    if chosen or any(name == "api_key" for name, _, _ in given):
+        given.insert(0, ("host", EVERYWHERE, f"the profile {chosen}" if chosen else "api_key is given"))
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(known, "default")
+    for name, value, source in given:
+        values[name] = checked(known[name], value, source)
+        sources[name] = source
+    parts: dict[str, Any] = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        parts[known[name].section][name] = value
+    hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
+    found = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
+    return Configured(found, sources, ignored)
+
+
+def checked(setting: Setting, value: Any, source: str) -> Any:
+    """A setting's value in its own type. Raises ``PenstockError`` (``invalid``) where it is wrong."""
+    if setting.kind is tuple:
+        given = value if isinstance(value, list | tuple) else [value]
+        value = [part.strip() for entry in given for part in str(entry).split(",")]
+        if not all(value):
+            raise invalid(setting.name, f"holds nothing, in {source}; leave it out, or give a value")
+    if setting.kind is str and isinstance(value, dict):
+        value = json.dumps(value)  # what flags give as JSON may be written out in a file
+    try:
+        found = msgspec.convert(value, setting.annotated, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid(setting.name, f"{error}, in {source}") from error
+    if isinstance(found, float) and not math.isfinite(found):
+        raise invalid(setting.name, f"is {found}, in {source}; it must be a finite number")
+    return found
+
+
+def _typed(name: str) -> str:
+    """A profile's flag, with dashes where it is ours."""
+    return settings()[name].flag if name in settings() else flag(name)
+
+
+def _of_file(file: str | Path | None) -> Given:
+    if file is None:
+        return
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise invalid("config", f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict | None):
+        raise invalid("config", f"{file} does not hold options by name")
+    yield from _flat(found or {}, str(file))
+
+
+def _flat(found: Mapping[Any, Any], file: str) -> Given:
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name in SECTIONS and isinstance(value, dict):
+            yield from _flat(value, file)
+        elif name not in settings():
+            raise invalid(str(key), f"no such option, in {file}{nearest(name, settings())}")
+        elif value is not None:
+            yield name, value, file
+
+
+def _of(environment: Mapping[str, str]) -> Given:
+    names = {setting.variable: setting.name for setting in settings().values()}
+    for variable, text in sorted(environment.items()):
+        if variable not in names:
+            if variable.startswith("PENSTOCK_") and variable not in NO_OPTIONS and (hint := nearest(variable, names)):
+                logger.warning("%s in the environment is no option%s", variable, hint)
+            continue
+        if text.startswith("tcp://"):  # what Kubernetes sets for a service of our name
+            logger.warning("%s=%s is not ours and was ignored", variable, text)
+            continue
+        name = names[variable]
+        yield name, text, variable

@@ -1,0 +1,1 @@
+"""What the dialects share to answer a chat."""

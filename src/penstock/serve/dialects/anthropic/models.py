@@ -1,0 +1,87 @@
+"""``/v1/models`` for Anthropic's clients, which OpenAI's have at the same path: a header tells them apart."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers, QueryParams
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from penstock.core.errors import invalid
+from penstock.serve.models.messages import DEFAULT_NAME
+from penstock.serve.models.registry import Services
+from penstock.serve.models.service import Service
+
+from .responses import ModelInfo, ModelList, encode
+
+HEADER = "anthropic-version"
+"""All of Anthropic's clients send it, and no others."""
+MOST = 1000
+USUAL = 20
+
+
+def from_client(scope: Scope) -> bool:
+    """Whether a request comes from one of Anthropic's clients."""
+    return HEADER in Headers(scope=scope)
+
+
+class ClientRoute(Route):
+    """Matches requests of Anthropic's clients alone."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["type"] != "http" or not from_client(scope):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+def add_model_routes(app: FastAPI, services: Services) -> None:
+    """To be added before OpenAI's, which match any request."""
+    created = datetime.fromtimestamp(services.created, UTC).isoformat().replace("+00:00", "Z")
+
+    def info(service: Service, name: str) -> ModelInfo:
+        engine = service.gateway.engine.engine
+        length = engine.max_model_len if engine else None
+        return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
+
+    async def list_models(request: Request) -> Response:
+        models = [
+            info(service, name) for service in services for name in [*service.names, *service.gateway.engine.adapters]
+        ]
+        return _json(_page(models, request.query_params))
+
+    async def retrieve_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        service = services.find(name)
+        return _json(info(service, service.name if name == DEFAULT_NAME else name))
+
+    app.router.routes.append(ClientRoute("/v1/models", list_models, methods=["GET"]))
+    app.router.routes.append(ClientRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
+
+
+def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
+    """Those after or before one of them, and at most ``limit``. Raises ``PenstockError`` (``invalid``)."""
+    text = query.get("limit", str(USUAL))
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise invalid("limit", f"must be a number from 1 to {MOST}", MOST)
+    ids = [model.id for model in models]
+    after, before = query.get("after_id"), query.get("before_id")
+    for field, name in (("after_id", after), ("before_id", before)):
+        if name is not None and name not in ids:
+            raise invalid(field, f"{name[:100]!r} is no model here")
+    if after is not None:
+        models = models[ids.index(after) + 1 :]
+    elif before is not None:
+        models = models[: ids.index(before)][::-1]
+    page = models[: int(text)]
+    if after is None and before is not None:
+        page = page[::-1]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return ModelList(data=page, has_more=len(models) > len(page), first_id=first, last_id=last)
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(encode(answer), media_type="application/json")

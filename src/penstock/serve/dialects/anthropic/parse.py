@@ -1,0 +1,138 @@
+"""From Anthropic's messages to a chat, as the rest of the house knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.dialects.openai.requests import ChatRequest
+from penstock.serve.http.body import given
+
+from .requests import Block, Counted, Message, MessagesRequest, Tool
+from .responses import CALL_ID
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
+    """The same as a chat.
+
+    Args:
+        variables: what the model's chat template reads.
+
+    Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for content that is no text.
+    """
+    messages: list[dict[str, Any]] = []
+    if system := _text(request.system or "", "system"):
+        messages.append({"role": "system", "content": system})
+    for i, message in enumerate(request.messages):
+        messages += _messages(message, f"messages[{i}]")
+    found: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
+    if messages and messages[-1]["role"] == "assistant":  # which the answer goes on with
+        if messages[-1].get("tool_calls"):
+            raise invalid(f"messages[{len(request.messages)}]", "is missing: a tool_result for each tool_use before it")
+        found |= {"continue_final_message": True}
+    if thinking := request.thinking:
+        found["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
+        if thinking.type == "enabled":
+            found["reasoning_max_tokens"] = thinking.budget_tokens
+    if config := request.output_config:
+        if config.format:
+            named = {"name": "answer", "schema": config.format.schema}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
+        if config.effort and "reasoning_effort" in variables:
+            found["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+    if "enable_thinking" in variables:
+        thinks = request.thinking is not None and request.thinking.type != "disabled"
+        found["chat_template_kwargs"] = {"enable_thinking": thinks}
+    return msgspec.convert(found | _tools(request) | _sampling(request), ChatRequest)
+
+
+def _sampling(request: Counted) -> dict[str, Any]:
+    if not isinstance(request, MessagesRequest):
+        return {}
+    thinking = request.thinking
+    if thinking and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            raise invalid("thinking.budget_tokens", "is missing")
+        if thinking.budget_tokens >= request.max_tokens:
+            raise invalid("thinking.budget_tokens", "must be less than max_tokens", request.max_tokens)
+    names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+    return {name: getattr(request, name) for name in names} | {"stop": request.stop_sequences or None}
+
+
+def _tools(request: Counted) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if request.tools:
+        found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if choice := request.tool_choice:
+        if (choice.name is None) == (choice.type == "tool"):
+            raise invalid("tool_choice.name", "goes with the type tool, and with no other")
+        named = {"type": "function", "function": {"name": choice.name}}
+        found["tool_choice"] = named if choice.type == "tool" else CHOICES[choice.type]
+        if choice.disable_parallel_tool_use:
+            found["parallel_tool_calls"] = False
+    return found
+
+
+def _tool(tool: Tool, path: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        words = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
+        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
+    name, schema = given(tool.name, f"{path}.name"), given(tool.input_schema, f"{path}.input_schema")
+    return {"type": "function", "function": {"name": name, "description": tool.description, "parameters": schema}}
+
+
+def _messages(message: Message, path: str) -> list[dict[str, Any]]:
+    """A message, and before it the results of tools that it brings."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts: list[str] = []
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thought = ""
+    for i, block in enumerate(message.content):
+        where = f"{path}.content[{i}]"
+        if block.type == "text":
+            texts.append(given(block.text, f"{where}.text"))
+        elif block.type == "tool_result" and message.role == "user":
+            content, of = _text(block.content or "", f"{where}.content"), f"{where}.tool_use_id"
+            results.append({"role": "tool", "content": content, "tool_call_id": _call_id(block.tool_use_id, of)})
+        elif block.type == "tool_use" and message.role == "assistant":
+            function = {"name": given(block.name, f"{where}.name"), "arguments": block.input or {}}
+            calls.append({"id": _call_id(block.id, f"{where}.id"), "type": "function", "function": function})
+        elif block.type == "thinking" and message.role == "assistant":
+            thought += given(block.thinking, f"{where}.thinking")
+        elif block.type != "redacted_thinking":
+            words = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
+            raise PenstockError(Code.UNSUPPORTED, words, where)
+    if not (texts or calls or thought):
+        return results
+    found: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if thought:
+        found["reasoning_content"] = thought
+    if calls:
+        found["tool_calls"] = calls
+    return [*results, found]
+
+
+def _call_id(found: str | None, path: str) -> str:
+    """A call's id as the model's chat template has it, which may want a form of its own."""
+    return given(found, path).removeprefix(CALL_ID)
+
+
+def _text(content: str | list[Block], path: str) -> str:
+    """Content that can be nothing but text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, block in enumerate(content):
+        if block.type != "text":
+            words = f"{path}[{i}]: {block.type[:50]} is not supported, only text is"
+            raise PenstockError(Code.UNSUPPORTED, words, f"{path}[{i}]")
+        texts.append(given(block.text, f"{path}[{i}].text"))
+    return "\n".join(texts)

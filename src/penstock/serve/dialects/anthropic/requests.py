@@ -1,0 +1,105 @@
+"""What clients send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from penstock.serve.dialects.openai.requests import TOOL_NAME, Number, Words
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A part of a message. What else clients put there (``cache_control``, ``citations``) changes no answer."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    """Of a tool's result."""
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)] | None = None
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: Format | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Told to the chat template, if it reads it."""
+
+
+class ContextEdit(msgspec.Struct, kw_only=True):
+    type: Literal["clear_thinking_20251015"]
+    """Which thoughts of earlier turns are kept is decided by the chat template."""
+
+
+class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    edits: list[ContextEdit] | None = None
+
+
+class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What makes a prompt."""
+
+    model: str | None = None
+    """Absent or "default": the one that is served."""
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+    """Prefixes are found again without it."""
+    container: None = None
+    mcp_servers: list[Any] | None = None
+    context_management: ContextManagement | None = None
+    thread: Any = None
+
+
+class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    stream: bool | None = None
+    stop_sequences: list[Words] | None = None
+    temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+NOT_HERE: dict[str, tuple[Any, str]] = {
+    "container": (None, "nothing is run here"),
+    "thread": (None, "nothing is kept between requests: send the whole conversation"),
+    "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),
+}
+"""Fields, what may be said to them, and what to do instead of the rest."""

@@ -1,0 +1,196 @@
+"""What clients get: a message whole, or told in events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core import Code, Failure
+from penstock.frontend.outputs import CompletionOutput, RequestOutput
+from penstock.serve.chat.stream_cursor import CallPart, News
+from penstock.text import Message
+
+KINDS = {
+    Code.UNAUTHORIZED: "authentication_error",
+    Code.NOT_FOUND: "not_found_error",
+    Code.TOO_LARGE: "request_too_large",
+    Code.OVERLOADED: "rate_limit_error",
+    Code.TIMEOUT: "timeout_error",
+    Code.UNAVAILABLE: "overloaded_error",
+    Code.INTERNAL: "api_error",
+}
+NO_THREADS: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""By this Anthropic's clients know that they are to send the whole conversation each time, as their tool runner then
+does."""
+CALL_ID = "toolu_"
+"""Begins the ids of tool_use blocks; some clients look for it."""
+Block = dict[str, Any]
+
+
+class Error(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: Error
+
+
+class OutputDetails(msgspec.Struct, kw_only=True):
+    thinking_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    """But for those found in the cache."""
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputDetails
+
+
+class MessageAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    ) = None
+    stop_sequence: str | None = None
+    usage: Usage
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    """When the server started (RFC 3339)."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    input_tokens: int
+
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """One server-sent event, whose type is told twice."""
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def error_of(failure: Failure) -> ErrorAnswer:
+    """A failure in Anthropic's shape."""
+    words = failure.message.encode("utf-8", "replace").decode()
+    if failure.code is Code.TOO_LONG:  # words that clients look for
+        words = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
+    details = NO_THREADS if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
+    return ErrorAnswer(
+        error=Error(type=KINDS.get(failure.code, "invalid_request_error"), message=words, details=details)
+    )
+
+
+def usage_of(output: RequestOutput) -> Usage:
+    cached = output.num_cached_tokens
+    made = sum(len(made.token_ids) for made in output.outputs) + output.untold_tokens
+    thought = sum(made.reasoning_tokens for made in output.outputs)
+    return Usage(
+        input_tokens=len(output.prompt_token_ids) - cached,
+        cache_read_input_tokens=cached,
+        output_tokens=made,
+        output_tokens_details=OutputDetails(thinking_tokens=thought),
+    )
+
+
+def ending_of(made: CompletionOutput, called: bool, max_tokens: int) -> dict[str, Any]:
+    """Why a message has ended."""
+    if made.finish_reason == "length":
+        reason = "max_tokens" if len(made.token_ids) >= max_tokens else "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
+    if isinstance(made.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": made.stop_reason}
+    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+
+
+def blocks_of(message: Message) -> list[Block]:
+    """A whole message."""
+    blocks: list[Block] = []
+    if message.reasoning_content:
+        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        blocks.append({"type": "tool_use", "id": CALL_ID + call.id, "name": call.name, "input": _input(call.arguments)})
+    return blocks
+
+
+class Blocks:
+    """Tells a message block by block."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open = ""
+        """The type of the block that is being told."""
+
+    def tell(self, news: News) -> bytes:
+        """The events of what is new."""
+        events = b""
+        if news.thought:
+            events += self._within("thinking", {"thinking": "", "signature": ""})
+            events += self._delta(type="thinking_delta", thinking=news.thought)
+        if news.content:
+            events += self._within("text", {"text": ""})
+            events += self._delta(type="text_delta", text=news.content)
+        for part in news.calls:
+            events += self._call(part)
+        return events
+
+    def end(self) -> bytes:
+        """The end of the block that is open."""
+        ended = event("content_block_stop", index=self._index) if self._open else b""
+        self._open = ""
+        return ended
+
+    def _call(self, part: CallPart) -> bytes:
+        events = b""
+        if part.id:
+            events += self.end() + self._begin("tool_use", {"id": CALL_ID + part.id, "name": part.name, "input": {}})
+        return events + (self._delta(type="input_json_delta", partial_json=part.arguments) if part.arguments else b"")
+
+    def _within(self, kind: str, empty: Block) -> bytes:
+        return b"" if self._open == kind else self.end() + self._begin(kind, empty)
+
+    def _begin(self, kind: str, empty: Block) -> bytes:
+        self._index += 1
+        self._open = kind
+        return event("content_block_start", index=self._index, content_block={"type": kind, **empty})
+
+    def _delta(self, **delta: str) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
+
+
+def _input(arguments: str) -> Any:
+    """What a model wrote, where it is an object."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,156 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.core import Failure
+from penstock.serve.chat.stream_cursor import Telling
+from penstock.serve.dialects.openai.chat import Answering as Chatting
+from penstock.serve.dialects.openai.chat_prompt import count_tokens as count_prompt
+from penstock.serve.http.body import check_supported, convert, read_object
+from penstock.serve.http.error_format import Shape, renamed
+from penstock.serve.http.openapi import operation, reference
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import Record, record_of
+from penstock.serve.models.registry import Services
+from penstock.serve.models.service import Service
+
+from .models import add_model_routes, from_client
+from .parse import chat_of
+from .requests import NOT_HERE, Counted, MessagesRequest
+from .responses import (
+    Blocks,
+    ErrorAnswer,
+    MessageAnswer,
+    TokenCount,
+    blocks_of,
+    encode,
+    ending_of,
+    error_of,
+    event,
+    usage_of,
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+SCHEMAS = (MessagesRequest, Counted, MessageAnswer, TokenCount, ErrorAnswer)
+PREFIX = "anthropic."
+"""Of these schemas' names in the OpenAPI document."""
+NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of messages, by the names that they have in chats."""
+
+
+class AnthropicShape(Shape):
+    """How a message is told that it failed.
+
+    Args:
+        names: of its fields, by those that chats have.
+    """
+
+    dialect = "anthropic"
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def error(self, failure: Failure) -> bytes:
+        return encode(error_of(renamed(failure, self._names)))
+
+    def late_error(self, failure: Failure) -> bytes:
+        return event("error", error=error_of(renamed(failure, self._names)).error)
+
+
+SHAPE = AnthropicShape({})
+"""Until a request has been read."""
+READ = AnthropicShape(NAMES)
+
+
+def shape_of(scope: Scope) -> Shape | None:
+    """How to tell one of Anthropic's clients what went wrong at a path that it shares with OpenAI's."""
+    return SHAPE if scope["path"].startswith("/v1/models") and from_client(scope) else None
+
+
+class Answering:
+    """One request, from its messages to a message."""
+
+    def __init__(self, service: Service, record: Record, request: MessagesRequest, size: int) -> None:
+        self._chat = Chatting(service, record, chat_of(request, service.template_variables), size)
+        self._id = f"msg_{record.request_id}"
+        self._max_tokens = request.max_tokens
+        self._model = service.adapter_of(request.model) or service.name
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        made = last.outputs[0]
+        message = self._chat.message(made)
+        ending = ending_of(made, bool(message.tool_calls), self._max_tokens)
+        answer = MessageAnswer(
+            id=self._id, model=self._model, content=blocks_of(message), usage=usage_of(last), **ending
+        )
+        yield encode(answer)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        telling, blocks = Telling(), Blocks()
+        begun = False
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                if not begun:
+                    begun = True
+                    empty = MessageAnswer(id=self._id, model=self._model, content=[], usage=usage_of(output))
+                    empty.usage.output_tokens = 0
+                    yield event("message_start", message=empty)
+                made = output.outputs[0]
+                if telling.progress.advance(made) is None:
+                    continue
+                if events := blocks.tell(telling.news(self._chat.message(made))):
+                    yield events
+                if made.finished:
+                    usage = msgspec.to_builtins(usage_of(output))
+                    ending = ending_of(made, telling.calls > 0, self._max_tokens)
+                    yield blocks.end() + event("message_delta", delta=ending, usage=usage)
+        yield event("message_stop")
+
+
+def add_routes(app: FastAPI, services: Services) -> None:
+    """What Anthropic's clients call."""
+
+    async def read(request: Request, schema: type[T]) -> tuple[T, int]:
+        body = await services.read(request)
+        found = read_object(body)
+        check_supported(found, NOT_HERE)
+        record = record_of(request.scope)
+        wanted = convert(found, schema, record.unknown)
+        record.shape = READ
+        return wanted, len(body)
+
+    async def create_message(request: Request) -> Response:
+        wanted, size = await read(request, MessagesRequest)
+        service = services.find(wanted.model)
+        answering = Answering(service, record_of(request.scope), wanted, size)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), READ, streamed)
+
+    async def count_tokens(request: Request) -> Response:
+        wanted, size = await read(request, Counted)
+        service = services.find(wanted.model)
+        chat = chat_of(wanted, service.template_variables)
+        count = await count_prompt(service, chat, size, record_of(request.scope).unknown)
+        return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
+
+    add_model_routes(app, services)
+    for path, endpoint, asked, answer in (
+        ("/v1/messages", create_message, MessagesRequest, MessageAnswer),
+        ("/v1/messages/count_tokens", count_tokens, Counted, TokenCount),
+    ):
+        told, failure, wanted = (reference(schema, PREFIX) for schema in (answer, ErrorAnswer, asked))
+        described = operation(told, failure, wanted, streamed=asked is MessagesRequest)
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)

@@ -1,0 +1,54 @@
+"""From BladeLLM's requests to OpenAI's, which they are but for defaults, booleans and names of models."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.serve.dialects.openai.parse import parse
+from penstock.serve.dialects.openai.requests import ChatRequest, CompletionRequest
+from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.models.service import Service
+
+T = TypeVar("T", CompletionRequest, ChatRequest)
+
+DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 1.0}
+"""Whatever the model's makers recommend."""
+SEARCHING = ("top_p", "top_k", "min_p", "temperature")
+"""Of which beam search has its own."""
+NOWHERE = ("return_token_ids", "prompt_logprobs")
+"""Fields whose answer has no place in this shape."""
+AS_WORDS = {"true": True, "false": False}
+
+
+def read(found: dict[str, Any], schema: type[T], service: Service, unknown: Unknown) -> T:
+    """A request. Its model is an adapter, or means nothing.
+
+    Raises ``PenstockError`` as OpenAI's ``parse`` does.
+    """
+    given = {name: value for name, value in found.items() if value is not None}
+    for name in _booleans(schema) & given.keys():
+        if isinstance(given[name], str):
+            given[name] = AS_WORDS.get(given[name].lower(), given[name])
+    if isinstance(model := given.get("model"), str) and model not in service.gateway.engine.adapters:
+        del given["model"]
+    for name in NOWHERE:
+        if given.get(name) not in (None, False):
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: has no place in BladeLLM's answers", name)
+    own = given.get("use_beam_search") is True
+    defaults = {name: value for name, value in DEFAULTS.items() if not (own and name in SEARCHING)}
+    if "max_completion_tokens" not in given:
+        defaults["max_tokens"] = service.gateway.preparer.default_max_tokens
+    return parse(defaults | given, schema, unknown)
+
+
+def named(found: dict[str, Any]) -> str | None:
+    """The model that a request names."""
+    name = found.get("model")
+    return name if isinstance(name, str) else None
+
+
+def _booleans(schema: type[msgspec.Struct]) -> set[str]:
+    return {name for name, hint in get_type_hints(schema).items() if bool in get_args(hint)}

@@ -1,0 +1,93 @@
+"""What clients get: the same shape whole and in chunks, with the tokens so far in each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core import Failure
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.dialects.openai.responses import ChatDelta, ChatLogprobs, ChatMessage, CompletionLogprobs, usage_of
+from penstock.serve.http.error_format import Shape
+from penstock.serve.http.status import STATUS
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ErrorInfo(msgspec.Struct, kw_only=True):
+    code: int
+    """HTTP's."""
+    message: str
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, outputs: list[RequestOutput]) -> Usage:
+        """Of all sequences so far, with the tokens that end them."""
+        found = usage_of(outputs)
+        return cls(
+            prompt_tokens=found.prompt_tokens,
+            completion_tokens=found.completion_tokens,
+            total_tokens=found.total_tokens,
+        )
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    finish_reason: str = ""
+    """Empty until the end."""
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    text: str
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    finish_reason: str = ""
+    index: int
+    logprobs: ChatLogprobs | None = None
+    message: ChatMessage | UnsetType = UNSET
+    delta: ChatDelta | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    id: str
+    choices: list[CompletionChoice] | list[ChatChoice]
+    object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]
+    usage: Usage
+    error_info: None = None
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    choices: list[None] = []
+    error_info: ErrorInfo
+
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(answer: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(answer) + b"\n\n"
+
+
+class BladeShape(Shape):
+    dialect = "bladellm"
+
+    def error(self, failure: Failure) -> bytes:
+        return encode(_error(failure))
+
+    def late_error(self, failure: Failure) -> bytes:
+        return event(_error(failure)) + DONE
+
+
+SHAPE = BladeShape()
+
+
+def _error(failure: Failure) -> ErrorAnswer:
+    words = failure.message.encode("utf-8", "replace").decode()
+    return ErrorAnswer(error_info=ErrorInfo(code=STATUS[failure.code], message=words))

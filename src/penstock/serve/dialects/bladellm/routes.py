@@ -1,0 +1,57 @@
+"""Which requests are BladeLLM's, and how they are answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
+from penstock.serve.dialects.openai import chat, completions
+from penstock.serve.dialects.openai.requests import ChatRequest, CompletionRequest
+from penstock.serve.http.error_format import Shape
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import record_of
+from penstock.serve.models.registry import Services
+
+from .handler import ChatAnswering, CompletionAnswering
+from .parse import named, read
+from .responses import SHAPE
+
+
+class BladeLLM(Dialect):
+    """Spoken by whoever sends a token without a scheme, as Alibaba's EAS has it, and under the profile by everybody."""
+
+    shape = SHAPE
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._by_everybody = services.options.compat == "bladellm"
+
+    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
+        return self.shape_of(request.scope) is not None
+
+    def shape_of(self, scope: Scope) -> Shape | None:
+        """How to answer a request whose body nobody has read; None where it is not BladeLLM's."""
+        if scope["path"] not in (*COMPLETIONS, *CHATS):
+            return None
+        token = Headers(scope=scope).get("authorization", "").strip()
+        bare = bool(token) and " " not in token and token.lower() not in ("bearer", "basic")
+        return SHAPE if bare or self._by_everybody else None
+
+    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        service, record = self._services.find_or_first(named(found)), record_of(request.scope)
+        wanted = read(found, CompletionRequest, service, record.unknown)
+        answering = CompletionAnswering(completions.Answering(service, record, wanted), record.request_id)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+
+    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        service, record = self._services.find_or_first(named(found)), record_of(request.scope)
+        wanted = read(found, ChatRequest, service, record.unknown)
+        answering = ChatAnswering(chat.Answering(service, record, wanted, size), record.request_id)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)

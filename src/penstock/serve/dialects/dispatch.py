@@ -1,0 +1,68 @@
+"""Paths that several dialects share. Which one a request speaks is told by its body and its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from ..http.body import read_object
+from ..http.error_format import Shape
+from ..http.request_record import record_of
+from ..models.registry import Services
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
+CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
+"""The second of each is what OpenAI's client asks for where its ``base_url`` ends in ``/v1/chat/completions``, as
+PaddleNLP's document has it."""
+
+
+class Dialect(Protocol):
+    """One that is spoken on these paths."""
+
+    shape: Shape
+
+    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
+        """Whether a request is in it; ``found`` is its body."""
+        ...
+
+    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        """Answer a request whose body had ``size`` bytes; raises ``PenstockError`` where it is wrong."""
+        ...
+
+    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
+        """Likewise."""
+        ...
+
+
+def add_shared_routes(
+    app: FastAPI, services: Services, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
+) -> None:
+    """Let dialects answer; the first that a request speaks takes it.
+
+    Args:
+        described: what the OpenAPI document says of the first of each.
+    """
+
+    async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
+        body = await services.read(request)
+        found = read_object(body)
+        spoken = next(dialect for dialect in dialects if dialect.speaks(request, found))
+        record_of(request.scope).shape = spoken.shape
+        return spoken, found, len(body)
+
+    async def create_completion(request: Request) -> Response:
+        dialect, found, size = await read(request)
+        return dialect.completion(request, found, size)
+
+    async def create_chat(request: Request) -> Response:
+        dialect, found, size = await read(request)
+        return dialect.chat(request, found, size)
+
+    for paths, endpoint in ((COMPLETIONS, create_completion), (CHATS, create_chat)):
+        for path in paths:
+            app.add_api_route(
+                path, endpoint, methods=["POST"], openapi_extra=described[paths[0]], response_class=Response
+            )

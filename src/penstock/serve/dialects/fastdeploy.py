@@ -1,0 +1,91 @@
+"""What FastDeploy's server has besides OpenAI's paths: its configuration, and requests aborted by their ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from penstock.config.settings import SECRET
+from penstock.core.errors import invalid
+
+from ..http.body import convert, read_object
+from ..http.openapi import OBJECT, operation, reference
+from ..http.request_record import record_of
+from ..models.registry import Services
+from .openai.responses import ErrorAnswer
+
+PREFIXES = ("chatcmpl-", "cmpl-")
+"""Before a request's id in the answers to it."""
+
+
+class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    req_ids: list[str] | None = None
+    """``id`` of the answers, or the ``X-Request-Id``."""
+    abort_all: bool = False
+
+
+SCHEMAS = (Abort,)
+
+
+def add_routes(app: FastAPI, services: Services) -> None:
+    """``/config-info`` and ``/v1/abort_requests``."""
+
+    async def config_info() -> Response:
+        models = {model.name: _shown(model.configuration) for model in services.models}
+        first = next(iter(models.values()), {})
+        return _json(first | {"models": models} if len(models) > 1 else first)
+
+    async def abort_requests(request: Request) -> Response:
+        wanted = convert(read_object(await services.read(request)), Abort, record_of(request.scope).unknown)
+        if not wanted.abort_all and not wanted.req_ids:
+            raise invalid("req_ids", "is missing; give ids, or abort_all")
+        asked = {_own(name): name for name in wanted.req_ids or ()}
+        aborted, found = [], set()
+        for service in services:
+            running = service.gateway.running()
+            names = list(running if wanted.abort_all else asked)
+            service.gateway.engine.cancel(names)
+            here = [name for name in names if name in running]
+            found.update(here)
+            aborted += [{"request_id": asked.get(n, n), "output_token_count": running[n]} for n in here]
+        missing = [name for own, name in asked.items() if own not in found]
+        return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
+
+    failure = reference(ErrorAnswer)
+    app.add_api_route(
+        "/config-info",
+        config_info,
+        summary="How the server is configured, but for what is secret",
+        openapi_extra=operation(OBJECT, failure),
+        response_class=Response,
+    )
+    app.add_api_route(
+        "/v1/abort_requests",
+        abort_requests,
+        methods=["POST"],
+        summary="Cancel requests of this process by id, or all of them",
+        openapi_extra=operation(OBJECT, failure, reference(Abort)),
+        response_class=Response,
+    )
+
+
+def _own(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _shown(configuration: msgspec.Struct) -> dict[str, Any]:
+    """By section; what is secret is left out."""
+    sections: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
+    return {
+        section: {name: value for name, value in options.items() if name not in SECRET}
+        for section, options in sections.items()
+    }
+
+
+def _json(found: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(found), media_type="application/json")

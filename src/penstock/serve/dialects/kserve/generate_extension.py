@@ -1,0 +1,55 @@
+"""Triton's generate extension: a request's inputs, and an answer's outputs, as fields of one JSON object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core.errors import invalid
+from penstock.serve.http.unknown_fields import Unknown
+
+from .inference import Asked
+from .model import VERSION, Answer, Model
+from .tensors import Tensor, from_json, in_json, to_json
+
+
+def from_fields(model: Model, found: dict[str, Any], unknown: Unknown) -> Asked:
+    """A request whose inputs are fields, or fields of its ``parameters``.
+
+    Args:
+        unknown: told of fields that are no input; they are parameters of the request in Triton, which these models
+            do not read.
+
+    Raises ``PenstockError`` (``invalid``) for values that are wrong.
+    """
+    fields = dict(found)
+    more = fields.pop("parameters", None) or {}
+    if not isinstance(more, dict):
+        raise invalid("parameters", "is no JSON object")
+    if both := fields.keys() & more.keys():
+        raise invalid(min(both), "is given twice, and in parameters")
+    fields |= more
+    asked_as = fields.pop("id", "")
+    if not isinstance(asked_as, str | int):
+        raise invalid("id", "must be text or a number")
+    types = {spec.name: spec.datatype for spec in model.inputs}
+    inputs: list[Tensor] = []
+    for name, value in fields.items():
+        if name in model.not_yet:
+            model.check_not_yet(name, bool(value))
+            continue
+        if (own := model.renamed.get(name, name)) not in types:
+            unknown.ignore("", name, types)
+        elif value is not None:
+            shape = [len(value)] if isinstance(value, list) else [1]
+            inputs.append(from_json(name, types[own], shape, value))
+    return Asked(inputs, str(asked_as))
+
+
+async def to_fields(model: Model, asked: Asked, answer: Answer) -> dict[str, Any]:
+    """An answer with outputs as fields: those of one element as it is, others as a list."""
+    found: dict[str, Any] = {"id": asked.id} if asked.id else {}
+    found |= {"model_name": model.name, "model_version": VERSION}
+    found |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    for tensor in answer.outputs:
+        found[tensor.name] = to_json(tensor)[0] if len(tensor.elements) == 1 else await in_json(tensor)
+    return found

@@ -1,0 +1,118 @@
+"""The protocol's gRPC messages, to and from what the rest of this package speaks. Needs the extra ``grpc``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+from tritonclient.grpc import service_pb2 as pb
+
+from penstock.core.errors import invalid
+
+from .inference import Asked
+from .model import VERSION, Answer, Model
+from .shared_memory import Memory, in_memory
+from .tensors import from_bytes, from_elements, to_bytes
+
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""By datatype, where elements stand that are not sent in bytes."""
+FINAL = "triton_final_response"
+EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+def parameters(given: Any) -> dict[str, Any]:
+    """Values by name; a parameter that holds none is none."""
+    return {name: getattr(value, one) for name, value in given.items() if (one := value.WhichOneof("parameter_choice"))}
+
+
+def asked_of(request: Any, memory: Memory) -> Asked:
+    """A ``ModelInferRequest``'s parts. Raises ``PenstockError`` (``invalid``) where they are wrong."""
+    where = [parameters(given.parameters) for given in request.inputs]
+    shared = [in_memory(given.name, found) for given, found in zip(request.inputs, where, strict=True)]
+    raw = list(request.raw_input_contents)
+    if raw and len(raw) != shared.count(False):
+        words = f"has {len(raw)} elements, and there are {shared.count(False)} inputs that are not in shared memory"
+        raise invalid("raw_input_contents", words)
+    inputs, sent = [], iter(raw)
+    for index, given in enumerate(request.inputs):
+        shape = tuple(given.shape)
+        if shared[index]:
+            inputs.append(from_bytes(given.name, given.datatype, shape, memory.read(given.name, where[index])))
+        elif raw:
+            inputs.append(from_bytes(given.name, given.datatype, shape, next(sent)))
+        else:
+            elements = getattr(given.contents, CONTENTS.get(given.datatype, ""), ())
+            inputs.append(from_elements(given.name, given.datatype, shape, list(elements)))
+    outputs = {output.name: parameters(output.parameters) for output in request.outputs}
+    return Asked(inputs, request.id, outputs, parameters(request.parameters))
+
+
+def response_of(model: Model, asked: Asked, answer: Answer, memory: Memory) -> Any:
+    """A ``ModelInferResponse``, whose outputs may lie in shared memory.
+
+    Raises ``PenstockError`` (``invalid``) where there is no room for them.
+    """
+    found = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=asked.id)
+    for tensor in answer.outputs:
+        told = found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        raw, wanted = to_bytes(tensor), asked.outputs.get(tensor.name, {})
+        if in_memory(tensor.name, wanted):
+            for name, value in memory.write(tensor.name, wanted, raw).items():
+                setattr(told.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
+            raw = b""  # clients count the outputs before theirs
+        found.raw_output_contents.append(raw)
+    return found
+
+
+def metadata_of(model: Model) -> Any:
+    return json_format.ParseDict(model.metadata(), pb.ModelMetadataResponse())
+
+
+def config_of(model: Model) -> Any:
+    return json_format.ParseDict({"config": model.config()}, pb.ModelConfigResponse())
+
+
+def statistics_of(found: list[dict[str, Any]]) -> Any:
+    return json_format.ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
+
+
+def wanted_trace(request: Any) -> dict[str, Any]:
+    """The settings of a ``TraceSettingRequest``; those without a value are to be as they were."""
+    found = {name: list(setting.value) for name, setting in request.settings.items()}
+    return {
+        name: values if name == "trace_level" and values else next(iter(values), None) for name, values in found.items()
+    }
+
+
+def trace_of(current: Mapping[str, Any]) -> Any:
+    found = pb.TraceSettingResponse()
+    for name, value in current.items():
+        found.settings[name].value.extend(value if isinstance(value, list) else [value])
+    return found
+
+
+def wanted_log(request: Any) -> dict[str, Any]:
+    """The settings of a ``LogSettingsRequest``."""
+    return parameters(request.settings)
+
+
+def log_of(current: Mapping[str, Any]) -> Any:
+    found = pb.LogSettingsResponse()
+    for name, value in current.items():
+        kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
+        setattr(found.settings[name], kind, value)
+    return found

@@ -1,0 +1,383 @@
+"""``GRPCInferenceService``: the protocol over gRPC. Needs the extra ``grpc``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from penstock import __version__
+from penstock.config.options import ServerOptions
+from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.http.middleware import GOOD_ID, fits
+from penstock.serve.http.reply import GONE, INTERNAL
+from penstock.serve.http.request_record import Record
+from penstock.serve.http.unknown_fields import HEADER, Once, Unknown
+
+from . import grpc_messages as messages
+from . import server_state as state
+from .inference import answers
+from .registry import Registry
+from .shared_memory import NO_CUDA
+
+logger = logging.getLogger("penstock.requests")
+
+STATUS = {
+    Code.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Code.UNAUTHORIZED: grpc.StatusCode.UNAUTHENTICATED,
+    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Code.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.TOO_LONG: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.CANCELLED: grpc.StatusCode.CANCELLED,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
+UNREADABLE = object()
+"""A request whose bytes are no message."""
+MOST_MESSAGE = 64 * 2**20
+"""Bytes of a message that are received at all; ``max_body_size`` is told by name."""
+NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
+OPEN_TO_ALL = ("ServerLive", "ServerReady")
+SERVER = ("server", f"penstock/{__version__}")
+"""Trailing metadata of every answer: who this is, since ``ServerMetadata`` says triton. What was ignored of requests is
+there, too, under the name of the HTTP header."""
+
+
+class Server:
+    """gRPC in one process.
+
+    Args:
+        address: host and port to listen on; other processes may, too.
+        options: whose keys and certificate are asked for and shown.
+    """
+
+    def __init__(self, registry: Registry, address: str, options: ServerOptions) -> None:
+        self._stopping = asyncio.Event()
+        self._stopped: asyncio.Task[None] | None = None
+        limits = [("grpc.max_receive_message_length", MOST_MESSAGE), ("grpc.max_send_message_length", -1)]
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 1), *limits])
+        self._server.add_generic_rpc_handlers((_handlers(Inference(registry, options.api_key, self._stopping)),))
+        try:
+            if options.ssl_certfile:
+                certificate = Path(options.ssl_certfile).read_bytes()
+                key = Path(options.ssl_keyfile).read_bytes() if options.ssl_keyfile else certificate
+                self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+            else:
+                self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise invalid("grpc_port", f"cannot listen on {address}: {error}") from error
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    def stop(self, patience: float) -> None:
+        """Take no more requests; those that are open get so many seconds to end."""
+        self._stopping.set()
+        self._stopped = asyncio.create_task(self._server.stop(patience))
+
+    async def stopped(self) -> None:
+        """Wait until it has stopped, if it was told to."""
+        if self._stopped:
+            await self._stopped
+
+
+Method = Callable[["Inference", Any, Record], Awaitable[Any]]
+
+
+def unary(method: Method) -> Any:
+    """A method of one request and one answer, as gRPC calls it."""
+
+    async def called(self: Inference, request: Any, context: Any) -> Any:
+        model = getattr(request, "model_name", "") or getattr(request, "name", "")
+        context.set_trailing_metadata((SERVER,))
+        async with self.told(context, method.__name__, model) as record:
+            _check_read(request)
+            try:
+                return await method(self, request, record)
+            finally:
+                context.set_trailing_metadata(_trailing(record.unknown))
+
+    return called
+
+
+class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """The service's methods.
+
+    Args:
+        keys: of which a client must send one; none lets everybody in.
+        stopping: set when no further request of a stream is to be read.
+    """
+
+    def __init__(self, registry: Registry, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
+        self._registry = registry
+        self._keys = [key.encode() for key in keys]
+        self._stopping = stopping
+        self._once = Once()
+
+    @unary
+    async def ServerLive(self, request: Any, record: Record) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    @unary
+    async def ServerReady(self, request: Any, record: Record) -> Any:
+        return pb.ServerReadyResponse(ready=_passes(self._registry.services.check))
+
+    @unary
+    async def ServerMetadata(self, request: Any, record: Record) -> Any:
+        return pb.ServerMetadataResponse(**state.server())
+
+    @unary
+    async def ModelReady(self, request: Any, record: Record) -> Any:
+        def check() -> None:
+            self._registry.find(request.name, request.version).check()
+
+        return pb.ModelReadyResponse(ready=_passes(check))
+
+    @unary
+    async def ModelMetadata(self, request: Any, record: Record) -> Any:
+        return messages.metadata_of(self._registry.find(request.name, request.version))
+
+    @unary
+    async def ModelConfig(self, request: Any, record: Record) -> Any:
+        return messages.config_of(self._registry.find(request.name, request.version))
+
+    @unary
+    async def ModelStatistics(self, request: Any, record: Record) -> Any:
+        models = [self._registry.find(request.name, request.version)] if request.name else [*self._registry]
+        return messages.statistics_of([self._registry.counts.statistics(model) for model in models])
+
+    @unary
+    async def RepositoryIndex(self, request: Any, record: Record) -> Any:
+        found = state.index(self._registry, request.ready)
+        return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in found])
+
+    @unary
+    async def RepositoryModelLoad(self, request: Any, record: Record) -> Any:
+        await state.load(self._registry, request.model_name, messages.parameters(request.parameters))
+        return pb.RepositoryModelLoadResponse()
+
+    @unary
+    async def RepositoryModelUnload(self, request: Any, record: Record) -> Any:
+        await state.unload(self._registry, request.model_name, messages.parameters(request.parameters))
+        return pb.RepositoryModelUnloadResponse()
+
+    @unary
+    async def TraceSetting(self, request: Any, record: Record) -> Any:
+        wanted = messages.wanted_trace(request)
+        return messages.trace_of(state.trace_settings(self._registry, wanted, request.model_name))
+
+    @unary
+    async def LogSettings(self, request: Any, record: Record) -> Any:
+        return messages.log_of(state.log_settings(self._registry, messages.wanted_log(request)))
+
+    @unary
+    async def ModelInfer(self, request: Any, record: Record) -> Any:
+        async with aclosing(self._responses(request, record, streamed=False)) as responses:
+            (response,) = [response async for response in responses]
+            return response
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
+        """Requests of a stream are answered together; answers are told apart by their requests' ids."""
+        context.set_trailing_metadata((SERVER,))
+        async with self.told(context, "ModelStreamInfer", quiet=True) as whole:
+            news: asyncio.Queue[Any] = asyncio.Queue()
+            tasks: set[asyncio.Task[None]] = set()
+
+            async def answer(request: Any) -> None:
+                model, asked_as = getattr(request, "model_name", ""), getattr(request, "id", "")
+                try:
+                    async with (
+                        self.recorded(context, "ModelStreamInfer", model) as record,
+                        aclosing(self._responses(request, record, streamed=True)) as responses,
+                    ):
+                        async for response in responses:
+                            news.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
+                        whole.unknown.join(record.unknown)
+                except PenstockError as error:
+                    failed = pb.ModelInferResponse(model_name=model, id=asked_as)
+                    news.put_nowait(
+                        pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
+                    )
+
+            async def read() -> None:
+                async for request in requests:
+                    task = asyncio.create_task(answer(request))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+
+            async def run() -> None:
+                reading, told = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
+                try:
+                    await asyncio.wait((reading, told), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    reading.cancel()
+                    told.cancel()
+                    await asyncio.gather(reading, told, return_exceptions=True)
+                await asyncio.gather(*tasks)
+                news.put_nowait(None)
+
+            running = asyncio.create_task(run())
+            try:
+                while (response := await news.get()) is not None:
+                    yield response
+                context.set_trailing_metadata(_trailing(whole.unknown))
+            finally:
+                for task in (running, *tasks):
+                    task.cancel()
+                await asyncio.gather(running, *tasks, return_exceptions=True)
+
+    @unary
+    async def SystemSharedMemoryStatus(self, request: Any, record: Record) -> Any:
+        found = pb.SystemSharedMemoryStatusResponse()
+        for region in self._registry.memory.status(request.name):
+            found.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
+        return found
+
+    @unary
+    async def SystemSharedMemoryRegister(self, request: Any, record: Record) -> Any:
+        self._registry.memory.register(request.name, request.key, request.offset, request.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    @unary
+    async def SystemSharedMemoryUnregister(self, request: Any, record: Record) -> Any:
+        self._registry.memory.unregister(request.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    @unary
+    async def CudaSharedMemoryStatus(self, request: Any, record: Record) -> Any:
+        return pb.CudaSharedMemoryStatusResponse()
+
+    @unary
+    async def CudaSharedMemoryRegister(self, request: Any, record: Record) -> Any:
+        raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
+
+    @unary
+    async def CudaSharedMemoryUnregister(self, request: Any, record: Record) -> Any:
+        return pb.CudaSharedMemoryUnregisterResponse()  # there is none
+
+    async def _responses(self, request: Any, record: Record, streamed: bool) -> AsyncGenerator[Any, None]:
+        """A request's ``ModelInferResponse`` messages."""
+        _check_read(request)
+        if (size := request.ByteSize()) > (most := self._registry.services.max_body_size):
+            raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)
+        model = self._registry.find(request.model_name, request.model_version)
+        asked = messages.asked_of(request, self._registry.memory)
+        empty_last = bool(asked.parameters.get(messages.EMPTY_FINAL, False))
+        with model.service.place():
+            async with aclosing(answers(self._registry, model, asked, record, streamed)) as found:
+                async for answer in found:
+                    response = messages.response_of(model, asked, answer, self._registry.memory)
+                    if streamed:
+                        response.parameters[messages.FINAL].bool_param = answer.last and not empty_last
+                    yield response
+        if streamed and empty_last:
+            last = pb.ModelInferResponse(model_name=model.name, id=asked.id)
+            last.parameters[messages.FINAL].bool_param = True
+            yield last
+
+    @asynccontextmanager
+    async def told(self, context: Any, method: str, model: str = "", quiet: bool = False) -> AsyncIterator[Record]:
+        """A call on its way: its key is looked at, what fails becomes its status, and the log has a line.
+
+        Args:
+            quiet: whether only failures have a line.
+        """
+        try:
+            async with self.recorded(context, method, model, quiet or method in OPEN_TO_ALL) as record:
+                given = dict(context.invocation_metadata() or ()).get("authorization", "")
+                if self._keys and method not in OPEN_TO_ALL and not fits(given.encode(), self._keys):
+                    raise PenstockError.of(NO_KEY)
+                yield record
+        except PenstockError as error:
+            await context.abort(STATUS[error.failure.code], error.failure.message)
+
+    @asynccontextmanager
+    async def recorded(self, context: Any, method: str, model: str, quiet: bool = False) -> AsyncIterator[Record]:
+        """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
+        given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        unknown = Unknown(self._registry.services.options.strict_requests)
+        given_id = given if GOOD_ID.fullmatch(given) else uuid4().hex
+        record = Record(given_id, client=context.peer(), unknown=unknown)
+        try:
+            yield record
+        except PenstockError as error:
+            record.failure = error.failure
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            record.failure = GONE
+            raise
+        except Exception as error:
+            logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+            record.failure = INTERNAL
+            raise PenstockError.of(INTERNAL) from error
+        finally:
+            self._tell(record, f"{method} {model[:100]!r}" if model else method, quiet)
+
+    def _tell(self, record: Record, what: str, quiet: bool) -> None:
+        failure = record.failure
+        if record.unknown.places and not failure:
+            self._once.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
+        facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
+        level = logging.INFO
+        if failure:
+            self._registry.services.metrics.failed(failure)
+            facts |= {"error": failure.code.value, "reason": failure.message}
+            level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
+        elif quiet:
+            level = logging.DEBUG
+        logger.log(level, "gRPC %s", what, extra={"facts": facts})
+
+
+def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
+    """The service's methods, for a server. What is no message is told by them, and not with a traceback."""
+    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    found = {}
+    for method in service.methods:
+        kind = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        asked, told = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
+        found[method.name] = kind(
+            getattr(inference, method.name),
+            request_deserializer=partial(_read, asked),
+            response_serializer=told.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, found)
+
+
+def _read(kind: Any, raw: bytes) -> Any:
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        return UNREADABLE
+
+
+def _check_read(request: Any) -> None:
+    if request is UNREADABLE:
+        raise invalid("body", "is no message of this method")
+
+
+def _trailing(unknown: Unknown) -> tuple[tuple[str, str], ...]:
+    return (SERVER, (HEADER, names)) if (names := unknown.header) else (SERVER,)
+
+
+def _passes(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except PenstockError:
+        return False
+    return True

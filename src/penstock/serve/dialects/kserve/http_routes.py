@@ -1,0 +1,374 @@
+"""``/v2/…``: the protocol over HTTP, with the binary tensor data extension and Triton's own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.http.body import convert, read_body, read_object
+from penstock.serve.http.error_format import Shape
+from penstock.serve.http.openapi import OBJECT, operation
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import record_of
+from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.models.registry import LEAST_BODY
+
+from . import server_state as state
+from .generate_extension import from_fields, to_fields
+from .inference import Asked, answers
+from .model import VERSION, Answer, Model
+from .registry import Registry
+from .shared_memory import NO_CUDA, Memory, in_memory
+from .tensors import from_bytes, from_json, in_json, to_bytes
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+HEADER_LENGTH = "inference-header-content-length"
+SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+class KServeShape(Shape):
+    dialect = "kserve"
+
+    def error(self, failure: Failure) -> bytes:
+        return msgspec.json.encode({"error": failure.message})
+
+    def late_error(self, failure: Failure) -> bytes:
+        return event({"error": failure.message})
+
+
+SHAPE = KServeShape()
+
+
+def event(found: object) -> bytes:
+    return b"data: " + msgspec.json.encode(found) + b"\n\n"
+
+
+class Index(msgspec.Struct):
+    """What may be asked of the repository's index."""
+
+    ready: bool = False
+    """Whether only models that can be asked are to be told."""
+
+
+class Change(msgspec.Struct, forbid_unknown_fields=True):
+    """What may be said where a model is to be loaded or unloaded."""
+
+    parameters: dict[str, Any] | None = None
+
+
+class Registration(msgspec.Struct, forbid_unknown_fields=True):
+    """What is said of a region where it is registered."""
+
+    key: str
+    byte_size: int
+    offset: int = 0
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def __init__(self, found: object) -> None:
+        super().__init__(msgspec.json.encode(found))
+
+
+def add_routes(app: FastAPI, registry: Registry) -> None:
+    """Everything below ``/v2``."""
+    services, memory = registry.services, registry.memory
+
+    async def body_of(request: Request) -> bytes:
+        return await _body(request, services.max_body_size, services.options.client_timeout)
+
+    async def wish_of(request: Request) -> dict[str, Any]:
+        """Of whoever looks after the server, whether its engines live or not."""
+        body = await _body(request, LEAST_BODY, services.options.client_timeout)
+        return read_object(body) if body else {}
+
+    async def change_of(request: Request, schema: type[T]) -> T:
+        """What changes the server is read to the letter: with a field ignored it would be another change."""
+        return convert(await wish_of(request), schema, Unknown(strict=True))
+
+    async def live() -> Response:
+        return Response()
+
+    async def ready() -> Response:
+        services.check()
+        return Response()
+
+    async def server() -> Response:
+        return Json(state.server())
+
+    async def model_metadata(name: str, version: str = "") -> Response:
+        return Json(registry.find(name, version).metadata())
+
+    async def model_config(name: str, version: str = "") -> Response:
+        return Json(registry.find(name, version).config())
+
+    async def model_ready(name: str, version: str = "") -> Response:
+        try:
+            registry.find(name, version).check()
+        except PenstockError as error:  # 400 whatever the reason, as Triton has it
+            raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
+        return Response()
+
+    async def model_stats(name: str, version: str = "") -> Response:
+        return Json({"model_stats": [registry.counts.statistics(registry.find(name, version))]})
+
+    async def all_stats() -> Response:
+        return Json({"model_stats": [registry.counts.statistics(model) for model in registry]})
+
+    async def infer(request: Request, name: str, version: str = "") -> Response:
+        length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
+        asked = parse(await body_of(request), length, memory, unknown)
+        model = registry.find(name, version)
+        return InferReply(registry, model, asked, request)
+
+    def generating(streamed: bool) -> Callable[..., Any]:
+        async def generate(request: Request, name: str, version: str = "") -> Response:
+            found = read_object(await body_of(request))
+            model = registry.find(name, version)
+            asked = from_fields(model, found, record_of(request.scope).unknown)
+
+            async def pieces() -> AsyncGenerator[bytes, None]:
+                stream = answers(registry, model, asked, record_of(request.scope), streamed)
+                async with aclosing(stream):
+                    async for answer in stream:
+                        told = await to_fields(model, asked, answer)
+                        yield event(told) if streamed else msgspec.json.encode(told)
+
+            return Reply(model.service, pieces(), SHAPE, streamed)
+
+        return generate
+
+    async def index(request: Request) -> Response:
+        wish = convert(await wish_of(request), Index, record_of(request.scope).unknown)
+        return Json(state.index(registry, wish.ready))
+
+    async def load(request: Request, name: str) -> Response:
+        wish = await change_of(request, Change)
+        await state.load(registry, name, wish.parameters)
+        return Response()
+
+    async def unload(request: Request, name: str) -> Response:
+        wish = await change_of(request, Change)
+        await state.unload(registry, name, wish.parameters)
+        return Response()
+
+    async def logging(request: Request) -> Response:
+        return Json(state.log_settings(registry, await wish_of(request) if request.method == "POST" else {}))
+
+    async def tracing(request: Request, name: str = "") -> Response:
+        wanted = await wish_of(request) if request.method == "POST" else {}
+        return Json(state.trace_settings(registry, wanted, name))
+
+    async def memory_status(name: str = "") -> Response:
+        return Json(memory.status(name))
+
+    async def register(request: Request, name: str) -> Response:
+        wish = await change_of(request, Registration)
+        memory.register(name, wish.key, wish.offset, wish.byte_size)
+        return Response()
+
+    async def unregister(name: str = "") -> Response:
+        memory.unregister(name)
+        return Response()
+
+    async def no_cuda_memory() -> Response:
+        raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
+
+    async def cuda_status() -> Response:
+        return Json([])
+
+    async def cuda_unregister(name: str = "") -> Response:
+        return Response()  # there is none
+
+    model = "/v2/models/{name}"
+    routes: Iterable[tuple[str, str, Callable[..., Any]]] = [
+        ("GET", "/v2", server),
+        ("GET", "/v2/health/live", live),
+        ("GET", "/v2/health/ready", ready),
+        ("GET", "/v2/models/stats", all_stats),
+        *[
+            route
+            for at in (model, f"{model}/versions/{{version}}")
+            for route in (
+                ("GET", at, model_metadata),
+                ("GET", f"{at}/config", model_config),
+                ("GET", f"{at}/ready", model_ready),
+                ("GET", f"{at}/stats", model_stats),
+                ("POST", f"{at}/infer", infer),
+                ("POST", f"{at}/generate", generating(False)),
+                ("POST", f"{at}/generate_stream", generating(True)),
+            )
+        ],
+        ("POST", "/v2/repository/index", index),
+        ("POST", "/v2/repository/models/{name:path}/load", load),
+        ("POST", "/v2/repository/models/{name:path}/unload", unload),
+        ("GET", f"{SYSTEM}/status", memory_status),
+        ("GET", f"{SYSTEM}/region/{{name}}/status", memory_status),
+        ("POST", f"{SYSTEM}/region/{{name}}/register", register),
+        ("POST", f"{SYSTEM}/unregister", unregister),
+        ("POST", f"{SYSTEM}/region/{{name}}/unregister", unregister),
+        ("GET", f"{CUDA}/status", cuda_status),
+        ("GET", f"{CUDA}/region/{{name}}/status", no_cuda_memory),
+        ("POST", f"{CUDA}/region/{{name}}/register", no_cuda_memory),
+        ("POST", f"{CUDA}/unregister", cuda_unregister),
+        ("POST", f"{CUDA}/region/{{name}}/unregister", cuda_unregister),
+        *[(method, "/v2/logging", logging) for method in ("GET", "POST")],
+        *[
+            (method, path, tracing)
+            for method in ("GET", "POST")
+            for path in ("/v2/trace/setting", f"{model}/trace/setting")
+        ],
+    ]
+    for method, path, endpoint in routes:
+        asks = path.endswith(WITH_BODY)
+        described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            openapi_extra=described,
+            response_class=Response,
+        )
+
+
+FAILED = {"type": "object", "properties": {"error": {"type": "string"}}}
+WITH_BODY = ("/infer", "/generate", "/generate_stream")
+
+
+class InferReply(Reply):
+    """The answer to ``infer``: JSON, and behind it the outputs that were wanted in bytes."""
+
+    def __init__(self, registry: Registry, model: Model, asked: Asked, request: Request) -> None:
+        self._header: int | None = None
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            found = answers(registry, model, asked, record_of(request.scope), streamed=False)
+            async with aclosing(found):
+                async for answer in found:
+                    head, binary = await written(model, asked, answer, registry.memory)
+                    self._header = len(head) if binary is not None else None
+                    yield head + (binary or b"")
+
+        super().__init__(model.service, pieces(), SHAPE, streamed=False)
+
+    def _start(self, status: int, whole: bytes | None) -> Message:
+        message = super()._start(status, whole)
+        if self._header is not None:
+            kept = [header for header in message["headers"] if header[0] != b"content-type"]
+            length = (HEADER_LENGTH.encode(), str(self._header).encode())
+            message["headers"] = [*kept, (b"content-type", b"application/octet-stream"), length]
+        return message
+
+
+def parse(body: bytes, header_length: str | None, memory: Memory, unknown: Unknown) -> Asked:
+    """A request to ``infer``.
+
+    Args:
+        header_length: bytes of its JSON, where tensors in bytes follow.
+
+    Raises ``PenstockError`` (``invalid``).
+    """
+    head, raw = body, b""
+    if header_length is not None:
+        if not header_length.isdecimal() or int(header_length) > len(body):
+            raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]}")
+        head, raw = body[: int(header_length)], body[int(header_length) :]
+    found = read_object(head)
+    known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
+    for name, value in found.items():
+        if name not in known:
+            unknown.ignore("", name, known)
+        elif not isinstance(value, known[name]):
+            raise invalid(name, f"must be {known[name].__name__}")
+    inputs, at = [], 0
+    for given in found.get("inputs", ()):
+        name, parameters = _named(given, "inputs")
+        if in_memory(name, parameters):
+            inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), memory.read(name, parameters)))
+            continue
+        size = parameters.get("binary_data_size")
+        if size is None:
+            inputs.append(from_json(name, given.get("datatype"), given.get("shape"), given.get("data", [])))
+            continue
+        if type(size) is not int or not 0 <= size <= len(raw) - at:
+            raise invalid(name, f"has a binary_data_size that is none of the {len(raw) - at} bytes that are left")
+        inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), raw[at : at + size]))
+        at += size
+    if at != len(raw):
+        raise invalid("inputs", f"{len(raw) - at} bytes of the body belong to none of them")
+    outputs = dict([_named(given, "outputs") for given in found.get("outputs", ())])
+    for name, parameters in outputs.items():
+        in_memory(name, parameters)
+        if parameters.get("classification"):
+            raise invalid(name, "classification is for models that classify")
+    return Asked(inputs, found.get("id", ""), outputs, found.get("parameters", {}))
+
+
+async def written(model: Model, asked: Asked, answer: Answer, memory: Memory) -> tuple[bytes, bytes | None]:
+    """The JSON of an answer, and the bytes behind it; None where nothing was wanted so. Outputs that are wanted in
+    shared memory are put there.
+
+    Raises ``PenstockError`` (``invalid``) where there is no room for them.
+    """
+    default, raw = bool(asked.parameters.get("binary_data_output", False)), []
+    outputs = []
+    for tensor in answer.outputs:
+        told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        wanted = asked.outputs.get(tensor.name, {})
+        if in_memory(tensor.name, wanted):
+            told["parameters"] = memory.write(tensor.name, wanted, to_bytes(tensor))
+        elif wanted.get("binary_data", default):
+            raw.append(to_bytes(tensor))
+            told["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            told["data"] = await in_json(tensor)
+        outputs.append(told)
+    found: dict[str, Any] = {"id": asked.id} if asked.id else {}
+    found |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
+    return msgspec.json.encode(found), b"".join(raw) if raw else None
+
+
+async def _body(request: Request, most: int, patience: float) -> bytes:
+    body = await read_body(request, most, patience)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    return body if encoding == "identity" else decompressed(body, encoding, most)
+
+
+def decompressed(body: bytes, encoding: str, most: int) -> bytes:
+    """Raises ``PenstockError`` (``invalid``) for what is not compressed so, and where too much comes of it."""
+    if encoding not in COMPRESSIONS:
+        raise PenstockError(
+            Code.UNSUPPORTED,
+            f"content-encoding: {encoding[:20]!r} is none of {', '.join(COMPRESSIONS)}",
+            "content-encoding",
+        )
+    reader = zlib.decompressobj(COMPRESSIONS[encoding])
+    try:
+        found = reader.decompress(body, most + 1)
+    except zlib.error as error:
+        raise invalid("body", f"is not compressed as {encoding}: {error}") from error
+    if len(found) > most:
+        raise PenstockError(Code.TOO_LARGE, f"body: must have at most {most} bytes", "body", most)
+    return found
+
+
+def _named(given: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """The name and the parameters of an input or output."""
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise invalid(where, "holds something without a name")
+    parameters = given.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise invalid(given["name"], "has parameters that are no object")
+    return given["name"], parameters

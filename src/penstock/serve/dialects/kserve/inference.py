@@ -1,0 +1,63 @@
+"""One request of the protocol, be it over HTTP or gRPC: from its parts to a model's answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config.settings import nearest
+from penstock.core.errors import invalid
+from penstock.serve.http.request_record import Record
+
+from .model import Answer, Model
+from .registry import Registry
+from .tensors import Tensor
+
+PARAMETERS = frozenset(
+    "sequence_id sequence_start sequence_end priority timeout binary_data_output "
+    "triton_enable_empty_final_response triton_final_response".split()
+)
+"""Of a request, as the protocol and Triton's clients know them; these models have none of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request's parts."""
+
+    inputs: list[Tensor]
+    id: str = ""
+    outputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Parameters of the outputs that are wanted, by name; none are all."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Those of ``PARAMETERS`` act or mean nothing here; others are ignored and told."""
+
+
+async def answers(
+    registry: Registry, model: Model, asked: Asked, record: Record, streamed: bool
+) -> AsyncGenerator[Answer, None]:
+    """A model's answers to a request, one unless it is ``streamed``, with the outputs that are wanted.
+
+    Raises ``PenstockError`` where the request is wrong or fails.
+    """
+    names = [spec.name for spec in model.outputs]
+    for name in asked.outputs:
+        if name not in names:
+            words = f"unexpected inference output for model '{model.name}'{nearest(name, names)}"
+            raise invalid(name[:100], words)
+    if asked.parameters.get("sequence_id"):
+        raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests")
+    priority = asked.parameters.get("priority", 0)
+    if type(priority) is not int or not 0 <= priority < 2**31:
+        raise invalid("priority", "must be a whole number from 0 on")
+    for name in asked.parameters.keys() - PARAMETERS:
+        record.unknown.ignore("parameters.", name, PARAMETERS)
+    call = model.call(record, asked.inputs, streamed, priority, asked.id)
+    with registry.counts.counted(model, record, call):
+        async with aclosing(model.answers(call)) as found:
+            async for answer in found:
+                if asked.outputs:
+                    wanted = [tensor for tensor in answer.outputs if tensor.name in asked.outputs]
+                    answer = Answer(wanted, answer.last)
+                yield answer

@@ -1,0 +1,196 @@
+"""What a server tells of itself, over HTTP and gRPC alike, and what clients may change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock import __version__
+from penstock.config.settings import nearest
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.models.messages import ServedModel
+
+from .model import MOST_BATCH, VERSION
+from .registry import Registry
+from .settings import change_trace, check_trace
+from .settings import trace_settings as current_trace
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = (
+    "model_repository",
+    "model_configuration",
+    "parameters",
+    "statistics",
+    "system_shared_memory",
+    "trace",
+    "logging",
+    "binary_tensor_data",
+    "generate",
+)
+DEPENDENTS = "unload_dependents"
+MODEL_CONFIG = frozenset(
+    "name platform backend runtime version_policy max_batch_size input output batch_input batch_output optimization "
+    "dynamic_batching sequence_batching ensemble_scheduling instance_group default_model_filename cc_model_filenames "
+    "metric_tags parameters model_warmup model_operations model_transaction_policy model_repository_agents "
+    "response_cache model_metrics".split()
+)
+"""Fields of Triton's ``ModelConfig``."""
+
+
+SERVER_NAME = "triton"
+"""Triton's own clients check it; the header ``server`` says who answers."""
+
+
+def server() -> dict[str, Any]:
+    """The server's metadata, as ``/v2`` returns it."""
+    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def index(registry: Registry, ready: bool = False) -> list[dict[str, str]]:
+    """As ``/v2/repository/index`` tells it; ``ready`` leaves out what cannot be asked."""
+    states = [
+        (name, *_state(registry, model))
+        for model in registry.services.models
+        for name in model.kserve or model.names[:1]
+    ]
+    states += [(model.name, "READY", "") for model in registry.others]
+    return [
+        {"name": name, "version": VERSION, "state": state, "reason": reason}
+        for name, state, reason in states
+        if state == "READY" or not ready
+    ]
+
+
+def _state(registry: Registry, model: ServedModel) -> tuple[str, str]:
+    """And the reason of it."""
+    service = next((service for service in registry.services if service.name == model.name), None)
+    if model.leaving:
+        return "UNLOADING", ""
+    if service is None:
+        return ("LOADING", "") if model.engine else ("UNAVAILABLE", model.reason)
+    try:
+        service.gateway.engine.check()
+    except PenstockError as error:
+        return "UNAVAILABLE", error.failure.message
+    return "READY", ""
+
+
+async def load(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
+    """Load the model that this one is over; nothing is left to do where it is here.
+
+    Raises ``PenstockError`` where there is none, it cannot be loaded, or it is to be loaded in another way.
+    """
+    if (model := registry.owner(name)) is None:
+        known = ", ".join(each for model in registry.services.models for each in model.kserve)
+        words = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
+        raise PenstockError(Code.INVALID, words, "model_name")
+    try:
+        most_batch = overriding(parameters or {})
+    except PenstockError as error:
+        failure = error.failure
+        raise PenstockError(failure.code, f"failed to load '{name}', {failure.message}", failure.field) from error
+    if registry.keeper.explicit or _state(registry, model)[0] != "READY":
+        await _done("load", name, registry.keeper.load(model.name))
+    sizes = registry.shared.read().max_batch_size
+    if sizes.get(name) != most_batch:
+        with registry.shared.changing() as state:
+            state.max_batch_size.pop(name, None)
+            if most_batch is not None:
+                state.max_batch_size[name] = most_batch
+
+
+async def unload(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
+    """Unload the model that this one is over, and with it all that are.
+
+    Raises ``PenstockError`` where there is none, or it is one of several over an engine that are not to go.
+    """
+    if (model := registry.owner(name)) is None:
+        raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
+    registry.keeper.check()
+    if unknown := sorted((parameters or {}).keys() - {DEPENDENTS}):
+        raise PenstockError(Code.INVALID, f"{unknown[0][:100]}: no such parameter; there is {DEPENDENTS}", "parameters")
+    if not isinstance((parameters or {}).get(DEPENDENTS, False), bool):
+        raise PenstockError(Code.INVALID, f"{DEPENDENTS}: must be true or false", "parameters")
+    own = name in model.names or model.kserve[name] == "tensorrt_llm"
+    if not own and not (parameters or {}).get(DEPENDENTS):
+        engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
+        words = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
+        raise PenstockError(Code.UNSUPPORTED, f"{words}, or set {DEPENDENTS}", "model_name")
+    await _done("unload", name, registry.keeper.unload(model.name))
+
+
+def overriding(parameters: Mapping[str, Any]) -> int | None:
+    """The one setting of a model that a request to load it can change, ``max_batch_size``; None where it does not.
+
+    Raises ``PenstockError`` for a configuration that is none, or wants what is set when the server starts.
+    """
+    for name in parameters:
+        if name.startswith("file:"):
+            words = f"{name[:100]}: Invalid file path: files of a model lie where the server finds them"
+            raise PenstockError(Code.UNSUPPORTED, words, name[:100])
+        if name != "config":
+            raise invalid(name[:100], "no such parameter; there is config")
+    given = parameters.get("config", "{}")
+    try:
+        config = msgspec.json.decode(given) if isinstance(given, str) else None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid("config", f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise invalid("config", "must be the text of a JSON object")
+    most_batch = None
+    for name, value in config.items():
+        if name not in MODEL_CONFIG:
+            raise invalid("config", f"no such field: {name[:100]}{nearest(name[:100], MODEL_CONFIG)}")
+        if name == "parameters" and value:
+            raise PenstockError(Code.UNSUPPORTED, "config.parameters: set when the server starts", "config")
+        if name == "max_batch_size":
+            most_batch = _batch_size(value)
+        else:
+            logger.info("the field %s of a configuration in a request to load has no meaning here", name)
+    return most_batch
+
+
+def _batch_size(value: Any) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+        value = int(value)  # as protobuf's JSON may have it
+    if type(value) is not int or not 0 <= value <= MOST_BATCH:
+        raise invalid("max_batch_size", f"must be a whole number from 0 to {MOST_BATCH}", MOST_BATCH)
+    return value
+
+
+async def _done(what: str, name: str, work: Awaitable[None]) -> None:
+    try:
+        await work
+    except PenstockError as error:
+        failure = error.failure
+        raise PenstockError(failure.code, f"failed to {what} '{name}': {failure.message}", "model_name") from error
+
+
+def log_settings(registry: Registry, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Change the log settings as a client wants them, and return all, as ``/v2/logging`` does.
+
+    Raises ``PenstockError`` where one of them cannot be so; then none is changed.
+    """
+    if changes := registry.log.check(wanted):
+        with registry.shared.changing() as state:
+            state.log |= changes
+        registry.log.apply(registry.shared.read().log)
+    return registry.log.current(registry.shared.read().log)
+
+
+def trace_settings(registry: Registry, wanted: Mapping[str, Any], model: str = "") -> dict[str, Any]:
+    """Likewise the trace settings, of one model or of all that have none of their own.
+
+    Raises ``PenstockError`` where one of them cannot be so, or there is no such model.
+    """
+    if model:
+        registry.find(model)
+    if changes := check_trace(wanted):
+        with registry.shared.changing() as state:
+            change_trace(state.trace, model, changes)
+    return current_trace(registry.shared.read().trace, model)

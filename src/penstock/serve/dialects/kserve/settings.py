@@ -1,0 +1,143 @@
+"""Log and trace settings, which clients may change while the server runs (the logging and trace extensions)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.settings import nearest
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+logger = logging.getLogger("penstock")
+
+LEVELS = {"log_error": logging.ERROR, "log_warning": logging.WARNING, "log_info": logging.INFO}
+FORMATS = ("default", "ISO8601")
+TRACE_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+TRACE = {
+    "trace_level": ["OFF"],
+    "trace_rate": "1000",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_file": "",
+    "trace_mode": "triton",
+}
+"""Trace settings where none are changed."""
+NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
+"""Settings that are numbers, with the least of each."""
+FIXED = ("log_file", "trace_file", "trace_mode")
+"""Settings that cannot be changed over the network, in Triton neither."""
+NO_TRACES = "trace settings are kept, and no traces are written: /metrics and the log tell the times of requests"
+
+
+class LogSettings:
+    """Which of its lines this process writes, by the switches that Triton has."""
+
+    def __init__(self) -> None:
+        files = [h.baseFilename for h in logging.root.handlers if isinstance(h, logging.FileHandler)]
+        level = logging.root.level
+        self._begun: dict[str, Any] = {
+            "log_file": next(iter(files), ""),
+            **{name: level <= least for name, least in LEVELS.items()},
+            "log_verbose_level": int(level <= logging.DEBUG),
+            "log_format": "default",
+        }
+        self._applied: Mapping[str, Any] = {}
+
+    def current(self, changed: Mapping[str, Any]) -> dict[str, Any]:
+        """As ``/v2/logging`` returns them."""
+        return {**self._begun, **changed}
+
+    def check(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes that can be made. Raises ``PenstockError`` where one cannot."""
+        found = {}
+        for name, value in wanted.items():
+            _check_known(name, value, self._begun)
+            if name in LEVELS and not isinstance(value, bool):
+                raise invalid(name, "must be true or false")
+            if name == "log_verbose_level" and (type(value) is not int or not 0 <= value < 2**32):
+                raise invalid(name, "must be a whole number from 0 on")
+            if name == "log_format" and value not in FORMATS:
+                raise invalid(name, f"must be one of {', '.join(FORMATS)}")
+            if name not in FIXED:
+                found[name] = value
+        return found
+
+    def apply(self, changed: Mapping[str, Any]) -> None:
+        """Write what these settings say from now on."""
+        if changed == self._applied:
+            return
+        self._applied = dict(changed)
+        current = self.current(changed)
+        shown = {least for name, least in LEVELS.items() if current[name]}
+        if current["log_verbose_level"]:
+            shown.add(logging.DEBUG)
+        logging.root.setLevel(min(shown, default=logging.CRITICAL + 1))
+        for handler in logging.root.handlers:
+            handler.filters = [each for each in handler.filters if not isinstance(each, Shown)]
+            handler.addFilter(Shown(shown))
+
+
+class Shown(logging.Filter):
+    """Lets records of some levels through, each switched by itself."""
+
+    def __init__(self, levels: set[int]) -> None:
+        super().__init__()
+        self._levels = levels
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        level = min(record.levelno, logging.ERROR) // 10 * 10  # a level between two counts as the lower one
+        return level in self._levels
+
+
+def trace_settings(changed: Mapping[str, Mapping[str, Any]], model: str = "") -> dict[str, Any]:
+    """As ``/v2/trace/setting`` returns them, or ``/v2/models/NAME/trace/setting``."""
+    return {**TRACE, **changed.get("", {}), **(changed.get(model, {}) if model else {})}
+
+
+def check_trace(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes that can be made, of which None takes one back. Raises ``PenstockError`` where one cannot."""
+    found: dict[str, Any] = {}
+    for name, value in wanted.items():
+        _check_known(name, value, TRACE)
+        if name in FIXED:
+            continue
+        if value is None:
+            found[name] = None
+        elif name in NUMBERS:
+            found[name] = str(_number(name, value))
+        else:
+            levels = value if isinstance(value, list) else [value]
+            if not levels or not all(isinstance(level, str) and level in TRACE_LEVELS for level in levels):
+                raise invalid(name, f"must be a list of {', '.join(TRACE_LEVELS)}")
+            found[name] = levels
+    if any(value not in (None, ["OFF"]) for name, value in found.items() if name == "trace_level"):
+        logger.warning("trace_level=%s: %s", found["trace_level"], NO_TRACES)
+    return found
+
+
+def change_trace(trace: dict[str, dict[str, Any]], model: str, wanted: Mapping[str, Any]) -> None:
+    """Put changes that were checked into the settings of a model, or of all where none is named."""
+    own = {**trace.get(model, {}), **wanted}
+    trace[model] = {name: value for name, value in own.items() if value is not None}
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, str | int) or isinstance(value, bool) or len(str(value)) > 20:
+            raise ValueError
+        found = int(value)
+    except ValueError as error:
+        raise invalid(name, f"{str(value)[:50]!r} is no whole number") from error
+    if found < NUMBERS[name]:
+        raise invalid(name, f"must be at least {NUMBERS[name]}, is {found}", NUMBERS[name])
+    return found
+
+
+def _check_known(name: str, value: Any, current: Mapping[str, Any]) -> None:
+    if name not in current:
+        raise invalid(name[:100], f"no such setting{nearest(name[:100], current)}")
+    if name in FIXED and value not in (None, current[name]):
+        words = f"{name}: can not be updated through network protocol; set it when the server starts"
+        raise PenstockError(Code.UNSUPPORTED, words, name)

@@ -1,0 +1,165 @@
+"""System shared memory: tensors that lie in POSIX shared memory objects, in place of requests and answers.
+
+Source: KServe's system shared memory extension, with the words that Triton's errors have. Objects are read and written
+as the files that they are, below ``/dev/shm``, and not mapped: a client that shortens its own then gets an error,
+where a mapping would end this process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from penstock.config.options import ServerOptions
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+
+from .shared_state import Region, SharedState
+
+FOLDER = Path("/dev/shm")
+KEY = re.compile(r"/?([A-Za-z0-9_.-]{1,255})")
+"""A name that ``shm_open`` takes, which is no path."""
+MOST_REGIONS = 1024
+LONGEST_NAME = 255
+REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+"""Parameters of a tensor that lies in a region."""
+NOT_ALLOWED = (
+    "shared memory is only for clients of this machine: the server has to listen on a loopback address, or to be "
+    "started with --allow-shared-memory"
+)
+NO_CUDA = "CUDA shared memory is not supported; use system shared memory, or send tensors in requests"
+
+
+class Memory:
+    """The regions that clients have registered.
+
+    Args:
+        most: bytes of an input.
+    """
+
+    def __init__(self, shared: SharedState, options: ServerOptions, most: Callable[[], int]) -> None:
+        self._shared = shared
+        self._allowed = options.allow_shared_memory or is_loopback(options.host)
+        self._most = most
+
+    def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
+        """Raises ``PenstockError``: ``unsupported`` where this is not allowed, ``invalid`` where there is no such
+        object, it is too small, or the name is taken."""
+        if not self._allowed:
+            raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
+        if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME:
+            raise invalid("name", f"must have from 1 to {LONGEST_NAME} characters", LONGEST_NAME)
+        if not isinstance(key, str) or not (found := KEY.fullmatch(key)) or found[1] in (".", ".."):
+            raise invalid("key", "must be the name of a POSIX shared memory object, such as /input_data")
+        region = Region(found[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
+        with _opened(region, os.O_RDWR):
+            pass
+        with self._shared.changing() as state:
+            if name in state.regions:
+                raise invalid("name", f"shared memory region '{name}' already in manager")
+            if len(state.regions) >= MOST_REGIONS:
+                raise invalid("name", f"{MOST_REGIONS} regions are registered; unregister some", MOST_REGIONS)
+            state.regions[name] = region
+
+    def unregister(self, name: str = "") -> None:
+        """Forget a region, or all of them; that it is not there is no error, as in Triton."""
+        if not name or name in self._shared.read().regions:
+            with self._shared.changing() as state:
+                state.regions = {each: found for each, found in state.regions.items() if name and each != name}
+
+    def status(self, name: str = "") -> list[dict[str, Any]]:
+        """Regions as the protocol tells them: one, or all. Raises ``PenstockError`` (``not_found``)."""
+        regions = self._shared.read().regions
+        if name and name not in regions:
+            words = f"Unable to find system shared memory region: '{name[:100]}'"
+            raise PenstockError(Code.NOT_FOUND, words, "name")
+        return [
+            {"name": each, "key": f"/{found.key}", "offset": found.offset, "byte_size": found.byte_size}
+            for each, found in regions.items()
+            if not name or each == name
+        ]
+
+    def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
+        """The bytes of an input. Raises ``PenstockError`` (``invalid``) where it has no such place."""
+        region, offset, size = self._place(tensor, parameters)
+        if size > (most := self._most()):
+            raise invalid(tensor, f"has {size} bytes of shared memory, and at most {most} are taken", most)
+        with _opened(region, os.O_RDONLY) as file:
+            raw = os.pread(file, size, region.offset + offset)
+        if len(raw) != size:
+            raise invalid(tensor, "the shared memory object became shorter while it was read")
+        return raw
+
+    def write(self, tensor: str, parameters: Mapping[str, Any], raw: bytes) -> dict[str, Any]:
+        """Put an output where it is wanted; returns the parameters that tell where it is.
+
+        Raises ``PenstockError`` (``invalid``) where it has no such place, or not enough of it.
+        """
+        region, offset, size = self._place(tensor, parameters)
+        if len(raw) > size:
+            words = f"shared memory size specified with the request ({size} bytes) should be at least {len(raw)} bytes"
+            raise invalid(tensor, words, size)
+        with _opened(region, os.O_RDWR) as file:
+            os.pwrite(file, raw, region.offset + offset)
+        return {REGION: parameters[REGION], SIZE: len(raw), **({OFFSET: offset} if offset else {})}
+
+    def _place(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
+        """A tensor's region, and its offset and size within."""
+        name = parameters.get(REGION)
+        region = self._shared.read().regions.get(name) if isinstance(name, str) else None
+        if region is None:
+            raise invalid(tensor, f"Unable to find shared memory region: '{str(name)[:100]}'")
+        offset, size = _count(tensor, parameters.get(OFFSET, 0), 0), _count(tensor, parameters.get(SIZE), 0)
+        if offset + size > region.byte_size:
+            words = f"Invalid offset + byte size for shared memory region: '{name}', which has {region.byte_size} bytes"
+            raise invalid(tensor, words, region.byte_size)
+        return region, offset, size
+
+
+def in_memory(tensor: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether a tensor lies in shared memory. Raises ``PenstockError`` (``invalid``) where it is not said in which."""
+    if REGION not in parameters and (SIZE in parameters or OFFSET in parameters):
+        raise invalid(tensor, f"has a place in shared memory and no {REGION}")
+    return REGION in parameters
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def _opened(region: Region, how: int) -> Iterator[int]:
+    """The object's file. Raises ``PenstockError`` (``invalid``) where it is not there, or smaller than the region."""
+    try:
+        file = os.open(FOLDER / region.key, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        words = f"Unable to open shared memory region: '/{region.key}': {error.strerror}"
+        raise invalid("key", words) from error
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise invalid("key", f"Unable to open shared memory region: '/{region.key}': no shared memory object")
+        if region.offset + region.byte_size > found.st_size:
+            words = (
+                f"Invalid offset + byte size for shared memory region '/{region.key}', which has {found.st_size} bytes"
+            )
+            raise invalid("byte_size", words, found.st_size)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise invalid(name, f"must be a whole number of bytes from {least} on, is {str(value)[:50]}")
+    return value

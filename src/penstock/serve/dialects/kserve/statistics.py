@@ -1,0 +1,99 @@
+"""What was asked of each model, under the names that Triton's metrics have.
+
+The figures lie where those of ``serve/metrics.py`` do, so that any API process can add them up; the protocol's
+statistics are read from there, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from penstock.core import Code, PenstockError
+from penstock.serve.http.request_record import Record
+
+from .model import VERSION, Call, Model
+
+MICROSECONDS, MILLISECONDS = 1e6, 1e3
+NANOSECONDS_EACH = 1000
+REASONS = {Code.OVERLOADED: "REJECTED", Code.CANCELLED: "CANCELED"}
+ABOUT = {
+    "nv_inference_request_success": "Requests that were answered.",
+    "nv_inference_count": "Rows of requests that were answered.",
+    "nv_inference_exec_count": "Requests that were computed.",
+    "nv_inference_request_duration_us": "Time of answered requests, in microseconds.",
+    "nv_inference_queue_duration_us": "Of that, time in the queue.",
+    "nv_inference_compute_infer_duration_us": "Of that, time after the queue.",
+}
+FAILURES = "nv_inference_request_failure"
+LAST = "penstock:kserve_last_inference_milliseconds"
+
+
+class Counts:
+    """One a process."""
+
+    def __init__(self) -> None:
+        labels = ["model", "version"]  # gauges, since the names of counters here end in _total
+        self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in ABOUT.items()}
+        about = "When the model answered last, in milliseconds since 1970."
+        self._last = Gauge(LAST, about, labels, multiprocess_mode="max")
+        self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
+
+    @contextmanager
+    def counted(self, model: Model, record: Record, call: Call) -> Iterator[None]:
+        """Count a request by how it ends."""
+        begun = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            code = error.failure.code if isinstance(error, PenstockError) else None
+            if not isinstance(error, Exception):  # its client has gone
+                code = Code.CANCELLED
+            reason = REASONS.get(code, "OTHER") if code else "OTHER"
+            self._failures.labels(model=model.name, version=VERSION, reason=reason).inc()
+            raise
+        spent, queued = (time.monotonic() - begun) * MICROSECONDS, record.facts.get("queue", 0.0) * MICROSECONDS
+        self._last.labels(model=model.name, version=VERSION).set(int(time.time() * MILLISECONDS))
+        values = (1, call.rows, 1, spent, queued, max(0.0, spent - queued))
+        for name, value in zip(ABOUT, values, strict=True):
+            self._sums[name].labels(model=model.name, version=VERSION).inc(value)
+
+    def statistics(self, model: Model) -> dict[str, Any]:
+        """As ``/v2/models/NAME/stats`` tells it, of all API processes."""
+        found = dict.fromkeys([*ABOUT, FAILURES, LAST], 0.0)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        for family in registry.collect():
+            for sample in family.samples if family.name in found else ():
+                if sample.labels.get("model") == model.name:
+                    found[family.name] += sample.value
+        answered, rows, computed, _, queued, inferred = (int(found[name]) for name in ABOUT)
+
+        def timed(count: int, microseconds: int) -> dict[str, int]:
+            return {"count": count, "ns": microseconds * NANOSECONDS_EACH}
+
+        return {
+            "name": model.name,
+            "version": VERSION,
+            "last_inference": int(found[LAST]),
+            "inference_count": rows,
+            "execution_count": computed,
+            "inference_stats": {
+                "success": timed(answered, queued + inferred),
+                "fail": timed(int(found[FAILURES]), 0),
+                "queue": timed(answered, queued),
+                "compute_input": timed(answered, 0),
+                "compute_infer": timed(answered, inferred),
+                "compute_output": timed(answered, 0),
+                "cache_hit": timed(0, 0),
+                "cache_miss": timed(0, 0),
+            },
+            "batch_stats": [],
+            "memory_usage": [],
+            "response_stats": {},
+        }

@@ -1,0 +1,326 @@
+"""What models that generate have in common, of text or of token ids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from penstock.core import Code, PenstockError, SamplingParams
+from penstock.core.errors import invalid
+from penstock.frontend.input_processor import Prompt
+from penstock.frontend.outputs import CompletionOutput, RequestOutput
+from penstock.serve.generation import Piece, Progress, generate, together
+from penstock.serve.models.service import Service
+
+from ..model import Answer, Call, Model
+from ..tensors import BOOL, FP32, INT32, UINT64, Spec, Tensor
+from .perf_metrics import OUTPUTS as PERF_METRICS
+from .perf_metrics import perf_metrics
+from .sampling import Names
+from .stopping import Running
+
+T = TypeVar("T")
+
+NOT_YET = {
+    **dict.fromkeys(
+        ("lora_task_id", "lora_weights", "lora_config"),
+        "not supported yet; OpenAI's API takes the name of an adapter (--lora-modules) as the model's",
+    ),
+    **dict.fromkeys(
+        ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "image_input", "image_bytes_input"),
+        "not supported yet; prompts are text or token ids",
+    ),
+    **dict.fromkeys(
+        ("draft_input_ids", "draft_logits", "num_draft_tokens", "use_draft_logits"),
+        "not supported yet; --speculative-config guesses ahead on the server",
+    ),
+}
+RENAMED = {"min_tokens": "min_length", "seed": "random_seed"}
+"""Inputs that TensorRT-LLM calls so since 0.17, by these names."""
+SAMPLING = (
+    Spec("end_id", INT32, optional=True),
+    Spec("pad_id", INT32, optional=True),
+    Spec("temperature", FP32, optional=True),
+    Spec("repetition_penalty", FP32, optional=True),
+    Spec("min_length", INT32, optional=True),
+    Spec("presence_penalty", FP32, optional=True),
+    Spec("frequency_penalty", FP32, optional=True),
+    Spec("random_seed", UINT64, optional=True),
+    Spec("return_log_probs", BOOL, optional=True),
+    Spec("return_context_logits", BOOL, optional=True),
+    Spec("return_generation_logits", BOOL, optional=True),
+    Spec("exclude_input_in_output", BOOL, optional=True),
+    Spec("beam_width", INT32, optional=True),
+    Spec("num_return_sequences", INT32, optional=True),
+    Spec("early_stopping", BOOL, optional=True),
+    Spec("return_perf_metrics", BOOL, optional=True),
+    Spec("return_num_input_tokens", BOOL, optional=True),
+    Spec("return_num_output_tokens", BOOL, optional=True),
+)
+"""Inputs that both have under the same names."""
+TOLD = (
+    Spec("cum_log_probs", FP32, (-1,)),
+    Spec("output_log_probs", FP32, (-1, -1)),
+    Spec("context_logits", FP32, (-1, -1)),
+    Spec("generation_logits", FP32, (-1, -1, -1)),
+    Spec("batch_index", INT32, (-1,)),
+    Spec("sequence_index", INT32, (-1,)),
+    *PERF_METRICS,
+    Spec("num_input_tokens", INT32),
+    Spec("num_output_tokens", INT32),
+)
+"""Outputs likewise."""
+FP32_BYTES = 4
+NOTHING = Piece("", [], [])
+LEAST = -3.4e38
+"""Of a logarithm in FP32."""
+
+
+class Row(NamedTuple):
+    """One of a request's prompts."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+class Told(NamedTuple):
+    """What an answer says of one sequence."""
+
+    row: int
+    output: RequestOutput
+    made: CompletionOutput
+    piece: Piece
+
+
+class Generating(Model):
+    """A model that generates: whole, or step by step where ``stream`` asks for it.
+
+    Where a request may have many answers, each is of one sequence of a row, or of all its beams, as in TensorRT-LLM's.
+    """
+
+    names: ClassVar[Names]
+    decoupled = True
+    renamed = RENAMED
+    not_yet = NOT_YET
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tokenizer = service.gateway.preparer.tokenizer
+        self._running = Running()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._service.gateway.engine.check().vocabulary
+
+    def parameters(self) -> dict[str, str]:
+        return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
+
+    async def rows(self, call: Call) -> list[Row]:
+        """The prompts of a request."""
+        raise NotImplementedError
+
+    def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
+        """The outputs that tell what was generated for so many rows."""
+        raise NotImplementedError
+
+    def worth(self, piece: Piece) -> bool:
+        """Whether a step brought what an answer of its own is made for."""
+        raise NotImplementedError
+
+    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+        try:
+            if self._same(call, "stop"):
+                self._stop(call)
+                if not call.streamed:
+                    yield Answer([])
+                return
+            streamed = bool(self._same(call, "stream"))
+            self._same(call, "num_return_sequences")
+            self._check_beams(self._same(call, "beam_width"))
+            if streamed and not call.streamed:
+                raise invalid("stream", "there is one answer to this request; ask generate_stream or ModelStreamInfer")
+            rows = await self.rows(call)
+            await self._check_scores(rows)
+            streams = [
+                generate(self._service, call.record, row.prompt, row.sampling, priority=call.priority) for row in rows
+            ]
+            last: dict[int, RequestOutput] = {}
+            left = {(i, k): Progress() for i, row in enumerate(rows) for k in range(row.sampling.n)}
+            with self._running.one(call.record.client, call.id) as own, own.until_stopped():
+                async with aclosing(together(streams)) as outputs:
+                    async for i, output in outputs:
+                        last[i] = output
+                        for news in self._news(i, rows[i], output, left, streamed) if call.streamed else ():
+                            yield self._answer(call, news, 1, streamed, not left)
+            if len(last) < len(rows):
+                raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
+            if not call.streamed:
+                every = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
+                yield self._answer(call, every, len(rows), False, True)
+                return
+            for news, final in ending(  # which were stopped
+                [
+                    Told(i, last[i], last[i].outputs[k], NOTHING if streamed else whole(last[i].outputs[k]))
+                    for i, k in left
+                ],
+                rows,
+            ):
+                yield self._answer(call, news, 1, streamed, final)
+        except PenstockError as error:
+            raise self.names.told(error) from error
+
+    def _news(
+        self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], Progress], streamed: bool
+    ) -> Iterator[list[Told]]:
+        """What answers of their own are made for: sequences of a row that have ended, which are ``left`` no more, and
+        where it is streamed what is new of others; all beams of a row at once."""
+        for made in output.outputs:
+            progress = left.get((index, made.index))
+            if progress is None or (piece := progress.advance(made)) is None:
+                continue
+            if made.finished:
+                del left[index, made.index]
+            if row.sampling.use_beam_search:
+                if not any((index, k) in left for k in range(row.sampling.n)):
+                    yield [Told(index, output, each, whole(each)) for each in output.outputs]
+            elif made.finished or (streamed and self._worth(row, piece)):
+                yield [Told(index, output, made, piece if streamed else whole(made))]
+
+    def _stop(self, call: Call) -> None:
+        if not (call.record.client and call.id):
+            raise invalid("id", "is missing, or this is not gRPC: stop ends a request of its connection, by its id")
+        self._running.stop(call.record.client, call.id)
+
+    def _check_beams(self, beams: int | None) -> None:
+        if (beams or 0) > (most := self._service.options.max_beam_width):
+            raise invalid("beam_width", f"must be at most {most}, is {beams} (max_beam_width)", most)
+
+    async def _check_scores(self, rows: Sequence[Row]) -> None:
+        """Raise ``PenstockError`` (``invalid``) where all that a request wants to be told of scores is too much."""
+        gateway, most = self._service.gateway, self._service.options.max_logits_size
+        engine, size = gateway.engine.check(), 0
+        for row in rows:
+            tokens = 0
+            if row.sampling.return_context_logits:
+                tokens += len(await gateway.encode(row.prompt))
+            if row.sampling.return_generation_logits:
+                tokens += row.sampling.n * min(row.sampling.max_tokens or 0, engine.max_model_len)
+            size += tokens * engine.vocabulary * FP32_BYTES
+            if size > most:
+                context = row.sampling.return_context_logits
+                words = f"is for {size} bytes of scores or more, and at most {most} are told (max_logits_size)"
+                raise invalid("return_context_logits" if context else "return_generation_logits", words, most)
+
+    def _worth(self, row: Row, piece: Piece) -> bool:
+        """Whether a step brought what an answer of its own is made for."""
+        sampling = row.sampling
+        return sampling.return_context_logits or sampling.return_generation_logits or self.worth(piece)
+
+    def _same(self, call: Call, name: str) -> Any:
+        """What all rows have of an input that an answer's shape depends on."""
+        found = {self.names.value(call, index, name) for index in range(call.rows)}
+        if len(found) > 1:
+            raise invalid(name, "must be the same in all rows")
+        return found.pop()
+
+    def excluded(self, call: Call, row: int) -> bool:
+        """Whether a whole answer goes without a row's prompt."""
+        asked = self.names.value(call, row, "exclude_input_in_output")
+        return self._service.options.exclude_input_in_output if asked is None else bool(asked)
+
+    def lead(self, call: Call, told: list[Told], rows: int) -> tuple[int, ...]:
+        """The first dimensions of outputs: rows, where the request has a batch, and sequences of each."""
+        return (len(told),) if call.batch is None else (rows, len(told) // rows)
+
+    def _answer(self, call: Call, told: list[Told], rows: int, streamed: bool, last: bool) -> Answer:
+        lead = self.lead(call, told, rows)
+        found = self.own(call, told, rows, streamed)
+        found.append(Tensor("batch_index", INT32, lead, [each.row for each in told]))
+        found.append(Tensor("sequence_index", INT32, lead, [each.made.index for each in told]))
+        if any(self.names.value(call, each.row, "return_log_probs") for each in told):
+            sums = [each.made.cumulative_logprob or 0.0 for each in told]
+            found.append(Tensor("cum_log_probs", FP32, lead, [max(value, LEAST) for value in sums]))
+            each_one = [[max(next(iter(p.values())).logprob, LEAST) for p in each.piece.positions] for each in told]
+            length, elements = padded(each_one, 0.0)
+            found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
+        found += self._counted(call, told, lead, streamed)
+        return Answer(found + self._scores(told, lead), last)
+
+    def _counted(self, call: Call, told: list[Told], lead: tuple[int, ...], streamed: bool) -> list[Tensor]:
+        """How many tokens an answer is made of, and what it took, where that is asked for."""
+
+        def asked(name: str) -> bool:
+            return any(self.names.value(call, each.row, name) for each in told)
+
+        found: list[Tensor] = []
+        prompts = [len(each.output.prompt_token_ids) for each in told]
+        if asked("return_num_input_tokens"):
+            found.append(Tensor("num_input_tokens", INT32, lead, prompts))
+        if asked("return_num_output_tokens"):  # of output_ids, which may begin with the prompt
+            begins = [
+                0 if streamed or self.excluded(call, each.row) else n for each, n in zip(told, prompts, strict=True)
+            ]
+            tokens = [begin + len(each.piece.token_ids) for each, begin in zip(told, begins, strict=True)]
+            found.append(Tensor("num_output_tokens", INT32, lead, tokens))
+        if asked("return_perf_metrics"):
+            block_size = self._service.gateway.engine.check().block_size
+            found += perf_metrics([each.output for each in told], block_size, lead)
+        return found
+
+    def _scores(self, told: list[Told], lead: tuple[int, ...]) -> list[Tensor]:
+        """Those that were asked for: the prompt's with the first tokens of a row, the others each with its token."""
+        context = [
+            each.output.context_logits or b""
+            for each in told
+            if each.made.index == 0 and len(each.piece.token_ids) == len(each.made.token_ids)
+        ]
+        generated = [each.made.generation_logits for each in told]
+        if not (any(context) or any(generated)):
+            return []
+        found, width = [], self.vocabulary
+        if any(context):
+            length, elements = rows_of(context, width)
+            found.append(Tensor("context_logits", FP32, (*lead[:-1], length, width), elements))
+        if any(generated):
+            length, elements = rows_of([scores_of(each, width) for each in told], width)
+            found.append(Tensor("generation_logits", FP32, (*lead, length, width), elements))
+        return found
+
+
+def ending(stopped: list[Told], rows: Sequence[Row]) -> Iterator[tuple[list[Told], bool]]:
+    """Of sequences that were stopped those that an answer is of, and whether it is the last one."""
+    answers: list[list[Told]] = []
+    for told in stopped:
+        if answers and rows[told.row].sampling.use_beam_search and answers[-1][0].row == told.row:
+            answers[-1].append(told)
+        else:
+            answers.append([told])
+    for answer in answers:
+        yield answer, answer is answers[-1]
+
+
+def whole(made: CompletionOutput) -> Piece:
+    """All of a sequence."""
+    return Piece(made.text, made.token_ids, made.logprobs or [])
+
+
+def scores_of(told: Told, width: int) -> bytes:
+    """Of the tokens that are told, each with so many."""
+    first = len(told.made.token_ids) - len(told.piece.token_ids)
+    return bytes((told.made.generation_logits or bytearray())[first * width * FP32_BYTES :])
+
+
+def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]:
+    """The greatest number of rows of so many numbers in FP32, and all parts one after the other with as many."""
+    most = max(map(len, parts))
+    raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(most, b"\0") for part in parts])
+    return most // (width * FP32_BYTES), memoryview(raw).cast("f")
+
+
+def padded(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:
+    """The greatest length, and all lists of that length one after the other."""
+    length = max(map(len, lists), default=0)
+    return length, [*itertools.chain.from_iterable([*each, *[filling] * (length - len(each))] for each in lists)]

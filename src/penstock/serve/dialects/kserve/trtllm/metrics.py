@@ -1,0 +1,96 @@
+"""``nv_trt_llm_*``: an engine's figures under the names and labels that TensorRT-LLM's backend gives them in Triton."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from penstock.config.options import EngineOptions
+from penstock.engine.service.wire import Stats
+from penstock.serve.metrics import Engines
+from penstock.serve.models.registry import Services
+
+from ..model import VERSION
+
+MICROSECONDS = 1e6
+
+
+class Group(NamedTuple):
+    """One metric, of which a label tells several figures apart."""
+
+    name: str
+    about: str
+    label: str
+    values: Mapping[str, float]
+
+
+class TrtLlmMetrics:
+    """They are read where a page is asked for; an engine tells them once a second."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def collect(self, engines: Engines) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._services.models:
+            if model.name not in engines:
+                continue
+            name = next((own for own, kind in model.kserve.items() if kind == "tensorrt_llm"), model.name)
+            for group in groups(*engines[model.name]):
+                labels = ["model", "version", group.label]
+                family = families.setdefault(group.name, GaugeMetricFamily(group.name, group.about, labels=labels))
+                for value, figure in group.values.items():
+                    family.add_sample(group.name, dict(zip(labels, (name, VERSION, value), strict=True)), figure)
+        yield from families.values()
+
+
+def groups(stats: Stats, options: EngineOptions) -> list[Group]:
+    """All of one engine's."""
+    requests = {
+        "active": stats.running,
+        "max": options.max_num_seqs,
+        "scheduled": stats.scheduled,
+        "context": stats.in_prefill,
+        "waiting": stats.waiting,
+    }
+    blocks = {
+        "max": stats.blocks,
+        "free": stats.blocks - stats.blocks_used,
+        "used": stats.blocks_used,
+        "tokens_per": options.block_size,
+        "reused": stats.blocks_reused,
+        "fraction": stats.blocks_used / max(stats.blocks, 1),
+    }
+    memory = {"cpu": stats.cpu_memory, "gpu": stats.gpu_memory, "pinned": 0}
+    general = {"timestamp": time.time() * MICROSECONDS, "iteration_counter": stats.steps}
+    generating = stats.scheduled - stats.in_prefill
+    return [
+        Group("nv_trt_llm_request_metrics", "Sequences, by what they do.", "request_type", requests),
+        Group("nv_trt_llm_runtime_memory_metrics", "Bytes that the engine has.", "memory_type", memory),
+        Group("nv_trt_llm_kv_cache_block_metrics", "Blocks of the KV cache.", "kv_cache_block_type", blocks),
+        Group("nv_trt_llm_general_metrics", "When this was told, and steps of the engine.", "general_type", general),
+        _static(stats, options, generating) if options.batching_type == "static" else _inflight(stats, generating),
+    ]
+
+
+def _inflight(stats: Stats, generating: int) -> Group:
+    values = {
+        "total_context_tokens": stats.prefill_tokens,
+        "generation_requests": generating,
+        "micro_batch_id": 0,
+        "paused_requests": stats.paused,
+    }
+    about = "The last step, and sequences that were preempted and wait."
+    return Group("nv_trt_llm_inflight_batcher_metrics", about, "inflight_batcher_specific_metric", values)
+
+
+def _static(stats: Stats, options: EngineOptions, generating: int) -> Group:
+    values = {
+        "total_context_tokens": stats.prefill_tokens,
+        "total_generation_tokens": generating,
+        "empty_generation_slots": options.max_num_seqs - stats.scheduled,
+    }
+    return Group("nv_trt_llm_v1_metrics", "The last step.", "v1_specific_metric", values)

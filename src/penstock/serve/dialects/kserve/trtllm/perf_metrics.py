@@ -1,0 +1,59 @@
+"""What a request took, as TensorRT-LLM's backend reports it: the outputs that ``return_perf_metrics`` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.frontend.outputs import RequestOutput
+
+from ..tensors import FP32, INT32, INT64, Spec, Tensor
+
+OUTPUTS = (
+    Spec("kv_cache_alloc_new_blocks", INT32),
+    Spec("kv_cache_reused_blocks", INT32),
+    Spec("kv_cache_alloc_total_blocks", INT32),
+    Spec("arrival_time_ns", INT64),
+    Spec("first_scheduled_time_ns", INT64),
+    Spec("first_token_time_ns", INT64),
+    Spec("last_token_time_ns", INT64),
+    Spec("acceptance_rate", FP32),
+    Spec("total_accepted_draft_tokens", INT32),
+    Spec("total_draft_tokens", INT32),
+)
+NANOSECONDS = 1e9
+
+
+def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[int, ...]) -> list[Tensor]:
+    """The tensors for these sequences, each with the figures of the whole request that it belongs to.
+
+    Args:
+        block_size: tokens of a KV block.
+        lead: the tensors' shape.
+    """
+    rows = [_figures(output, block_size) for output in outputs]
+    return [Tensor(spec.name, spec.datatype, lead, [row[i] for row in rows]) for i, spec in enumerate(OUTPUTS)]
+
+
+def _figures(output: RequestOutput, block_size: int) -> tuple[int | float, ...]:
+    """In the order of ``OUTPUTS``. Times are on the machine's monotonic clock, as those of TensorRT-LLM are.
+
+    New blocks are those of the prompt that the prefix cache did not have, total ones all that were allocated up to now.
+    """
+    found = [made.perf for made in output.outputs if made.perf]
+    times = output.times
+    reused = output.num_cached_tokens // block_size
+    of_prompt = -(-len(output.prompt_token_ids) // block_size)
+    drafted, accepted = sum(perf.draft_tokens for perf in found), sum(perf.accepted_tokens for perf in found)
+    scheduled = min([perf.first_scheduled for perf in found], default=times.arrived + times.queued)
+    return (
+        of_prompt - reused,
+        reused,
+        sum(perf.allocated_blocks for perf in found),
+        int(times.arrived * NANOSECONDS),
+        int(scheduled * NANOSECONDS),
+        int((times.first_token or times.arrived) * NANOSECONDS),
+        int((times.last_token or times.arrived) * NANOSECONDS),
+        accepted / drafted if drafted else 0.0,
+        accepted,
+        drafted,
+    )

@@ -1,0 +1,147 @@
+"""From a request's inputs to sampling parameters, under the names that TensorRT-LLM's models have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.core import GuidedDecodingParams, PenstockError, SamplingParams
+from penstock.core.errors import invalid
+from penstock.core.sampling import between
+
+from ..model import Call
+
+RENAMED = {
+    "prompt": "text_input",
+    "min_tokens": "min_length",
+    "seed": "random_seed",
+    "n": "num_return_sequences",
+    "best_of": "beam_width",
+    "stop": "stop_words",
+    "stop_token_ids": "stop_words",
+    "ignore_eos": "end_id",
+    "bad_word_ids": "bad_words",
+    "logprobs": "return_log_probs",
+    "logit_bias": "embedding_bias_weights",
+    "guided_decoding": "guided_decoding_guide",
+}
+"""What parameters here are called there, where it is something else."""
+GUIDES = {
+    "json": "json_object",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Forms by the type of a guide."""
+
+
+class Names:
+    """How a model calls its inputs.
+
+    Args:
+        own: by the name that the input has in ``ensemble``, where it is another one.
+    """
+
+    def __init__(self, own: Mapping[str, str]) -> None:
+        self._own = own
+
+    def of(self, name: str) -> str:
+        return self._own.get(name, name)
+
+    def value(self, call: Call, index: int, name: str) -> Any:
+        """What a row has of an input of one element; None where that was not given."""
+        found = call.row(self.of(name), index)
+        return found[0] if found else None
+
+    def told(self, error: PenstockError) -> PenstockError:
+        """The same error, in the names that the request has."""
+        failure = error.failure
+        own = self.of(RENAMED.get(failure.field, failure.field))
+        words = failure.message
+        if words.startswith(f"{failure.field}: "):
+            words = f"{own}{words[len(failure.field) :]}"
+        return PenstockError(failure.code, words, own, failure.limit, failure.value)
+
+
+def sampling_of(call: Call, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
+    """A row's parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, and seed 0.
+
+    Args:
+        vocabulary: tokens that the model knows.
+        own: parameters that the two kinds of models, of text and of token ids, are told differently.
+
+    Raises ``PenstockError`` (``invalid``), in the names of parameters here.
+    """
+
+    def value(name: str) -> Any:
+        return names.value(call, index, name)
+
+    given: dict[str, Any] = {"max_tokens": value("max_tokens"), "seed": value("random_seed") or 0}
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (found := value(name)) is not None:
+            given[name] = found
+    if (least := value("min_length")) is not None:
+        given["min_tokens"] = least
+    beams, returned = value("beam_width"), value("num_return_sequences")
+    if beams is not None and beams < 1:
+        raise invalid("best_of", f"must be at least 1, is {beams}", 1)
+    if beams and beams > 1:
+        given |= {"use_beam_search": True, "best_of": beams, "n": beams if returned is None else returned}
+        given |= {"temperature": 0.0, "length_penalty": value("length_penalty") or 0.0}
+        given["early_stopping"] = bool(value("early_stopping"))
+    else:
+        given |= _drawing(value("temperature"), value("top_k"), value("top_p"))
+        given["n"] = 1 if returned is None else returned
+    if value("return_log_probs"):
+        given["logprobs"] = 0
+    for name in ("return_context_logits", "return_generation_logits", "return_perf_metrics"):
+        given[name] = bool(value(name))
+    end = value("end_id")
+    if end is not None:
+        given["ignore_eos"] = True
+        if end >= 0:
+            check_ids("ignore_eos", [end], vocabulary)
+            own["stop_token_ids"] = (*own.get("stop_token_ids", ()), end)
+    return SamplingParams(**given, **own)
+
+
+def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
+    """Raise ``PenstockError`` (``invalid``) where some are not the model's."""
+    if not all(0 <= token_id < vocabulary for token_id in token_ids):
+        raise invalid(name, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
+
+
+def guided_of(call: Call, index: int, names: Names) -> dict[str, Any]:
+    """The form that a row's output has, where it has one."""
+    kind = names.value(call, index, "guided_decoding_guide_type")
+    guide = names.value(call, index, "guided_decoding_guide")
+    if not kind:
+        if guide:
+            raise invalid("guided_decoding_guide_type", "is missing, and guided_decoding_guide is given")
+        return {}
+    if (form := GUIDES.get(kind.decode(errors="replace"))) is None:
+        raise invalid("guided_decoding_guide_type", f"is none of {', '.join(GUIDES)}")
+    if form == "json_object":
+        return {"guided_decoding": GuidedDecodingParams(json_object=True, asked_as="guided_decoding_guide")}
+    if not guide:
+        raise invalid("guided_decoding_guide", "is missing")
+    words = guide.decode(errors="replace")
+    return {"guided_decoding": GuidedDecodingParams(**{form: words}, asked_as="guided_decoding_guide")}
+
+
+def bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
+    """What is added to the scores of tokens, each once for every word that it is in."""
+    found: dict[int, float] = {}
+    for token_ids, weight in entries:
+        for token_id in token_ids:
+            found[token_id] = found.get(token_id, 0.0) + weight
+    return {"logit_bias": found} if found else {}
+
+
+def _drawing(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    for name, value, most in (("temperature", temperature, 100), ("top_k", top_k, None), ("top_p", top_p, 1)):
+        between(name, 0 if value is None else value, 0, most)
+    if top_k == 1 or not (top_k or top_p) or temperature == 0:
+        return {"temperature": 0.0}
+    return {"temperature": 1.0 if temperature is None else temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}

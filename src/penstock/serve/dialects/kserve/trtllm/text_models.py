@@ -1,0 +1,91 @@
+"""``ensemble`` and ``tensorrt_llm_bls``: text in, text out."""
+
+from __future__ import annotations
+
+from penstock.core.errors import invalid
+from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.input_processor import Prompt
+from penstock.serve.generation import Piece
+from penstock.serve.models.service import Service
+
+from ..model import Call
+from ..tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
+from .base import SAMPLING, TOLD, Generating, Row, Told
+from .sampling import Names, bias_of, guided_of, sampling_of
+
+
+class Text(Generating):
+    """A prompt's text and what comes after it.
+
+    Args:
+        name: under which it is asked for.
+        accumulate: whether each answer of a stream has all of the text so far.
+    """
+
+    names = Names({})
+    inputs = (
+        Spec("text_input", BYTES),
+        Spec("max_tokens", INT32),
+        Spec("bad_words", BYTES, (-1,), optional=True),
+        Spec("stop_words", BYTES, (-1,), optional=True),
+        Spec("top_k", INT32, optional=True),
+        Spec("top_p", FP32, optional=True),
+        Spec("length_penalty", FP32, optional=True),
+        Spec("stream", BOOL, optional=True),
+        Spec("embedding_bias_words", BYTES, (-1,), optional=True),
+        Spec("embedding_bias_weights", FP32, (-1,), optional=True),
+        Spec("guided_decoding_guide_type", BYTES, optional=True),
+        Spec("guided_decoding_guide", BYTES, optional=True),
+        *SAMPLING,
+    )
+    outputs = (Spec("text_output", BYTES, (-1,)), *TOLD)
+
+    def __init__(self, service: Service, name: str, accumulate: bool = False) -> None:
+        super().__init__(service)
+        self.name = name
+        self._accumulate = accumulate
+
+    async def rows(self, call: Call) -> list[Row]:
+        prompts = [text("text_input", element) for element in call.inputs["text_input"].elements]
+        size = sum(map(len, prompts))
+        found = []
+        for index, prompt in enumerate(prompts):
+            words = {
+                name: words_of(call, index, asked)
+                for name, asked in (("stop", "stop_words"), ("bad_words", "bad_words"))
+            }
+            bias = self._bias(call, index)
+            guided = guided_of(call, index, self.names)
+            sampling = sampling_of(call, index, self.names, self.vocabulary, **words, **bias, **guided)
+            found.append(Row(await self._prompt(prompt, size), sampling))
+        return found
+
+    async def _prompt(self, prompt: str, size: int) -> Prompt:
+        """Encoded already where there is too much to encode it all in one go."""
+        if size <= AT_ONCE:
+            return prompt
+        return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
+
+    def _bias(self, call: Call, index: int) -> dict[str, object]:
+        words = words_of(call, index, "embedding_bias_words")
+        weights = call.row("embedding_bias_weights", index) or ()
+        if len(words) != len(weights):
+            raise invalid("embedding_bias_weights", f"has {len(weights)} elements, and there are {len(words)} words")
+        return bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
+
+    def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
+        texts = [self._text(call, each, streamed).encode() for each in told]
+        return [Tensor("text_output", BYTES, (len(texts),), texts)]  # in one dimension, as clients of Triton read it
+
+    def _text(self, call: Call, told: Told, streamed: bool) -> str:
+        if streamed:
+            return told.made.text if self._accumulate else told.piece.text
+        return told.made.text if self.excluded(call, told.row) else f"{told.output.prompt}{told.made.text}"
+
+    def worth(self, piece: Piece) -> bool:
+        return bool(piece.text or piece.positions)
+
+
+def words_of(call: Call, index: int, name: str) -> tuple[str, ...]:
+    """A row's words; one that is empty is none."""
+    return tuple([text(name, element) for element in call.row(name, index) or () if element])

@@ -1,0 +1,263 @@
+"""``tensorrt_llm``: token ids in, token ids out, and the two models around it that know text."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from functools import cache
+from typing import Any
+
+from penstock.core.errors import invalid
+from penstock.frontend.gateway import AT_ONCE
+from penstock.serve.generation import Piece
+from penstock.serve.models.service import Service
+
+from ..model import Answer, Call, Model
+from ..tensors import BOOL, BYTES, FP32, INT32, LARGEST, Spec, Tensor, text
+from .base import SAMPLING, TOLD, Generating, Row, Told, padded
+from .sampling import Names, bias_of, check_ids, sampling_of
+from .text_models import words_of
+
+logger = logging.getLogger(__name__)
+
+DECODER = (Spec("decoder_input_ids", INT32, (-1,), optional=True), Spec("decoder_input_lengths", INT32, optional=True))
+"""Inputs of encoder-decoder models. ``preprocessing`` always makes them, and these models have no encoder."""
+LOOKAHEAD = tuple(
+    Spec(name, INT32, optional=True)
+    for name in ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+)
+"""How far a request is guessed ahead. It never changes an output, and the server decides it for all requests."""
+NO_WORD = -1
+"""Where a list of words has no further one."""
+
+
+class Tokens(Generating):
+    """A prompt's token ids and those that come after it."""
+
+    name = "tensorrt_llm"
+    platform = "tensorrtllm"
+    names = Names(
+        {
+            "text_input": "input_ids",
+            "max_tokens": "request_output_len",
+            "top_k": "runtime_top_k",
+            "top_p": "runtime_top_p",
+            "length_penalty": "len_penalty",
+            "stream": "streaming",
+            "bad_words": "bad_words_list",
+            "stop_words": "stop_words_list",
+            "embedding_bias_weights": "embedding_bias",
+        }
+    )
+    inputs = (
+        Spec("input_ids", INT32, (-1,)),
+        Spec("input_lengths", INT32),
+        Spec("request_output_len", INT32),
+        Spec("bad_words_list", INT32, (2, -1), optional=True),
+        Spec("stop_words_list", INT32, (2, -1), optional=True),
+        Spec("runtime_top_k", INT32, optional=True),
+        Spec("runtime_top_p", FP32, optional=True),
+        Spec("len_penalty", FP32, optional=True),
+        Spec("streaming", BOOL, optional=True),
+        Spec("stop", BOOL, optional=True),
+        Spec("embedding_bias", FP32, (-1,), optional=True),
+        *DECODER,
+        *LOOKAHEAD,
+        *SAMPLING,
+    )
+    outputs = (Spec("output_ids", INT32, (-1, -1)), Spec("sequence_length", INT32, (-1,)), *TOLD)
+
+    async def rows(self, call: Call) -> list[Row]:
+        if any(spec.name in call.inputs for spec in LOOKAHEAD):
+            _note_lookahead()
+        return [self._row(call, index) for index in range(call.rows)]
+
+    def _row(self, call: Call, index: int) -> Row:
+        prompt = call.row("input_ids", index) or ()
+        length = self.names.value(call, index, "input_lengths")
+        if not 1 <= length <= len(prompt):
+            raise invalid("input_lengths", f"must be from 1 to the {len(prompt)} of input_ids, is {length}")
+        vocabulary = self.vocabulary
+        stops = listed("stop_words_list", call.row("stop_words_list", index), vocabulary)
+        single = tuple([word[0] for word in stops if len(word) == 1])
+        longer = tuple([self._tokenizer.decode(word, False) for word in stops if len(word) > 1])
+        biases = call.row("embedding_bias", index) or ()
+        if len(biases) not in (0, len(self._tokenizer.vocabulary), vocabulary):
+            words = f"has {len(biases)} elements, and there are {vocabulary} tokens"
+            raise invalid("embedding_bias", words, vocabulary)
+        bias = [([i], x) for i, x in enumerate(biases) if x]
+        sampling = sampling_of(
+            call,
+            index,
+            self.names,
+            vocabulary,
+            stop_token_ids=single,
+            stop=longer,
+            bad_word_ids=tuple(map(tuple, listed("bad_words_list", call.row("bad_words_list", index), vocabulary))),
+            detokenize=bool(longer),
+            **bias_of(bias),
+        )
+        return Row(list(prompt[:length]), sampling)
+
+    def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
+        found = [
+            [
+                *([] if streamed or self.excluded(call, each.row) else each.output.prompt_token_ids),
+                *each.piece.token_ids,
+            ]
+            for each in told
+        ]
+        filling = next((x for n in ("pad_id", "end_id") if (x := self.names.value(call, 0, n)) is not None), None)
+        length, elements = padded(found, end_of(self._service) if filling is None else filling)
+        lead = self.lead(call, told, rows)
+        return [
+            Tensor("output_ids", INT32, (*lead, length), elements),
+            Tensor("sequence_length", INT32, lead, [len(each) for each in found]),
+        ]
+
+    def worth(self, piece: Piece) -> bool:
+        return bool(piece.token_ids)
+
+
+class Preprocessing(Model):
+    """Text to token ids."""
+
+    name = "preprocessing"
+    inputs = (
+        Spec("QUERY", BYTES),
+        Spec("REQUEST_OUTPUT_LEN", INT32),
+        Spec("BAD_WORDS_DICT", BYTES, (-1,), optional=True),
+        Spec("STOP_WORDS_DICT", BYTES, (-1,), optional=True),
+        Spec("EMBEDDING_BIAS_WORDS", BYTES, (-1,), optional=True),
+        Spec("EMBEDDING_BIAS_WEIGHTS", FP32, (-1,), optional=True),
+        Spec("END_ID", INT32, optional=True),
+        Spec("PAD_ID", INT32, optional=True),
+    )
+    outputs = (
+        Spec("INPUT_ID", INT32, (-1,)),
+        Spec("REQUEST_INPUT_LEN", INT32),
+        Spec("DECODER_INPUT_ID", INT32, (-1,)),
+        Spec("REQUEST_DECODER_INPUT_LEN", INT32),
+        Spec("BAD_WORDS_IDS", INT32, (2, -1)),
+        Spec("STOP_WORDS_IDS", INT32, (2, -1)),
+        Spec("EMBEDDING_BIAS", FP32, (-1,)),
+        Spec("REQUEST_OUTPUT_LEN", INT32),
+        Spec("OUT_END_ID", INT32),
+        Spec("OUT_PAD_ID", INT32),
+    )
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tokenizer = service.gateway.preparer.tokenizer
+
+    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+        queries = [text("QUERY", element) for element in call.inputs["QUERY"].elements]
+        size = sum(map(len, queries))
+        prompts = [await self._service.gateway.encode(query, size=size) for query in queries]
+        end = end_of(self._service)
+        ends = call.inputs["END_ID"].elements if "END_ID" in call.inputs else [end] * call.rows
+        pads = call.inputs["PAD_ID"].elements if "PAD_ID" in call.inputs else ends
+        longest, ids = padded(prompts, int(pads[0]))
+        found = [
+            Tensor("INPUT_ID", INT32, call.shape(longest), ids),
+            Tensor("REQUEST_INPUT_LEN", INT32, call.shape(1), [len(prompt) for prompt in prompts]),
+            Tensor("DECODER_INPUT_ID", INT32, call.shape(1), list(pads)),
+            Tensor("REQUEST_DECODER_INPUT_LEN", INT32, call.shape(1), [1] * call.rows),
+            self._words(call, "BAD_WORDS_DICT", "BAD_WORDS_IDS"),
+            self._words(call, "STOP_WORDS_DICT", "STOP_WORDS_IDS"),
+            self._bias(call),
+            Tensor("REQUEST_OUTPUT_LEN", INT32, call.shape(1), call.inputs["REQUEST_OUTPUT_LEN"].elements),
+            Tensor("OUT_END_ID", INT32, call.shape(1), ends),
+            Tensor("OUT_PAD_ID", INT32, call.shape(1), pads),
+        ]
+        yield Answer(found)
+
+    def _words(self, call: Call, asked: str, told: str) -> Tensor:
+        """Words as token ids: all of them in one list, and where each ends in another."""
+        rows = [
+            [self._tokenizer.encode(word, False) for word in words_of(call, index, asked)] for index in range(call.rows)
+        ]
+        ids = [[*itertools.chain.from_iterable(words)] for words in rows]
+        ends = [[*itertools.accumulate(map(len, words))] for words in rows]
+        longest = max(map(len, ids))
+        elements: list[int] = []
+        for row, until in zip(ids, ends, strict=True):
+            elements += [*row, *[0] * (longest - len(row)), *until, *[NO_WORD] * (longest - len(until))]
+        return Tensor(told, INT32, call.shape(2, longest), elements)
+
+    def _bias(self, call: Call) -> Tensor:
+        size = len(self._tokenizer.vocabulary)
+        elements: list[float] = []
+        for index in range(call.rows):
+            words = words_of(call, index, "EMBEDDING_BIAS_WORDS")
+            weights = call.row("EMBEDDING_BIAS_WEIGHTS", index) or ()
+            if len(words) != len(weights):
+                words_are = f"has {len(weights)} elements, and there are {len(words)} words"
+                raise invalid("EMBEDDING_BIAS_WEIGHTS", words_are)
+            if "EMBEDDING_BIAS_WORDS" in call.inputs:
+                row = [0.0] * size
+                for word, weight in zip(words, weights, strict=True):
+                    for token_id in self._tokenizer.encode(word, False):
+                        row[token_id] += weight
+                most = LARGEST[FP32]  # which a sum of weights may pass
+                elements += [max(-most, min(value, most)) for value in row]
+        return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), elements)
+
+
+class Postprocessing(Model):
+    """Token ids to text."""
+
+    name = "postprocessing"
+    inputs = (Spec("TOKENS_BATCH", INT32, (-1, -1)), Spec("SEQUENCE_LENGTH", INT32, (-1,)))
+    outputs = (Spec("OUTPUT", BYTES, (-1,)),)
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+        tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"].elements
+        *lead, longest = tokens.shape
+        if len(lengths) * longest != len(tokens.elements):
+            raise invalid(
+                "SEQUENCE_LENGTH", f"has {len(lengths)} elements, and TOKENS_BATCH the shape {[*lead, longest]}"
+            )
+        engine = self._service.gateway.engine.check()
+        if longest > (most := engine.max_model_len):
+            raise invalid("TOKENS_BATCH", f"{longest} tokens are more than the {most} of the context", most)
+        if wrong := [length for length in lengths if not 0 <= length <= longest]:
+            raise invalid("SEQUENCE_LENGTH", f"must be from 0 to {longest}, is {wrong[0]}")
+        check_ids("TOKENS_BATCH", tokens.elements, engine.vocabulary)
+        rows = [tokens.elements[i * longest : i * longest + length] for i, length in enumerate(lengths)]
+
+        def decoded() -> list[bytes]:
+            return [self._service.gateway.preparer.tokenizer.decode(row).encode() for row in rows]
+
+        texts = await asyncio.to_thread(decoded) if len(tokens.elements) > AT_ONCE else decoded()
+        yield Answer([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
+
+
+@cache
+def _note_lookahead() -> None:
+    logger.info("lookahead_window_size and its like are ignored: --speculative-config says how far ahead is guessed")
+
+
+def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
+    """Words from the two lists that stand for them: all their token ids, and where each ends.
+
+    Raises ``PenstockError`` (``invalid``) for ends that are none, and for ids that the model does not know.
+    """
+    if not found:
+        return []
+    ids, ends = found[: len(found) // 2], [end for end in found[len(found) // 2 :] if end != NO_WORD]
+    if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
+        raise invalid(name, "has a second row that is no list of where words end, each after the one before")
+    words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+    check_ids(name, itertools.chain.from_iterable(words), vocabulary)
+    return words
+
+
+def end_of(service: Service) -> int:
+    """The token that ends the model's turns."""
+    return service.gateway.preparer.eos_token_ids[0]

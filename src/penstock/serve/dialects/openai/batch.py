@@ -1,0 +1,106 @@
+"""OpenAI's batch format: a request a line in, a result a line out, answered as over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import aclosing
+from typing import Annotated, Literal
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.serve.http.body import read_object
+from penstock.serve.http.error_format import renamed
+from penstock.serve.http.reply import INTERNAL
+from penstock.serve.http.request_record import Record
+from penstock.serve.http.status import STATUS
+from penstock.serve.models.service import Service
+
+from . import chat, completions, embeddings
+from .parse import parse
+from .requests import ChatRequest, CompletionRequest, EmbeddingRequest, Request
+from .responses import OF_ALL, OF_CHATS, encode, error_of
+
+logger = logging.getLogger(__name__)
+
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+
+
+class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A request."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+    """What its sender knows it by."""
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+    """JSON, read only when it is answered."""
+
+
+class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a line is no request."""
+
+    code: str
+    message: str
+    line: int
+    """Its number, from 1 on."""
+
+
+class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a line: a response, be it a good one or not, or the error that it is."""
+
+    id: str
+    custom_id: str | None
+    """None for what is no request."""
+    response: BatchResponse | None
+    error: BatchError | None
+
+
+async def answer(service: Service, record: Record, url: str, body: bytes) -> tuple[int, bytes]:
+    """Answer a request whole.
+
+    Args:
+        record: learns the counts of tokens, or the failure.
+        url: the path alone.
+
+    Returns the status and the body that the server would send.
+    """
+    try:
+        async with aclosing(_answering(service, record, url, body).whole()) as pieces:
+            return 200, await anext(pieces)
+    except PenstockError as error:
+        record.failure = error.failure
+    except Exception:
+        logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+        record.failure = INTERNAL
+    names = OF_CHATS if url == CHAT else OF_ALL
+    return STATUS[record.failure.code], encode(error_of(renamed(record.failure, names)))
+
+
+def _answering(
+    service: Service, record: Record, url: str, body: bytes
+) -> chat.Answering | completions.Answering | embeddings.EmbeddingAnswering:
+    if url == CHAT:
+        asked = parse(read_object(body), ChatRequest, record.unknown)
+        _refuse_stream(asked)
+        return chat.Answering(service, record, asked, len(body))
+    if url == COMPLETIONS:
+        wanted = parse(read_object(body), CompletionRequest, record.unknown)
+        _refuse_stream(wanted)
+        return completions.Answering(service, record, wanted)
+    if url == EMBEDDINGS:
+        texts = parse(read_object(body), EmbeddingRequest, record.unknown)
+        return embeddings.EmbeddingAnswering(service, record, texts)
+    known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
+    raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")
+
+
+def _refuse_stream(request: Request) -> None:
+    if request.stream:
+        raise PenstockError(Code.UNSUPPORTED, "stream: a batch is answered whole; leave it out", "stream")

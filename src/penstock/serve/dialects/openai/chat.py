@@ -1,0 +1,249 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
+
+from penstock.core.errors import invalid
+from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.serve.chat.stream_cursor import CallPart, News, Telling
+from penstock.serve.generation import generate
+from penstock.serve.http.request_record import Record
+from penstock.serve.models.service import Service
+from penstock.text import Message, ToolCall
+
+from .chat_prompt import ChatPrompt
+from .forms import calls_of
+from .parse import chat_sampling
+from .requests import ChatRequest, NamedTool
+from .responses import (
+    DONE,
+    LEAST,
+    CalledFunction,
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChunkChoice,
+    FunctionDelta,
+    Likely,
+    TokenLogprob,
+    ToolCallAnswer,
+    ToolCallDelta,
+    Usage,
+    encode,
+    event,
+    in_pieces,
+    prompt_logprobs_of,
+    token_of,
+    usage_of,
+)
+
+Reason = Literal["stop", "length", "tool_calls"] | None
+
+
+class Answering:
+    """One request of this kind, from its messages to its choices."""
+
+    def __init__(self, service: Service, record: Record, request: ChatRequest, size: int) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        preparer = service.gateway.preparer
+        self._vocabulary = preparer.tokenizer.vocabulary
+        self._byte_lists: dict[int, list[int]] = {}
+        """Of the tokens that were told with their log probabilities."""
+        self._adapter = service.adapter_of(request.model)
+        self.sampling = chat_sampling(request, preparer.default_sampling())
+        self._prompt = ChatPrompt(service, request, size, record.unknown)
+        if (calls := calls_of(request, self._prompt.tools)) is not None:
+            if self.sampling.guided_decoding:
+                raise invalid("tool_choice", "does not go with another form of the answer")
+            self.sampling = self.sampling.replace(guided_decoding=calls)
+        self.id = f"chatcmpl-{record.request_id}"
+        self._created = int(time.time())
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        request = self._request
+        prompt = await self._prompt.prompt()
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
+        stream = generate(self._service, self._record, prompt, self.sampling, **options)
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        answer = Chat(
+            id=self.id,
+            created=self._created,
+            model=self._adapter or self._service.name,
+            choices=[await self.choice(made, last.prompt_token_ids) for made in last.outputs],
+            usage=usage_of([last]),
+        )
+        await self._add_prompt(answer, last)
+        yield encode(answer)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        given = self._request.stream_options
+        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        telling: dict[int, Telling] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                begins, told = not telling, []
+                usage = usage_of([output]) if always else None if with_usage else UNSET
+                for made in output.outputs:
+                    chunks = []
+                    if made.index not in telling:
+                        telling[made.index] = Telling()
+                        chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
+                        if self._request.return_token_ids:
+                            chunks[0].token_ids = []
+                        if self._prompt.echoed:
+                            echoed = ChatDelta(content=self._prompt.echoed)
+                            chunks.append(ChunkChoice(index=made.index, delta=echoed))
+                    chunks += self.new(made, telling[made.index])
+                    for chunk in chunks:
+                        if chunk.delta == ChatDelta():
+                            chunk.delta.content = (
+                                ""  # as vLLM has it: documents print what comes, and none would be null
+                            )
+                        if self._request.return_token_ids:
+                            chunk.delta.completion_token_ids = chunk.token_ids
+                            if begins:
+                                chunk.delta.prompt_token_ids = output.prompt_token_ids
+                        answer = self._chunk([chunk], usage)
+                        if begins:
+                            await self._add_prompt(answer, output)
+                        told.append(event(answer))
+                        begins = False
+                if told:
+                    yield b"".join(told)
+        if with_usage:
+            yield event(self._chunk([], usage_of([output])))
+        yield DONE
+
+    def new(self, made: CompletionOutput, telling: Telling) -> list[ChunkChoice]:
+        """What a step brought to a sequence, in a chunk, none, or two."""
+        piece = telling.progress.advance(made)
+        if piece is None:
+            return []
+        news = telling.news(self.message(made))
+        chunk = ChunkChoice(index=made.index, delta=_delta(news))
+        if self.sampling.logprobs is not None:
+            chunk.logprobs = self._logprobs(piece.positions)
+        if self._request.return_token_ids:
+            chunk.token_ids = piece.token_ids
+        chunks = [chunk]
+        if made.finished:
+            if news.calls:  # OpenAI's client does not tell the end of a call that begins in the chunk with the reason
+                chunks.append(ChunkChoice(index=made.index, delta=ChatDelta()))
+                chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
+            chunks[-1].finish_reason = self._reason(made, telling.calls > 0)
+            chunks[-1].stop_reason = made.stop_reason
+        elif not news and chunk.logprobs is None and not self._request.return_token_ids:
+            return []
+        return chunks
+
+    async def choice(self, made: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
+        read = self.message(made)
+        only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
+        message = ChatMessage(content=self._prompt.echoed or None if only_else else self._prompt.echoed + read.content)
+        if read.reasoning_content:
+            message.reasoning = message.reasoning_content = read.reasoning_content
+        if read.tool_calls:
+            message.tool_calls = [_call(call) for call in read.tool_calls]
+        choice = ChatChoice(
+            index=made.index,
+            message=message,
+            finish_reason=self._reason(made, bool(read.tool_calls)),
+            stop_reason=made.stop_reason,
+        )
+        if made.logprobs is not None:
+            turns = self._service.gateway.turns
+            await turns.next()
+            choice.logprobs = ChatLogprobs(content=await in_pieces(made.logprobs, self._position, turns))
+        if self._request.return_token_ids:
+            choice.token_ids = message.completion_token_ids = made.token_ids
+            message.prompt_token_ids = prompt_token_ids
+        return choice
+
+    def message(self, made: CompletionOutput) -> Message:
+        """What is to be told: without ``parallel_tool_calls`` the first call alone."""
+        read, request = made.message, self._request
+        assert read is not None
+        thought = "" if request.include_reasoning is False else read.reasoning_content
+        calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls
+        return Message(read.content, thought, calls)
+
+    def _reason(self, made: CompletionOutput, called: bool) -> Reason:
+        """As OpenAI has it: a call that was named is what ends the answer as asked."""
+        if made.finish_reason == "stop":
+            return "tool_calls" if called and not isinstance(self._request.tool_choice, NamedTool) else "stop"
+        return "length"
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        model = self._adapter or self._service.name
+        return ChatChunk(id=self.id, created=self._created, model=model, choices=choices, usage=usage)
+
+    async def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
+        """What was asked for of the prompt; in a stream its first chunk has it."""
+        answer.prompt_logprobs = await prompt_logprobs_of(output, self._service.gateway.turns)
+        if self._request.return_token_ids:
+            answer.prompt_token_ids = output.prompt_token_ids
+        if self._request.return_prompt_text:
+            answer.prompt_text = output.prompt
+
+    def _logprobs(self, positions: list[Position]) -> ChatLogprobs:
+        return ChatLogprobs(content=[self._position(position) for position in positions])
+
+    def _position(self, position: Position) -> TokenLogprob:
+        as_ids = self._request.return_tokens_as_token_ids
+        entries = [
+            (
+                p.rank,
+                Likely(token=token_of(token_id, p, as_ids), logprob=max(p.logprob, LEAST), bytes=self._bytes(token_id)),
+            )
+            for token_id, p in position.items()
+        ]
+        own, most = entries[0][1], self.sampling.logprobs or 0
+        top = [likely for rank, likely in sorted(entries, key=lambda entry: entry[0]) if rank <= most]
+        return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
+
+    def _bytes(self, token_id: int) -> list[int]:
+        if (found := self._byte_lists.get(token_id)) is None:
+            found = list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
+            self._byte_lists[token_id] = found
+        return found
+
+
+def _delta(news: News) -> ChatDelta:
+    delta = ChatDelta()
+    if news.thought:
+        delta.reasoning = delta.reasoning_content = news.thought
+    if news.content:
+        delta.content = news.content
+    if news.calls:
+        delta.tool_calls = [_part(part) for part in news.calls]
+    return delta
+
+
+def _part(part: CallPart) -> ToolCallDelta:
+    if not part.id:
+        return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
+    function = FunctionDelta(name=part.name, arguments=part.arguments)
+    return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
+
+
+def _call(call: ToolCall) -> ToolCallAnswer:
+    function = CalledFunction(name=call.name, arguments=call.arguments)
+    return ToolCallAnswer(id=call.id, function=function)

@@ -1,0 +1,109 @@
+"""What a chat is to be answered to: messages for a template, or token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.frontend.input_processor import Prompt
+from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.models.service import Service
+
+from .parse import messages_of, template_options, truncated
+from .requests import ChatRequest
+
+OF_MESSAGES = (
+    "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
+).split()
+"""Fields that say how messages are rendered."""
+TAIL = 32
+"""Tokens at the end of a prompt that may say where its answer begins."""
+
+
+async def count_tokens(service: Service, request: ChatRequest, size: int, unknown: Unknown) -> int:
+    """How many tokens a chat's prompt has.
+
+    Raises ``PenstockError`` as ``ChatPrompt`` does, and for an unknown model.
+    """
+    service.adapter_of(request.model)
+    prompt: Any = await ChatPrompt(service, request, size, unknown).prompt()
+    return len(prompt["prompt_token_ids"])
+
+
+class ChatPrompt:
+    """A request's prompt.
+
+    Args:
+        size: of the request, about as many characters.
+        unknown: told of fields that this model has no use for.
+
+    Raises ``PenstockError``: ``invalid`` for what is wrong or does not go together, ``unsupported`` for what this model
+    or this server does not do.
+    """
+
+    def __init__(self, service: Service, request: ChatRequest, size: int, unknown: Unknown) -> None:
+        self._gateway = service.gateway
+        self._request = request
+        self._size = size
+        if request.prompt_token_ids is not None:
+            fields = ["messages"] if request.messages else OF_MESSAGES
+            if given := [name for name in fields if getattr(request, name) is not None]:
+                raise invalid(given[0], "does not go with prompt_token_ids")
+        elif not request.messages:
+            raise invalid("messages", "must hold at least one, or there must be prompt_token_ids")
+        if request.chat_template is not None and not service.options.trust_request_chat_template:
+            words = "chat_template: this server takes none from requests (trust_request_chat_template)"
+            raise PenstockError(Code.UNSUPPORTED, words, "chat_template")
+        preparer = self._gateway.preparer
+        self.tools = preparer.forms(request.chat_template).tools
+        """The form of calls; None where there is none."""
+        self._calls = bool(request.tools) and request.tool_choice != "none"
+        self._messages = messages_of(request.messages)
+        self._options = template_options(request, self.tools is not None) | self._read_by_template(request, unknown)
+        self.echoed = ""
+        """What the answer begins with before the model says a word."""
+        last = self._messages[-1] if self._messages else {}
+        if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
+            self.echoed = last.get("content", "")
+
+    async def prompt(self) -> Prompt:
+        """Rendered and encoded."""
+        request, gateway = self._request, self._gateway
+        if request.disable_chat_template and request.prompt_token_ids is None:
+            text = self._messages[0]["content"]
+            token_ids = await gateway.encode(text, size=self._size)
+            reading = gateway.preparer.reading(text, [], {}, calls=False)
+            prompt = {"prompt": text, "prompt_token_ids": token_ids, "reading": reading}
+        elif request.prompt_token_ids is None:
+            prompt = await gateway.conversation(
+                self._messages,
+                self._size,
+                self._options,
+                self._calls,
+                request.chat_template,
+                bool(request.add_special_tokens),
+            )
+        else:
+            preparer = gateway.preparer
+            end = preparer.tokenizer.decode(request.prompt_token_ids[-TAIL:], skip_special_tokens=False)
+            reading = preparer.reading(end, [], {}, self._calls)
+            prompt = {"prompt_token_ids": request.prompt_token_ids, "reading": reading}
+        if request.truncate_prompt_tokens is None:
+            return prompt
+        most = gateway.engine.check().max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
+        return prompt | {"prompt_token_ids": truncated(prompt["prompt_token_ids"], request, most)}
+
+    def _read_by_template(self, request: ChatRequest, unknown: Unknown) -> dict[str, Any]:
+        """What the template is given. Where the model's own does not read it, documents are refused, and an effort,
+        which clients send to any model, is ignored."""
+        wanted = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        if request.chat_template is None:
+            for name in given.keys() - self._gateway.preparer.tokenizer.template.variables:
+                if name == "documents" or unknown.strict:
+                    words = f"{name}: this model's chat template does not read it"
+                    raise PenstockError(Code.UNSUPPORTED, words, name)
+                unknown.ignore("", name)
+                del given[name]
+        return given

@@ -1,0 +1,214 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
+
+from msgspec import UNSET
+
+from penstock.core import SamplingParams
+from penstock.core.errors import invalid
+from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.input_processor import Prompt
+from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.serve.generation import Progress, generate, together
+from penstock.serve.http.request_record import Record
+from penstock.serve.models.service import Service
+
+from .parse import completion_sampling, truncated
+from .requests import MOST_PROMPTS, CompletionRequest
+from .responses import (
+    DONE,
+    LEAST,
+    PIECE,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    encode,
+    event,
+    joined,
+    prompt_logprobs_of,
+    token_of,
+    usage_of,
+)
+
+
+class Answering:
+    """One request of this kind, from its prompts to its choices."""
+
+    def __init__(self, service: Service, record: Record, request: CompletionRequest) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._turns = service.gateway.turns
+        self._tokenizer = service.gateway.preparer.tokenizer
+        self._adapter = service.adapter_of(request.model)
+        self.sampling: SamplingParams = completion_sampling(request, service.gateway.preparer.default_sampling())
+        self._untold = 1 if request.max_tokens == 0 else 0
+        """Tokens that had to be computed and are not asked for."""
+        self._prompts = _prompts(request)
+        self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
+        self._offsets = [0] * (len(self._prompts) * self.sampling.n)
+        self.id = f"cmpl-{record.request_id}"
+        self._created = int(time.time())
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        request = self._request
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
+        prompts = [await self._prompt(prompt) for prompt in self._prompts]
+        streams = [generate(self._service, self._record, prompt, self.sampling, **options) for prompt in prompts]
+        async with aclosing(together(streams)) as outputs:
+            async for numbered in outputs:
+                yield numbered
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                last[index] = output
+        found = [last[index] for index in range(len(self._prompts))]
+        choices = [await self.choice(i, output, made) for i, output in enumerate(found) for made in output.outputs]
+        yield encode(self._answer(choices, usage=usage_of(found, self._untold)))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        given = self._request.stream_options
+        with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
+        last: dict[int, RequestOutput] = {}
+        progress = [Progress() for _ in self._offsets]
+        async with aclosing(self.outputs()) as outputs:
+            async for i, output in outputs:
+                last[i], told = output, []
+                usage = usage_of([output], self._untold) if always else None if with_usage else UNSET
+                for made in output.outputs:
+                    choice = await self.new(i, output, made, progress[i * self.sampling.n + made.index])
+                    if choice:
+                        told.append(event(self._answer([choice], usage=usage)))
+                if told:
+                    yield b"".join(told)
+        if with_usage:
+            yield event(self._answer([], usage=usage_of(list(last.values()), self._untold)))
+        yield DONE
+
+    async def _prompt(self, prompt: Prompt) -> Prompt:
+        """Encoded already where it must not be encoded like others, or not one after the other in one go."""
+        request, size = self._request, self._size
+        special = request.add_special_tokens is not False
+        if request.truncate_prompt_tokens is None and (not isinstance(prompt, str) or (special and size <= AT_ONCE)):
+            return prompt
+        token_ids = await self._service.gateway.encode(prompt, special, size)
+        if request.truncate_prompt_tokens is None:
+            return {"prompt": prompt, "prompt_token_ids": token_ids}
+        most = self._service.gateway.engine.check().max_model_len - (self.sampling.max_tokens or 1)
+        return truncated(token_ids, request, most)
+
+    async def new(
+        self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress
+    ) -> CompletionChoice | None:
+        """What a step brought to a sequence; None where there is nothing to tell yet."""
+        first = not progress.tokens
+        piece = progress.advance(made)
+        if piece is None:
+            return None
+        text, ids, positions = ("", [], []) if self._untold else piece
+        ids_wanted = bool(self._request.return_token_ids)
+        choice = CompletionChoice(index=i * self.sampling.n + made.index, text=text)
+        echoed: list[Position | None] = []
+        if first and self._request.echo:
+            choice.text = self._prompt_text(output) + text
+            echoed = output.prompt_logprobs or []
+        if first and ids_wanted:
+            choice.prompt_token_ids = output.prompt_token_ids
+        if first and self._request.prompt_logprobs is not None:
+            choice.prompt_logprobs = await prompt_logprobs_of(output, self._turns)
+        if self.sampling.logprobs is not None:
+            choice.logprobs = await self._logprobs(choice.index, [*echoed, *positions], output if echoed else None)
+        if ids_wanted:
+            choice.token_ids = choice.completion_token_ids = ids
+        if progress.finished:
+            self._finish(choice, made)
+        elif not choice.text and choice.logprobs is None and not ids_wanted and choice.prompt_logprobs is UNSET:
+            return None
+        return choice
+
+    async def choice(self, i: int, output: RequestOutput, made: CompletionOutput) -> CompletionChoice:
+        choice = await self.new(i, output, made, Progress())
+        assert choice is not None
+        return choice
+
+    def _finish(self, choice: CompletionChoice, made: CompletionOutput) -> None:
+        if self._untold:
+            choice.finish_reason = "length"
+        else:
+            choice.finish_reason, choice.stop_reason = made.finish_reason, made.stop_reason  # type: ignore[assignment]
+
+    def _answer(self, choices: list[CompletionChoice], **usage: object) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self._created,
+            model=self._adapter or self._service.name,
+            choices=choices,
+            **usage,  # type: ignore[arg-type]
+        )
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    async def _logprobs(
+        self, index: int, positions: list[Position | None], prompt: RequestOutput | None
+    ) -> CompletionLogprobs:
+        """As ``_piece``; many a piece in each turn."""
+        if len(positions) <= PIECE:
+            return self._piece(index, positions, prompt)
+        parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
+        for start in range(0, len(positions), PIECE):
+            await self._turns.next()
+            piece = self._piece(index, positions[start : start + PIECE], prompt)
+            for name, found in parts.items():
+                found.append(encode(getattr(piece, name))[1:-1])
+        encoded: dict[str, Any] = {name: joined(found) for name, found in parts.items()}
+        return CompletionLogprobs(**encoded)
+
+    def _piece(self, index: int, positions: list[Position | None], prompt: RequestOutput | None) -> CompletionLogprobs:
+        """Of prompt and output tokens in turn; ``prompt`` has the first token, for which there is no probability."""
+        as_ids = self._request.return_tokens_as_token_ids
+        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for position in positions:
+            if position is None:
+                assert prompt is not None
+                token_id = prompt.prompt_token_ids[0]
+                token = self._tokenizer.decode([token_id], skip_special_tokens=False)
+                found.token_logprobs.append(None)
+                found.top_logprobs.append(None)
+            else:
+                token_id, own = next(iter(position.items()))
+                token = own.decoded_token
+                found.token_logprobs.append(max(own.logprob, LEAST))
+                likeliest = sorted(position.items(), key=lambda entry: entry[1].rank)
+                found.top_logprobs.append({token_of(i, p, as_ids): max(p.logprob, LEAST) for i, p in likeliest})
+            found.tokens.append(f"token_id:{token_id}" if as_ids else token)
+            found.text_offset.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        return found
+
+
+def _prompts(request: CompletionRequest) -> list[Prompt]:
+    """One or several: texts, or lists of token ids.
+
+    Raises ``PenstockError`` (``invalid``) where these are mixed.
+    """
+    field = "prompt" if request.prompt_token_ids is None else "prompt_token_ids"
+    prompt = getattr(request, field)
+    if isinstance(prompt, str):
+        return [prompt]
+    if len({type(entry) for entry in prompt}) > 1:
+        raise invalid(field, "mixes texts, token ids and lists of token ids")
+    if isinstance(prompt[0], int):
+        return [cast(list[int], prompt)]
+    if len(prompt) > MOST_PROMPTS:
+        raise invalid(field, f"holds {len(prompt)} prompts, and at most {MOST_PROMPTS} are taken", MOST_PROMPTS)
+    return cast(list[Prompt], prompt)

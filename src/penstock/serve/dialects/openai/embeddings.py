@@ -1,0 +1,177 @@
+"""``/v1/embeddings``, and vLLM's ``/score``: texts as vectors, and how near they are."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import msgspec
+
+from penstock.core import PenstockError
+from penstock.core.errors import invalid
+from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.input_processor import VOID, Prompt
+from penstock.frontend.outputs import RequestOutput, cosine, floats_of
+from penstock.serve.generation import generate, together
+from penstock.serve.http.body import given
+from penstock.serve.http.request_record import Record
+from penstock.serve.models.service import Service
+
+from .parse import truncated
+from .requests import MOST_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
+from .responses import Embedding, Embeddings, EmbeddingUsage, PairScore, Scores, encode
+
+
+class _Answering:
+    """What both kinds of requests have in common: several prompts, each of which becomes a vector."""
+
+    kind = ""
+
+    def __init__(self, service: Service, record: Record, request: EmbeddingRequest | ScoreRequest) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._options = {
+            "priority": request.priority or 0,
+            "cache_salt": request.cache_salt or "",
+            "adapter": service.adapter_of(request.model),
+        }
+        self._special = request.add_special_tokens is not False
+        self._pooling = service.gateway.preparer.pooling
+        self.id = f"{self.kind}-{record.request_id}"
+        self._model = str(self._options["adapter"]) or service.name
+        self._created = int(time.time())
+
+    async def _vectors(self, prompts: Sequence[tuple[str, Prompt]]) -> list[RequestOutput]:
+        """The finished outputs, in the prompts' order; before each stands the field it came in."""
+        size = sum(len(prompt) for _, prompt in prompts if isinstance(prompt, str))
+        streams = [self._vector(field, prompt, size) for field, prompt in prompts]
+        found: dict[int, RequestOutput] = {}
+        async with aclosing(together(streams)) as outputs:
+            async for index, output in outputs:
+                found[index] = output
+        return [found[index] for index in range(len(prompts))]
+
+    async def _vector(self, field: str, prompt: Prompt, size: int) -> AsyncGenerator[RequestOutput, None]:
+        """One of them; texts of such a size together are not encoded one after the other in one go."""
+        try:
+            cut = self._request.truncate_prompt_tokens is not None
+            if cut or (isinstance(prompt, str) and (not self._special or size > AT_ONCE)):
+                token_ids = await self._service.gateway.encode(prompt, self._special, size)
+                most = self._service.gateway.engine.check().max_model_len
+                prompt = {"prompt_token_ids": truncated(token_ids, self._request, most, "right")}
+            stream = generate(self._service, self._record, prompt, VOID, pooling=self._pooling, **self._options)
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
+        except PenstockError as error:
+            failure = error.failure
+            if failure.field != "prompt":
+                raise
+            words = failure.message.removeprefix("prompt: ")
+            raise PenstockError(failure.code, f"{field}: {words}", field, failure.limit, failure.value) from error
+
+
+class EmbeddingAnswering(_Answering):
+    kind = "embd"
+
+    def __init__(self, service: Service, record: Record, request: EmbeddingRequest) -> None:
+        super().__init__(service, record, request)
+        self._as_text = request.encoding_format == "base64"
+        self._prompts = _inputs(request)
+        if request.dimensions is not None:
+            self._pooling = msgspec.structs.replace(self._pooling, dimensions=request.dimensions)
+        if request.normalize is not None:
+            self._pooling = msgspec.structs.replace(self._pooling, normalize=request.normalize)
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        outputs = await self._vectors([("input", prompt) for prompt in self._prompts])
+        yield await asyncio.to_thread(self._answer, outputs)  # which takes as long as there are many numbers
+
+    def _answer(self, outputs: list[RequestOutput]) -> bytes:
+        answer = Embeddings(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            data=[Embedding(index=i, embedding=self._told(output)) for i, output in enumerate(outputs)],
+            usage=_usage(outputs),
+        )
+        return encode(answer)
+
+    def _told(self, output: RequestOutput) -> list[float] | str:
+        if self._as_text:
+            return base64.b64encode(output.embedding or b"").decode()
+        return floats_of(output)
+
+
+class ScoreAnswering(_Answering):
+    kind = "score"
+
+    def __init__(self, service: Service, record: Record, request: ScoreRequest) -> None:
+        super().__init__(service, record, request)
+        self._names = _sides(request)
+        first, second = self._names
+        self._first, self._second = (
+            [text] if isinstance(text := given(getattr(request, name), name), str) else text for name in self._names
+        )
+        if len(self._first) not in (1, len(self._second)):
+            words = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
+            raise invalid(second, words, len(self._first))
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        texts = dict(zip(self._names, (self._first, self._second), strict=True))
+        outputs = await self._vectors([(field, text) for field, some in texts.items() for text in some])
+        yield await asyncio.to_thread(self._answer, outputs)
+
+    def _answer(self, outputs: list[RequestOutput]) -> bytes:
+        vectors = [floats_of(output) for output in outputs]
+        before, after = vectors[: len(self._first)], vectors[len(self._first) :]
+        if len(before) == 1:
+            before = before * len(after)
+        pairs = enumerate(zip(before, after, strict=True))
+        answer = Scores(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            data=[PairScore(index=i, score=cosine(a, b)) for i, (a, b) in pairs],
+            usage=_usage(outputs),
+        )
+        return encode(answer)
+
+
+def _sides(request: ScoreRequest) -> tuple[str, str]:
+    """The names of both sides.
+
+    Raises ``PenstockError`` (``invalid``) where there are more than two.
+    """
+    named = {name for sides in SIDES for name in sides if getattr(request, name) is not None}
+    found = next((sides for sides in SIDES if named.issubset(sides)), None)
+    if found is None:
+        raise invalid(max(named), "give text_1 and text_2, or queries and documents, and no others")
+    return found
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> EmbeddingUsage:
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+def _inputs(request: EmbeddingRequest) -> list[Prompt]:
+    """One or several: texts, or lists of token ids.
+
+    Raises ``PenstockError`` (``invalid``) where these are mixed.
+    """
+    given = request.input
+    if isinstance(given, str):
+        return [given]
+    if len({type(entry) for entry in given}) > 1:
+        raise invalid("input", "mixes texts, token ids and lists of token ids")
+    if isinstance(given[0], int):
+        return [cast(list[int], given)]
+    if len(given) > MOST_PROMPTS:
+        raise invalid("input", f"holds {len(given)} inputs, and at most {MOST_PROMPTS} are taken", MOST_PROMPTS)
+    return cast(list[Prompt], given)

@@ -1,0 +1,348 @@
+"""What clients get, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core import Code, Failure
+from penstock.frontend.outputs import Logprob, Position, RequestOutput
+from penstock.frontend.turns import Turns
+from penstock.serve.http.status import STATUS
+
+T = TypeVar("T")
+
+PIECE = 32
+"""Positions whose log probabilities are told in one turn of the event loop."""
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+KINDS = {
+    Code.UNAUTHORIZED: "authentication_error",
+    Code.NOT_FOUND: "not_found_error",
+    Code.NOT_ALLOWED: "method_not_allowed_error",
+    Code.OVERLOADED: "rate_limit_error",
+    Code.UNAVAILABLE: "service_unavailable_error",
+    Code.INTERNAL: "internal_error",
+    Code.TIMEOUT: "timeout_error",
+}
+CODES = {
+    Code.UNAUTHORIZED: "invalid_api_key",
+    Code.OVERLOADED: "rate_limit_exceeded",
+    Code.TOO_LONG: "context_length_exceeded",
+}
+
+
+class Error(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    error: Error
+
+
+class PromptDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+
+
+class CompletionDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+    """The same, as FastDeploy calls them."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Likely(msgspec.Struct, kw_only=True, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Likely]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first of a call has its id, type and name, and all have what is new of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    reasoning: str | UnsetType | None = None
+    """The thought before it, under the name that vLLM has for it now, and under its older one."""
+    reasoning_content: str | UnsetType | None = None
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+    """Where FastDeploy's clients look for them."""
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """Absent where there is none, as vLLM has it: its own clients add up what there is."""
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    completion_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Chat(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class PairScore(msgspec.Struct, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class Scores(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "penstock"
+    root: str
+    parent: str | None = None
+    """The model that an adapter is for."""
+    max_model_len: int | None
+
+
+class Models(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+ANSWERS = (Completion, Chat, Embeddings, Scores, Models, Model, Tokenized, Detokenized, ErrorAnswer)
+
+OF_ALL = {"bad_word_ids": "bad_words_token_ids"}
+"""Fields of requests, by the names that the engine has for them."""
+OF_CHATS = OF_ALL | {"prompt": "messages"}
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+def event(answer: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(answer) + b"\n\n"
+
+
+async def in_pieces(items: Sequence[T], make: Callable[[T], Any], turns: Turns) -> Any:
+    """A list of what is made of each item, ready to be encoded; one that is long is encoded a piece at a time, so that
+    others have their turns."""
+    if len(items) <= PIECE:
+        return list(map(make, items))
+    parts = []
+    for start in range(0, len(items), PIECE):
+        await turns.next()
+        parts.append(encode(list(map(make, items[start : start + PIECE])))[1:-1])
+    return joined(parts)
+
+
+def joined(parts: Sequence[bytes]) -> msgspec.Raw:
+    """A list of which each part has some elements, encoded."""
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+def error_of(failure: Failure) -> ErrorAnswer:
+    """A failure in OpenAI's shape."""
+    no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
+    message = failure.message
+    if failure.code is Code.TOO_LONG:  # words that clients look for
+        longest = f"This model's maximum context length is {failure.limit:.0f} tokens."
+        told = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
+        message = f"{longest} {told} Please reduce the length of the {failure.field}."
+    return ErrorAnswer(
+        error=Error(
+            message=message.encode("utf-8", "replace").decode(),
+            type=KINDS.get(failure.code, "invalid_request_error"),
+            param=failure.field.encode("utf-8", "replace").decode() or None,
+            code="model_not_found" if no_model else CODES.get(failure.code, STATUS[failure.code]),
+        )
+    )
+
+
+def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
+    """Tokens of a request's prompts and all their sequences, but for ``untold`` a sequence."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    made = sum(max(len(m.token_ids) - untold, 0) for output in outputs for m in output.outputs)
+    made += sum(output.untold_tokens for output in outputs)  # which OpenAI counts, too
+    cached = sum(output.num_cached_tokens for output in outputs)
+    thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=made,
+        total_tokens=prompt + made,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionDetails(reasoning_tokens=thought),
+    )
+
+
+def token_of(token_id: int, told: Logprob, as_id: bool | None) -> str:
+    """What a token is called among log probabilities; not every token is text that JSON can have."""
+    return f"token_id:{token_id}" if as_id else told.decoded_token
+
+
+async def prompt_logprobs_of(output: RequestOutput, turns: Turns) -> Any:
+    """As vLLM gives them, a list; unset where they were not asked for."""
+    return UNSET if output.prompt_logprobs is None else await in_pieces(output.prompt_logprobs, _by_id, turns)
+
+
+def _by_id(position: Position | None) -> dict[int, dict[str, Any]] | None:
+    return (
+        None
+        if position is None
+        else {
+            token_id: {"logprob": max(p.logprob, LEAST), "rank": p.rank, "decoded_token": p.decoded_token}
+            for token_id, p in position.items()
+        }
+    )

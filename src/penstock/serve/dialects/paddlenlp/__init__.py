@@ -1,0 +1,6 @@
+"""PaddleNLP's dialect: its own fields on the paths that all chats and completions share."""
+
+from .dialect import PaddleNLP
+from .kserve_model import OverGrpc
+
+__all__ = ["OverGrpc", "PaddleNLP"]

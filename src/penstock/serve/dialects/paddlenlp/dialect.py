@@ -1,0 +1,51 @@
+"""Which requests are PaddleNLP's, and how they are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.serve.dialects.dispatch import Dialect
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import record_of
+from penstock.serve.models.registry import Services
+
+from .handler import Answering
+from .requests import DECISIVE, OWN, names_of, parse
+from .responses import PaddleNLPShape
+
+NAME = "paddlenlp"
+"""Of the profile."""
+PROMPTS = frozenset(("prompt", "prompt_token_ids"))
+"""Of OpenAI's completions."""
+
+
+class PaddleNLP(Dialect):
+    """Spoken where a request has a field that only PaddleNLP has, and not all that OpenAI's have: a prompt, or messages
+    and a model. So whatever an OpenAI client adds, it gets an answer that it can read. Under PaddleNLP's profile a
+    request that names no model is PaddleNLP's, too."""
+
+    shape = PaddleNLPShape()
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._preferred = services.options.compat == NAME
+
+    def speaks(self, request: HttpRequest, found: dict[str, Any]) -> bool:
+        if not PROMPTS.isdisjoint(found) or found.keys() >= {"model", "messages"}:
+            return False
+        own = DECISIVE if "messages" in found else OWN
+        return not own.isdisjoint(found) or (self._preferred and "model" not in found)
+
+    def completion(self, request: HttpRequest, found: dict[str, Any], size: int) -> Response:
+        record, named = record_of(request.scope), found.get("req_id")
+        shape = record.shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
+        wanted = parse(found, record.unknown)
+        service = self._services.find_or_first(wanted.model)
+        answering = Answering(service, record, wanted, size)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
+
+    chat = completion

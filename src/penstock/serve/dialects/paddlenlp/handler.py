@@ -1,0 +1,137 @@
+"""One request of this dialect, from its prompt to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from msgspec import UNSET
+
+from penstock.core import Code, FinishReason, PenstockError
+from penstock.core.errors import invalid
+from penstock.frontend.input_processor import Prompt
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.dialects.openai.parse import messages_of
+from penstock.serve.generation import Progress, generate
+from penstock.serve.http.request_record import Record
+from penstock.serve.models.service import Service
+
+from .requests import PATIENCE, Request, asked, sampling_of
+from .responses import Piece, Usage, Whole, encode, line
+
+
+class Answering:
+    """A request, whichever way it came.
+
+    Args:
+        size: of the request, about as many characters.
+
+    Raises ``PenstockError`` where it is wrong.
+    """
+
+    def __init__(self, service: Service, record: Record, request: Request, size: int) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._size = size
+        self._sampling = sampling_of(request)
+        self._messages = messages_of(request.messages or [])
+        has_template = bool(service.gateway.preparer.tokenizer.template_source)
+        if request.text is not None and service.options.template_text and has_template:
+            self._messages = [{"role": "user", "content": request.text}]
+        if request.system is not None:
+            if not self._messages:
+                given = "input_ids" if request.text is None else "text that is not put into the chat template"
+                raise invalid("system", f"does not go with {given}")
+            self._messages.insert(0, {"role": "system", "content": request.system})
+        self._adapter = request.model if request.model in service.gateway.engine.adapters else None
+        self._req_id = request.req_id or uuid4().hex
+        record.facts["req_id"] = self._req_id
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The answer as it comes; the last piece has ``is_end`` 1. Raises ``PenstockError`` where it fails."""
+        request, progress, count = self._request, Progress(), 0
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                made = output.outputs[0]
+                if request.return_all_tokens and not made.finished:
+                    continue
+                if (new := progress.advance(made)) is None:
+                    continue
+                token_ids = new.token_ids[:-1] if made.finish_reason == FinishReason.STOP else new.token_ids
+                yield Piece(
+                    req_id=self._req_id,
+                    token=new.text,
+                    token_ids=token_ids,
+                    send_idx=count,
+                    is_end=int(made.finished),
+                    usage=_usage(output) if made.finished and request.return_usage else UNSET,
+                )
+                count += 1
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                yield line(piece)
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        texts = []
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                texts.append(piece.token)
+        text = "".join(texts)
+        yield encode(Whole(req_id=self._req_id, tokens_all=text, result=text, usage=piece.usage))
+
+    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has waited too long for a
+        piece of a stream or, where the request says how long, for an answer that comes in one piece.
+        """
+        request, timeout = self._request, asked(self._request, "timeout")
+        in_pieces = request.stream and not request.return_all_tokens and not self._service.options.disable_streaming
+        limit = timeout or PATIENCE
+        deadline = self._record.begun + limit
+        async with aclosing(self._generated()) as outputs:
+            while True:
+                try:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        output = await anext(outputs, None)
+                except TimeoutError as error:
+                    words = f"timeout: nothing came for {limit:g} seconds"
+                    raise PenstockError(Code.TIMEOUT, words, "timeout", limit) from error
+                if output is None:
+                    return
+                yield output
+                if in_pieces or timeout is None:
+                    deadline = time.monotonic() + limit
+
+    async def _generated(self) -> AsyncGenerator[RequestOutput, None]:
+        prompt = await self._prompt()
+        options: dict[str, Any] = {"external_id": self._req_id, "adapter": self._adapter or ""}
+        async with aclosing(generate(self._service, self._record, prompt, self._sampling, **options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _prompt(self) -> Prompt:
+        """In token ids, which together with the longest answer have room in the context."""
+        request, gateway = self._request, self._service.gateway
+        if self._messages:
+            prompt = await gateway.conversation(self._messages, self._size, {})
+        elif request.text is not None:
+            prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
+        else:
+            prompt = {"prompt_token_ids": request.input_ids}
+        count, wanted = len(prompt["prompt_token_ids"]), asked(request, "max_dec_len") or 0
+        most = gateway.engine.check().max_model_len
+        if wanted and count + wanted > most:
+            words = f"{count} tokens of input and {wanted} of output are more than the {most} of the context"
+            raise invalid("max_tokens", words, most)
+        return prompt
+
+
+def _usage(output: RequestOutput) -> Usage:
+    prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return Usage(prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made)

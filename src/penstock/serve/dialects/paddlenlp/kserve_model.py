@@ -1,0 +1,78 @@
+"""PaddleNLP's model over gRPC: JSON in a tensor of bytes, and JSON out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+import msgspec
+
+from penstock.core import Failure, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.dialects.kserve import BYTES, Answer, Call, Model, Spec, Tensor
+from penstock.serve.models.registry import Services
+from penstock.serve.models.service import Service
+
+from .handler import Answering
+from .requests import names_of, parse
+from .responses import PaddleNLPShape, encode
+
+
+class OverGrpc(Model):
+    """``IN`` holds a list with one request, and each ``OUT`` a list with one piece of the answer."""
+
+    name = "model"
+    inputs: ClassVar = (Spec("IN", BYTES),)
+    outputs: ClassVar = (Spec("OUT", BYTES),)
+    most_batch = 0
+    decoupled = True
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    @property
+    def service(self) -> Service:
+        return self._services.find()
+
+    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+        """Whoever asks for one answer gets it whole. What goes wrong is told in ``OUT``, as PaddleNLP does."""
+        (raw,) = call.inputs["IN"].elements
+        shape = PaddleNLPShape()
+        try:
+            found = _one(raw)
+            named = found.get("req_id")
+            shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
+            request = parse(found, call.record.unknown)
+            if not call.streamed:
+                request.return_all_tokens = True
+            service = self._services.find_or_first(request.model)
+            answering = Answering(service, call.record, request, len(raw))
+            async with aclosing(answering.pieces()) as pieces:
+                async for piece in pieces:
+                    told = msgspec.to_builtins(piece)
+                    del told["error_msg"], told["error_code"]
+                    yield _answer(told, bool(piece.is_end))
+        except PenstockError as error:
+            call.record.failure = error.failure
+            yield _answer(_told(shape, error.failure), True)
+
+
+def _one(raw: bytes) -> dict[str, Any]:
+    """Raises ``PenstockError`` (``invalid``) for what is no list with one request."""
+    try:
+        found = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid("IN", f"is not JSON: {error}") from error
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], dict):
+        raise invalid("IN", "must be a list with one request")
+    return found[0]
+
+
+def _answer(told: dict[str, Any], last: bool) -> Answer:
+    return Answer([Tensor("OUT", BYTES, (1,), [encode([told])])], last)
+
+
+def _told(shape: PaddleNLPShape, failure: Failure) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(shape.answer(failure))
+    return found

@@ -1,0 +1,161 @@
+"""What PaddleNLP's clients send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from penstock.core import SamplingParams
+from penstock.core.errors import invalid
+from penstock.serve.dialects.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Seed,
+    TokenId,
+    TokenIds,
+    Words,
+)
+from penstock.serve.http.body import convert
+from penstock.serve.http.unknown_fields import Unknown
+
+Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A field that is null is one that is not given."""
+
+    req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")] | None = None
+    """No other request of this id may be under way."""
+    model: str | None = None
+    """An adapter; any other name is the model that is served."""
+    text: Words | None = None
+    """One user turn, rendered by the chat template (or continued as it is: option ``template_text``, or a model without
+    a template). A request has this, or messages, or input_ids."""
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    input_ids: TokenIds | None = None
+    system: str | None = None
+    """A message that comes before the others."""
+
+    max_dec_len: Length | None = None
+    """What is left of the context by default, or MAX_DEC_LEN where that is less."""
+    seq_len: Length | None = None
+    max_tokens: Length | None = None
+    """Both are older and newer names of it."""
+    min_dec_len: Length | None = None
+    """1 by default."""
+    topp: Share | None = None
+    """0.7 by default; 0 takes the likeliest token."""
+    top_p: Share | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    """0.95 by default; 0 takes the likeliest token."""
+    penalty_score: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    frequency_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    presence_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    eos_token_ids: TokenId | Annotated[list[TokenId], msgspec.Meta(max_length=1)] | None = None
+    """One token that ends the answer, besides the model's own."""
+    infer_seed: Seed | None = None
+    seed: Seed | None = None
+
+    stream: bool | None = None
+    timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Seconds in which each piece of a stream must come, or all of an answer in one piece. By default 300 seconds in
+    which another token must be made."""
+    response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """The same, as PaddleNLP's own client calls it over gRPC."""
+    return_usage: bool | None = None
+    return_all_tokens: bool | None = None
+    """Stream all in one piece."""
+
+
+OWN = frozenset(Request.__struct_fields__).difference(
+    CompletionRequest.__struct_fields__, ChatRequest.__struct_fields__
+)
+"""Fields that only this dialect has."""
+DECISIVE = OWN.difference(
+    ("text", "input_ids", "system", "timeout", "response_timeout", "eos_token_ids", "return_usage")
+)
+"""Of these, those that nobody else would send with messages."""
+SAME = {
+    "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
+    "topp": ("topp", "top_p"),
+    "infer_seed": ("infer_seed", "seed"),
+    "timeout": ("timeout", "response_timeout"),
+}
+"""Names of one thing, of which a request uses one."""
+PROMPTS = ("text", "messages", "input_ids")
+THEIRS = {
+    "external_id": "req_id",
+    "max_tokens": "max_dec_len",
+    "min_tokens": "min_dec_len",
+    "top_p": "topp",
+    "repetition_penalty": "penalty_score",
+    "frequency_penalty": "frequency_score",
+    "presence_penalty": "presence_score",
+    "seed": "infer_seed",
+    "stop_token_ids": "eos_token_ids",
+}
+"""Fields as the engine knows them, and as clients do."""
+PATIENCE = 300.0
+
+
+def parse(found: dict[str, Any], unknown: Unknown) -> Request:
+    """A request from its JSON.
+
+    Args:
+        unknown: told of fields that nobody knows.
+
+    Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
+    together, and for unknown fields where requests are read strictly.
+    """
+    request = convert(found, Request, unknown)
+    given = [name for name in PROMPTS if getattr(request, name) is not None]
+    if not given:
+        raise invalid("text", "is missing; give text, messages or input_ids")
+    if len(given) > 1:
+        raise invalid(given[1], f"does not go with {given[0]}")
+    for names in SAME.values():
+        given = [name for name in names if getattr(request, name) is not None]
+        if len(given) > 1:
+            raise invalid(given[1], f"is {given[0]} by another name; give one of them")
+    return request
+
+
+def asked(request: Request, name: str) -> Any:
+    """The value of a field by whichever of its names it was given."""
+    values = [getattr(request, same) for same in SAME.get(name, (name,))]
+    return next((value for value in values if value is not None), None)
+
+
+def sampling_of(request: Request) -> SamplingParams:
+    """How tokens are drawn: by this dialect's defaults, whatever the model's makers say."""
+
+    def or_else(name: str, default: Any) -> Any:
+        value = asked(request, name)
+        return default if value is None else value
+
+    temperature, topp, ends = or_else("temperature", 0.95), or_else("topp", 0.7), or_else("eos_token_ids", ())
+    return SamplingParams(
+        max_tokens=asked(request, "max_dec_len"),
+        min_tokens=or_else("min_dec_len", 1),
+        temperature=temperature if topp else 0.0,
+        top_p=topp or 1.0,
+        repetition_penalty=or_else("penalty_score", 1.0),
+        frequency_penalty=or_else("frequency_score", 0.0),
+        presence_penalty=or_else("presence_score", 0.0),
+        seed=asked(request, "infer_seed"),
+        stop_token_ids=(ends,) if isinstance(ends, int) else tuple(ends),
+    )
+
+
+def names_of(found: dict[str, Any]) -> dict[str, str]:
+    """Fields as the engine knows them, and as this request calls them."""
+    names = {}
+    for ours, theirs in THEIRS.items():
+        if ours not in found:
+            names[ours] = next((name for name in SAME.get(theirs, ()) if found.get(name) is not None), theirs)
+    if "prompt" not in found:
+        names["prompt"] = next((name for name in PROMPTS if name in found), PROMPTS[0])
+    return names

@@ -1,0 +1,127 @@
+"""What clients get: a response whole, or told in events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.chat.stream_cursor import CallPart, News
+
+encode = msgspec.json.Encoder().encode
+Item = dict[str, Any]
+
+
+class Events:
+    """Server-sent events, which are numbered."""
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        told = {"type": kind, "sequence_number": self._number, **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + encode(told) + b"\n\n"
+
+
+class Items:
+    """What a response is made of, told item by item.
+
+    Args:
+        name: of the response, of which its items' names are made.
+        event: makes an event of its type and fields.
+    """
+
+    def __init__(self, name: str, event: Callable[..., bytes]) -> None:
+        self.items: list[Item] = []
+        """All that have begun."""
+        self._name = name
+        self._event = event
+        self._open = False
+        """Whether the last one goes on."""
+
+    def tell(self, news: News) -> bytes:
+        """The events of what is new."""
+        events = b""
+        if news.thought:
+            events += self._within("reasoning")
+            self._content["text"] += news.thought
+            events += self._told("response.reasoning_text.delta", content_index=0, delta=news.thought)
+        if news.content:
+            events += self._within("message")
+            self._content["text"] += news.content
+            events += self._told("response.output_text.delta", content_index=0, delta=news.content, logprobs=[])
+        for part in news.calls:
+            events += self._call(part)
+        return events
+
+    def end(self, status: str = "completed") -> bytes:
+        """The events with which the item that goes on comes to its end."""
+        if not self._open:
+            return b""
+        self._open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            told = {"arguments": item["arguments"], "name": item["name"]}
+            events = self._told("response.function_call_arguments.done", **told)
+        elif item["type"] == "reasoning":
+            events = self._told("response.reasoning_text.done", content_index=0, text=self._content["text"])
+        else:
+            events = self._told("response.output_text.done", content_index=0, text=self._content["text"], logprobs=[])
+            events += self._told("response.content_part.done", content_index=0, part=self._content)
+        return events + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    @property
+    def _content(self) -> Item:
+        found: Item = self.items[-1]["content"][0]
+        return found
+
+    def _told(self, kind: str, **fields: Any) -> bytes:
+        """An event of the last item."""
+        return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+    def _within(self, kind: str) -> bytes:
+        """Begin an item of this kind, unless it goes on."""
+        if self._open and self.items[-1]["type"] == kind:
+            return b""
+        if kind == "reasoning":
+            return self._begin({"type": kind, "summary": []}, {"type": "reasoning_text", "text": ""})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        events = self._begin({"type": kind, "role": "assistant"}, part)
+        return events + self._told("response.content_part.added", content_index=0, part=part)
+
+    def _begin(self, item: Item, part: Item | None = None) -> bytes:
+        ended = self.end()
+        name = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[item["type"]]
+        self.items.append({"id": f"{name}_{self._name}_{len(self.items)}", **item, "status": "in_progress"})
+        if part:
+            self.items[-1]["content"] = []
+        self._open = True
+        events = self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+        if part:
+            self.items[-1]["content"].append(part)
+        return ended + events
+
+    def _call(self, part: CallPart) -> bytes:
+        events = b""
+        if part.id:
+            events += self._begin({"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""})
+        if not part.arguments:
+            return events
+        self.items[-1]["arguments"] += part.arguments
+        return events + self._told("response.function_call_arguments.delta", delta=part.arguments)
+
+
+def usage_of(output: RequestOutput) -> dict[str, Any]:
+    prompt = len(output.prompt_token_ids)
+    made = sum(len(made.token_ids) for made in output.outputs) + output.untold_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in output.outputs)},
+        "total_tokens": prompt + made,
+    }

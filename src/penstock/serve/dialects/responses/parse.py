@@ -1,0 +1,135 @@
+"""From a response that is asked for to a chat, as the rest of the house knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.dialects.openai.requests import ROLES, ChatRequest
+from penstock.serve.http.body import check_supported, convert, given
+from penstock.serve.http.unknown_fields import Unknown
+
+from .requests import NOT_HERE, Counted, Format, Item, NamedTool, Part, ResponsesRequest, Tool
+
+T = TypeVar("T", bound=Counted)
+
+SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
+"""Fields that chats have under the same name."""
+
+
+def read(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
+    """Raises ``PenstockError``: ``unsupported`` for what is not here, ``invalid`` for what is wrong."""
+    check_supported(found, NOT_HERE)
+    return convert(found, schema, unknown)
+
+
+def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
+    """The same as a chat.
+
+    Args:
+        variables: what the model's chat template reads.
+
+    Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for what is no text.
+    """
+    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    found: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
+    if isinstance(request, ResponsesRequest):
+        found |= {name: getattr(request, name) for name in SAME} | {"max_tokens": request.max_output_tokens}
+    found["messages"] = messages + _messages(request.input)
+    if request.tools:
+        found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if isinstance(request.tool_choice, NamedTool):
+        found["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
+    else:
+        found["tool_choice"] = request.tool_choice
+    called = found["tool_choice"] not in (None, "auto", "none")  # then there is no text, which could have a form
+    if request.text and request.text.format and not called:
+        found["response_format"] = _format(request.text.format)
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning and (effort := request.reasoning.effort):
+        if "reasoning_effort" in variables:
+            found["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        if "enable_thinking" in variables:
+            kwargs.setdefault("enable_thinking", effort != "none")
+    if kwargs:
+        found["chat_template_kwargs"] = kwargs
+    return msgspec.convert(found, ChatRequest)
+
+
+def _messages(items: str | list[Item]) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        _add(messages, item, f"input[{i}]")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
+    """An item as a message, or as a part of the assistant's one before it."""
+    if item.type == "message":
+        if item.role not in ROLES:
+            raise invalid(f"{path}.role", f"{item.role!r:.50} is none of {', '.join(ROLES)}")
+        content = _text(item.content, f"{path}.content")
+        if item.role == "assistant" and _open(messages) and not messages[-1].get("content"):
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": item.role, "content": content})
+    elif item.type == "reasoning":
+        parts = item.content if isinstance(item.content, list) else []
+        thought = "".join(part.text or "" for part in parts)
+        if thought:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    elif item.type == "function_call":
+        if not _open(messages):
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": given(item.name, f"{path}.name"), "arguments": given(item.arguments, f"{path}.arguments")}
+        call = {"id": given(item.call_id, f"{path}.call_id"), "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif item.type == "function_call_output":
+        content = _text(item.output, f"{path}.output")
+        messages.append({"role": "tool", "content": content, "tool_call_id": given(item.call_id, f"{path}.call_id")})
+    else:
+        raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
+
+
+def _open(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message is the assistant's, to which more may belong."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+def _text(content: str | list[Part] | None, path: str) -> str:
+    if content is None:
+        raise invalid(path, "is missing")
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        where = f"{path}[{i}]"
+        if part.type == "refusal":
+            texts.append(given(part.refusal, f"{where}.refusal"))
+        elif part.type in ("input_text", "output_text", "text"):
+            texts.append(given(part.text, f"{where}.text"))
+        else:
+            raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
+    return "\n".join(texts)
+
+
+def _tool(tool: Tool, path: str) -> dict[str, Any]:
+    if tool.type != "function":
+        words = f"{path}.type: {tool.type[:50]} is not supported, only function is"
+        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
+    function = {"name": given(tool.name, f"{path}.name"), "description": tool.description}
+    return {"type": "function", "function": function | {"parameters": tool.parameters, "strict": tool.strict}}
+
+
+def _format(wanted: Format) -> dict[str, Any]:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    if wanted.schema is None:
+        raise invalid("text.format.schema", "is missing")
+    return {"type": "json_schema", "json_schema": {"name": wanted.name or "answer", "schema": wanted.schema}}

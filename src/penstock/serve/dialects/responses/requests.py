@@ -1,0 +1,136 @@
+"""What clients send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from penstock.serve.dialects.openai.requests import TOOL_NAME, Count, Number, Seed, Words
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Part(msgspec.Struct):
+    """Of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct, kw_only=True):
+    """A message, a call that was made, what came of it, or a thought."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: str
+    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
+class Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: Format | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """The thought itself is given."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Its older name."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What makes a prompt. A field that is null is one that is not given."""
+
+    input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    """Absent or "default": the one that is served."""
+    instructions: str | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's addition."""
+
+    previous_response_id: None = None
+    conversation: None = None
+
+
+class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+
+    store: bool | None = None
+    background: bool | None = None
+    prompt: None = None
+    context_management: None = None
+    moderation: None = None
+    top_logprobs: int | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    max_tool_calls: Count | None = None
+    """Of tools that a server has of its own; this one has none."""
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: Words | list[Words] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """vLLM's additions."""
+
+
+NOTHING_KEPT = "nothing is kept between requests: send what was said as input"
+NOT_HERE: dict[str, tuple[Any, str]] = {
+    "previous_response_id": (None, NOTHING_KEPT),
+    "conversation": (None, NOTHING_KEPT),
+    "prompt": (None, "no prompts are kept here: send instructions and input"),
+    "store": (False, "nothing is kept here; send false"),
+    "background": (False, "an answer is told while it is made; send false"),
+    "truncation": ("disabled", "no input is cut; send disabled, and less input"),
+    "context_management": (None, "no input is made shorter; send less of it"),
+    "moderation": (None, "nothing is moderated here"),
+    "top_logprobs": (0, "is not supported yet; /v1/chat/completions has it"),
+}
+"""Fields, what may be said to them, and what to do instead of the rest."""

@@ -1,0 +1,168 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from penstock.core import Failure
+from penstock.frontend.outputs import RequestOutput
+from penstock.serve.chat.stream_cursor import Telling
+from penstock.serve.dialects.openai.chat import Answering as Chatting
+from penstock.serve.dialects.openai.chat_prompt import count_tokens
+from penstock.serve.dialects.openai.responses import ErrorAnswer, encode, error_of
+from penstock.serve.http.body import read_object
+from penstock.serve.http.error_format import Shape, renamed
+from penstock.serve.http.openapi import OBJECT, operation, reference
+from penstock.serve.http.reply import Reply
+from penstock.serve.http.request_record import Record, record_of
+from penstock.serve.models.registry import Services
+from penstock.serve.models.service import Service
+
+from .events import Events, Items, usage_of
+from .parse import chat_of, read
+from .requests import Counted, ResponsesRequest
+
+SCHEMAS = (ResponsesRequest, Counted)
+PREFIX = "responses."
+"""Of these schemas' names in the OpenAPI document."""
+NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of responses, by the names that they have in chats."""
+
+
+class ResponsesShape(Shape):
+    """How a response is told that it failed.
+
+    Args:
+        names: of its fields, by those that chats have.
+        events: those of its stream, which an error goes on with.
+    """
+
+    dialect = "responses"
+
+    def __init__(self, names: Mapping[str, str], events: Events) -> None:
+        self._names = names
+        self._events = events
+
+    def error(self, failure: Failure) -> bytes:
+        return encode(error_of(renamed(failure, self._names)))
+
+    def late_error(self, failure: Failure) -> bytes:
+        error = error_of(renamed(failure, self._names)).error
+        return self._events.event("error", code=error.type, message=error.message, param=error.param, error=error)
+
+
+SHAPE = ResponsesShape({}, Events())
+"""Until a request has been read."""
+
+
+class Answering:
+    """One request, from its input to a response."""
+
+    def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int, events: Events) -> None:
+        self._chat = Chatting(service, record, chat_of(request, service.template_variables), size)
+        self._events = events
+        self._request = request
+        self._name = record.request_id
+        self._model = service.adapter_of(request.model) or service.name
+        self._created = int(time.time())
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        items = Items(self._name, lambda kind, **fields: b"")
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        items.tell(Telling().news(self._chat.message(last.outputs[0])))
+        items.end(self._status(last))
+        yield encode(self._response(items, last))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        event, telling = self._events.event, Telling()
+        items = Items(self._name, event)
+        begun = False
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                if not begun:
+                    begun = True
+                    empty = self._response(items, None)
+                    yield event("response.created", response=empty) + event("response.in_progress", response=empty)
+                made = output.outputs[0]
+                if telling.progress.advance(made) is None:
+                    continue
+                if events := items.tell(telling.news(self._chat.message(made))):
+                    yield events
+                if made.finished:
+                    status = self._status(output)
+                    yield items.end(status) + event(f"response.{status}", response=self._response(items, output))
+
+    def _status(self, output: RequestOutput) -> str:
+        return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
+
+    def _response(self, items: Items, output: RequestOutput | None) -> dict[str, Any]:
+        """As far as it is known; ``output`` is the last one."""
+        request = self._request
+        status = self._status(output) if output else "in_progress"
+        given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED}
+        return {
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._model,
+            "output": items.items,
+            "usage": usage_of(output) if output else None,
+            **given,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "tool_choice": given["tool_choice"] or "auto",
+            "tools": given["tools"] or [],
+            "text": given["text"] or {"format": {"type": "text"}},
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+        }
+
+
+ECHOED = (
+    "instructions max_output_tokens metadata reasoning temperature text tool_choice tools top_p user service_tier"
+).split()
+"""Fields of the request that are told again."""
+
+
+def add_routes(app: FastAPI, services: Services) -> None:
+    """What OpenAI's client calls for a response."""
+
+    async def create_response(request: Request) -> Response:
+        body = await services.read(request)
+        record, events = record_of(request.scope), Events()
+        wanted = read(read_object(body), ResponsesRequest, record.unknown)
+        shape = record.shape = ResponsesShape(NAMES, events)
+        service = services.find(wanted.model)
+        answering = Answering(service, record, wanted, len(body), events)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
+
+    async def count_input_tokens(request: Request) -> Response:
+        body = await services.read(request)
+        unknown = record_of(request.scope).unknown
+        wanted = read(read_object(body), Counted, unknown)
+        service = services.find(wanted.model)
+        count = await count_tokens(service, chat_of(wanted, service.template_variables), len(body), unknown)
+        return Response(
+            encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"
+        )
+
+    for path, endpoint, asked in (
+        ("/v1/responses", create_response, ResponsesRequest),
+        ("/v1/responses/input_tokens", count_input_tokens, Counted),
+    ):
+        wanted = reference(asked, PREFIX)
+        described = operation(OBJECT, reference(ErrorAnswer), wanted, streamed=asked is ResponsesRequest)
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)

@@ -1,0 +1,1 @@
+"""vLLM's own endpoints: ``/generate``, and those of its operators."""

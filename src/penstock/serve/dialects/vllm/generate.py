@@ -1,0 +1,145 @@
+"""vLLM's own API: ``/generate``, a prompt with sampling parameters to texts that begin with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from penstock.core import Code, Failure, PenstockError, SamplingParams
+from penstock.core.errors import invalid
+from penstock.frontend.input_processor import Prompt
+
+from ...generation import generate
+from ...http.body import read_object
+from ...http.error_format import Shape
+from ...http.openapi import operation, reference
+from ...http.reply import Reply
+from ...http.request_record import Record, record_of
+from ...models.registry import Services
+from ...models.service import Service
+from ..openai import requests as schema
+from ..openai.parse import parse, sampling_of, truncated
+from ..openai.responses import ErrorAnswer, encode, error_of
+
+PATH = "/generate"
+UNTOLD = ("logprobs", "prompt_logprobs")
+"""Fields that vLLM takes and whose answer it does not tell."""
+
+
+class GenerateRequest(schema.Request, kw_only=True, forbid_unknown_fields=True):
+    """What vLLM's ``SamplingParams`` take, and a prompt."""
+
+    prompt: str
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """16 by default."""
+
+
+class Texts(msgspec.Struct):
+    text: list[str]
+
+
+SCHEMAS = (GenerateRequest, Texts)
+
+
+class GenerateShape(Shape):
+    """As OpenAI's, but that a stream is of JSON objects.
+
+    Args:
+        end: what ends each of them.
+    """
+
+    dialect = "vllm"
+
+    def __init__(self, end: bytes) -> None:
+        self.end = end
+
+    def error(self, failure: Failure) -> bytes:
+        return encode(error_of(failure))
+
+    def late_error(self, failure: Failure) -> bytes:
+        return self.error(failure) + self.end
+
+
+LINES = GenerateShape(b"\n")
+ZEROS = GenerateShape(b"\0")
+"""Of vLLM up to 0.6, whose clients look for it."""
+SHAPES = {PATH: LINES}
+
+
+def asked_for(services: Services) -> bool:
+    """Whether the server stands in for vLLM 0.5 as Ascend has it."""
+    return services.options.compat == "ascend-vllm"
+
+
+def check(sampling: SamplingParams) -> None:
+    """Raises ``PenstockError`` (``invalid``) for several sequences that would all be the same, as vLLM 0.5 does."""
+    if sampling.n > 1 and not sampling.use_beam_search and (sampling.greedy or sampling.top_k == 1):
+        raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
+
+
+def add_routes(app: FastAPI, services: Services) -> None:
+    """``/generate``, which answers as vLLM's does."""
+    shape = ZEROS if asked_for(services) else LINES
+
+    async def create(request: Request) -> Response:
+        record = record_of(request.scope)
+        record.shape = shape
+        body = await services.read(request)
+        found = {name: value for name, value in read_object(body).items() if name not in UNTOLD}
+        wanted = parse(found, GenerateRequest, record.unknown)
+        if wanted.return_token_ids:
+            raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
+        service = services.find(wanted.model)
+        answering = _Answering(service, record, wanted, shape.end)
+        streamed = bool(wanted.stream)
+        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
+
+    described = operation(reference(Texts), reference(ErrorAnswer), reference(GenerateRequest))
+    app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
+
+
+class _Answering:
+    """One request."""
+
+    def __init__(self, service: Service, record: Record, request: GenerateRequest, end: bytes) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._end = end
+        self._adapter = service.adapter_of(request.model)
+        max_tokens = request.max_tokens or service.gateway.preparer.default_max_tokens
+        self._sampling = sampling_of(request, SamplingParams(), max_tokens=max_tokens)
+        check(self._sampling)
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._texts()) as texts:
+            async for text in texts:
+                last = text
+        yield encode(last)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """All there is so far in each object."""
+        told = None
+        async with aclosing(self._texts()) as texts:
+            async for text in texts:
+                if text != told:
+                    yield encode(text) + self._end
+                    told = text
+
+    async def _texts(self) -> AsyncGenerator[Texts, None]:
+        request = self._request
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
+        prompt: Prompt = request.prompt
+        if request.truncate_prompt_tokens is not None:
+            gateway = self._service.gateway
+            most = gateway.engine.check().max_model_len - (self._sampling.max_tokens or 1)
+            prompt = truncated(await gateway.encode(prompt), request, most)
+        stream = generate(self._service, self._record, prompt, self._sampling, **options)
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield Texts([request.prompt + made.text for made in output.outputs])

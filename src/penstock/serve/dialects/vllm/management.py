@@ -1,0 +1,111 @@
+"""What vLLM's operators call: health as SageMaker asks for it, load, configuration, tokenizer, cache, and cancelling.
+
+vLLM has some of these in its development mode only; here they are behind the API key, like everything else.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from penstock import __version__
+from penstock.config.settings import settings
+from penstock.core.errors import invalid
+
+from ...http.body import convert, read_object
+from ...http.openapi import OBJECT, operation, reference
+from ...http.request_record import record_of
+from ...models.registry import Services
+from ..openai.requests import Words
+from ..openai.responses import ErrorAnswer
+
+PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
+"""Of answers' ids, before the ids of their requests."""
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Requests to cancel, by the ids of their answers or their own."""
+
+    request_ids: Words | Annotated[list[Words], msgspec.Meta(max_length=4096)]
+
+
+SCHEMAS = (AbortRequest,)
+
+
+def add_routes(app: FastAPI, services: Services) -> None:
+    async def ping() -> Response:
+        services.check()
+        return Response()
+
+    async def load() -> Response:
+        """The requests that this API process has open."""
+        return JSONResponse({"server_load": services.open})
+
+    async def server_info(config_format: str = "text") -> Response:
+        found = {model.name: _plain(model.configuration) for model in services.models}
+        if config_format not in ("text", "json"):
+            raise invalid("config_format", "is neither text nor json")
+        told: Any = found if config_format == "json" else json.dumps(found)
+        return JSONResponse({"version": __version__, "vllm_config": told})
+
+    async def tokenizer_info(model: str | None = None) -> Response:
+        return JSONResponse(services.find(model).gateway.preparer.tokenizer.info)
+
+    async def reset_prefix_cache() -> Response:
+        services.check()
+        for service in services:
+            await service.gateway.engine.reset_prefix_cache()
+        return Response()
+
+    async def abort_requests(request: Request) -> Response:
+        found = read_object(await services.read(request))
+        wanted = convert(found, AbortRequest, record_of(request.scope).unknown)
+        named = [wanted.request_ids] if isinstance(wanted.request_ids, str) else wanted.request_ids
+        ids = {*named, *(name.removeprefix(prefix) for name in named for prefix in PREFIXES)}
+        for service in services:
+            service.gateway.engine.cancel(sorted(ids))
+        return Response()
+
+    failure = reference(ErrorAnswer)
+    for method in ("GET", "POST"):
+        app.add_api_route(
+            "/ping",
+            ping,
+            methods=[method],
+            summary="The engine serves",
+            openapi_extra=operation(None, failure),
+            response_class=Response,
+        )
+    for path, endpoint, summary in (
+        ("/load", load, "How many requests are open"),
+        ("/server_info", server_info, "How the server is configured, but for what is secret"),
+        ("/tokenizer_info", tokenizer_info, "The tokenizer's configuration and chat template"),
+    ):
+        described = operation(OBJECT, failure)
+        app.add_api_route(path, endpoint, summary=summary, openapi_extra=described, response_class=JSONResponse)
+    for path, change, summary, asked in (
+        ("/reset_prefix_cache", reset_prefix_cache, "Forget all cached prefixes", None),
+        (
+            "/abort_requests",
+            abort_requests,
+            "Cancel requests, whichever process they came to",
+            reference(AbortRequest),
+        ),
+    ):
+        described = operation(None, failure, asked)
+        app.add_api_route(
+            path, change, methods=["POST"], summary=summary, openapi_extra=described, response_class=Response
+        )
+
+
+def _plain(configuration: msgspec.Struct) -> dict[str, Any]:
+    """What is set, by section; of what is secret only whether it is set."""
+    found: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
+    for setting in settings().values():
+        if setting.secret and found[setting.section][setting.name]:
+            found[setting.section][setting.name] = "***"
+    return found

@@ -1,0 +1,1 @@
+"""HTTP below the dialects: middleware, bodies, replies, error formats."""

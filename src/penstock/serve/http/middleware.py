@@ -1,0 +1,190 @@
+"""What every request passes first: an id, its line in the log, the API key."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from urllib.parse import quote
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock import __version__
+
+from ..metrics import Metrics
+from .error_format import Shapes
+from .reply import INTERNAL, refuse
+from .request_record import Record
+from .status import STATUS
+from .unknown_fields import HEADER, Once, Unknown
+
+logger = logging.getLogger("penstock.requests")
+
+OPEN_TO_ALL = frozenset(
+    ("/health", "/ready", "/live", "/v2/health/live", "/v2/health/ready", "/version", "/metrics", "/ping")
+)
+"""Needs no key, and leaves no line in the log unless it fails."""
+SERVER = (b"server", f"penstock/{__version__}".encode())
+"""A header of every response: Triton's paths, whose clients want to find Triton there, do not say who this is."""
+STATE = OPEN_TO_ALL | {"/config-info"}
+"""What ports answer that are for how the server is doing."""
+Refuse = Callable[[Scope, Send], Awaitable[None]]
+MOST_AGENT = 200
+"""Characters of what a client calls itself."""
+GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Log:
+    """Gives each request its id, in ``X-Request-Id`` both ways, and a line in the log when it has ended. Fields that
+    nobody knows are named in a header of the answer, and once a client in the log.
+
+    An exception that nobody foresaw becomes a 500 and a traceback in the log.
+
+    Args:
+        strict: refuse requests with unknown fields.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, shapes: Shapes, strict: bool = False) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._shapes = shapes
+        self._strict = strict
+        self._once = Once()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        record = Record(
+            given if GOOD_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=Unknown(self._strict)
+        )
+        scope["penstock.record"] = record
+        begun, status = time.monotonic(), 0
+
+        async def passed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = [(b"x-request-id", record.request_id.encode()), SERVER]
+                if names := record.unknown.header:
+                    own.append((HEADER.encode(), names.encode()))
+                message["headers"] = [*message.get("headers", ()), *own]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, passed)
+        except Exception:
+            logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
+            record.failure = INTERNAL
+            if not status:
+                await refuse(passed, INTERNAL, self._shapes.of(scope))
+        finally:
+            self._tell(scope, record, status, time.monotonic() - begun)
+
+    def _tell(self, scope: Scope, record: Record, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.responses.labels(path=route, status=str(status or 499)).inc()
+        facts = {"id": record.request_id, "status": status, "seconds": seconds}
+        facts["client"] = (scope.get("client") or ("",))[0]
+        if route not in OPEN_TO_ALL:
+            facts["dialect"] = self._shapes.of(scope).dialect
+        facts |= record.facts
+        if record.unknown.places and not record.failure:
+            self._once.log(record.request_id, _client(scope), record.unknown)
+        failed = STATUS[record.failure.code] if record.failure else status  # which the response may not say
+        level = logging.ERROR if failed >= 500 else logging.INFO
+        if route in OPEN_TO_ALL and status in (200, 503):
+            level = logging.DEBUG  # probes, which ask every second
+        if record.failure and route not in OPEN_TO_ALL:
+            self._metrics.failed(record.failure)
+        if record.failure:
+            facts |= {"error": record.failure.code.value, "reason": record.failure.message}
+        logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"facts": facts})
+
+
+def _client(scope: Scope) -> str:
+    """Its address, and what it calls itself."""
+    agent = Headers(scope=scope).get("user-agent", "")
+    return f"{(scope.get('client') or ('', 0))[0]} {agent[:MOST_AGENT]}".strip()
+
+
+class Below:
+    """Takes a prefix off paths, which a proxy in front may leave there or not.
+
+    Args:
+        prefix: begins with a slash and does not end with one.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}
+        await self._app(scope, receive, send)
+
+
+class Head:
+    """Answers HEAD where there is GET, with the same headers; the HTTP protocol leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        inner = {**scope, "method": "GET"}
+        try:
+            await self._app(inner, receive, send)
+        finally:
+            scope["route"] = inner.get("route")
+
+
+class OnlyState:
+    """Lets nothing through on some ports but questions for how the server is doing."""
+
+    def __init__(self, app: ASGIApp, ports: frozenset[int], refuse: Refuse) -> None:
+        self._app = app
+        self._ports = ports
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["server"][1] in self._ports and scope["path"] not in STATE:
+            await self._refuse(scope, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class Keys:
+    """Lets in who has one of the keys, as ``Authorization``, with ``Bearer`` before it or not, or as ``x-api-key``."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._fits(scope):
+            await self._app(scope, receive, send)
+        else:
+            await self._refuse(scope, send)
+
+    def _fits(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        given = headers.get("authorization") or headers.get("x-api-key") or ""
+        return fits(given.encode("latin-1"), self._keys)  # as it came
+
+
+def fits(given: bytes, keys: Iterable[bytes]) -> bool:
+    """Whether ``Authorization`` has one of the keys; the time it takes does not tell which or how much of it."""
+    given = given.strip()
+    scheme, _, rest = given.partition(b" ")
+    key = rest.strip() if scheme.lower() == b"bearer" else given
+    return any([hmac.compare_digest(key, known) for known in keys])

@@ -1,0 +1,111 @@
+"""A reply on the wire: one piece or a stream of them, cancelled when its client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.core import Code, Failure, PenstockError
+
+from ..models.service import Service
+from .error_format import Shape
+from .request_record import record_of
+from .status import headers
+
+logger = logging.getLogger(__name__)
+
+GONE = Failure(Code.CANCELLED, "the client has gone")
+INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
+
+
+class Reply(Response):
+    """Sends what ``pieces`` yields, with the status 200 once the first one is there.
+
+    Args:
+        streamed: whether pieces are server-sent events; otherwise the only one is a JSON document.
+
+    A failure before the first piece becomes an error response, a later one the end of the stream.
+    """
+
+    def __init__(self, service: Service, pieces: AsyncGenerator[bytes, None], shape: Shape, streamed: bool) -> None:
+        super().__init__()
+        self._service = service
+        self._pieces = pieces
+        self._shape = shape
+        self._streamed = streamed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record, worker, left = record_of(scope), asyncio.current_task(), False
+        assert worker is not None
+
+        def leave(watcher: asyncio.Task[None]) -> None:
+            nonlocal left
+            if not watcher.cancelled():
+                left = True
+                worker.cancel()
+
+        watcher = asyncio.create_task(_disconnected(receive))
+        watcher.add_done_callback(leave)
+        try:
+            record.failure = await self._run(send)
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            worker.uncancel()
+            record.failure = GONE
+        finally:
+            watcher.remove_done_callback(leave)
+            watcher.cancel()
+
+    async def _run(self, send: Send) -> Failure | None:
+        begun = False
+        try:
+            with self._service.place():
+                async with aclosing(self._pieces) as pieces:
+                    async for piece in pieces:
+                        if not begun:
+                            begun = True
+                            await send(self._start(200, None if self._streamed else piece))
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return None
+        except PenstockError as error:
+            failure = error.failure
+        except Exception:
+            logger.exception("a request failed")
+            failure = INTERNAL
+        if begun:
+            await send({"type": "http.response.body", "body": self._shape.late_error(failure)})
+        else:
+            await refuse(send, failure, self._shape)
+        return failure
+
+    def _start(self, status: int, whole: bytes | None) -> Message:
+        kind = (b"content-type", b"application/json" if whole is not None else b"text/event-stream; charset=utf-8")
+        more = (b"content-length", str(len(whole)).encode()) if whole is not None else (b"cache-control", b"no-cache")
+        return {"type": "http.response.start", "status": status, "headers": [kind, more]}
+
+
+async def refuse(
+    send: Send,
+    failure: Failure,
+    shape: Shape,
+    status: int | None = None,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Send an error response, by default with the shape's own status; ``more`` are further headers."""
+    body = shape.error(failure)
+    given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
+    raw = [(name.encode(), value.encode()) for name, value in given.items()]
+    await send({"type": "http.response.start", "status": status or shape.status(failure), "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""The models that an API process serves, and its connection to the supervisor."""

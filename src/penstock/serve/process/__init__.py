@@ -1,0 +1,1 @@
+"""The processes of a server: supervisor, engines, API processes."""

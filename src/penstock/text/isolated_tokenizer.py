@@ -1,0 +1,285 @@
+"""Tokenizer files read in a process with limits (``python -m penstock.text.isolated_tokenizer DESCRIPTOR``).
+
+A checkpoint's files may come from anywhere, and the library that reads them sets no bounds: a small file can ask for
+all memory, or for minutes of time. ``check`` tries them out before a process that serves reads them itself, once for
+each content. ``IsolatedTokenizer`` leaves the tokenizer in the other process for good: reading one with 150,000 tokens
+holds Python's lock for half a second, which the streams of a process that serves other models would notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import invalid
+
+from . import tokenizer_files as files
+from .tokenizer import Tokenizer
+
+ENCODE_TIMEOUT = 30.0
+"""Seconds for one text."""
+PROBES = (
+    *(character * 4096 for character in "a 1\n-"),
+    "a" * 4096 + "!",
+    "的" * 2048,
+    "🙂" * 1024,
+    "The river, it's 3.5 km; (x_1) -> `y`\n\n" * 50,
+)
+"""Texts that a tokenizer's expressions have to be through with in time."""
+PROBE_MESSAGES = ({"role": "user", "content": "Hello!"},)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """For reading a tokenizer's files."""
+
+    memory: int = 2 * 2**30
+    """Bytes of address space."""
+    cpu: float = 20.0
+    """Seconds of processor time; four times as long on the clock."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What the process is told first."""
+
+    folder: str
+    chat_template: str | None
+    limits: Limits
+    stay: bool
+    """Whether to go on with encoding."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """The reply: why it cannot be used, or, to who stays, all that is known of a tokenizer but how to encode."""
+
+    failure: Failure | None = None
+    json: str = ""
+    vocabulary: list[bytes] = []
+    tokens: list[str] = []
+    special_ids: list[int] = []
+    special: dict[str, str] = {}
+    template_source: str | None = None
+
+
+class Encode(msgspec.Struct, frozen=True):
+    """A text; the reply is its token ids."""
+
+    text: str
+    add_special_tokens: bool
+
+
+def check(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
+    """Read a checkpoint's tokenizer and chat template, and try them, in another process.
+
+    What was found good is remembered by its content and costs a few milliseconds the next time.
+
+    Raises ``PenstockError`` (``invalid``) with one sentence where they cannot be used, or not within the limits.
+    """
+    mark = _mark(folder, chat_template)
+    with contextlib.suppress(OSError):
+        if mark.lstat().st_uid in (os.geteuid(), 0):
+            return
+    process = _Process(Load(str(folder), chat_template, limits or Limits(), stay=False))
+    process.close()
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch()
+
+
+class IsolatedTokenizer(Tokenizer):
+    """A tokenizer in another process, which encodes; all else is known here.
+
+    To be closed. Its process is started again when it has died.
+
+    Raises ``PenstockError`` (``invalid``) as ``check`` does.
+    """
+
+    isolated = True
+
+    def __init__(self, folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
+        self._load = Load(str(folder), chat_template, limits or Limits(), stay=True)
+        self._lock = threading.Lock()
+        self._process: _Process | None = _Process(self._load)
+        self._known = self._process.loaded
+        self._ids = {token: token_id for token_id, token in enumerate(self._known.tokens) if token}
+        self.special = self._known.special
+        self.template_source = self._known.template_source
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            asked = msgspec.msgpack.encode(Encode(text, add_special_tokens))
+        except UnicodeEncodeError as error:
+            raise invalid("prompt", f"is not valid text: {error}") from error
+        with self._lock:
+            if self._process is None:
+                self._process = _Process(self._load)
+            try:
+                return msgspec.msgpack.decode(self._process.ask(asked, ENCODE_TIMEOUT), type=list[int])
+            except OSError as error:
+                self._process.close()
+                self._process = None
+                if isinstance(error, TimeoutError):
+                    words = f"this model's tokenizer takes longer than {ENCODE_TIMEOUT:g} seconds for it"
+                    raise invalid("prompt", words, ENCODE_TIMEOUT) from error
+                words = "the tokenizer's process has ended, and is started again"
+                raise PenstockError(Code.UNAVAILABLE, words) from error
+
+    def close(self) -> None:
+        with self._lock:
+            if self._process:
+                self._process.close()
+                self._process = None
+
+    def to_json(self) -> str:
+        return self._known.json
+
+    def id_of(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def token(self, token_id: int) -> str:
+        return self._known.tokens[token_id] if token_id < len(self._known.tokens) else ""
+
+    @cached_property
+    def vocabulary(self) -> list[bytes]:
+        return self._known.vocabulary
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._known.special_ids)
+
+
+class _Process:
+    """The other process, with the files read. Raises ``PenstockError`` (``invalid``) where they cannot be used."""
+
+    def __init__(self, load: Load) -> None:
+        self._socket, theirs = socket.socketpair()
+        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-m", "penstock.text.isolated_tokenizer", str(number)]
+            environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            self._process = subprocess.Popen(command, pass_fds=(number,), env=environment, **quiet)
+        try:
+            reply = self.ask(msgspec.msgpack.encode(load), 4 * load.limits.cpu)
+            self.loaded = msgspec.msgpack.decode(reply, type=Loaded)
+            if self.loaded.failure:
+                raise PenstockError.of(self.loaded.failure)
+        except OSError as error:
+            self.close()
+            limits = f"{load.limits.memory / 2**30:.2g} GiB of memory and {load.limits.cpu:g} s of processor time"
+            words = f"{load.folder}: its tokenizer or chat template cannot be used within {limits}"
+            raise invalid("tokenizer", words) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, message: bytes, timeout: float) -> bytes:
+        """The reply to a message. Raises ``OSError`` where none comes in time, or the process has died."""
+        self._socket.settimeout(timeout)
+        _send(self._socket, message)
+        return _receive(self._socket)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _mark(folder: Path, chat_template: str | None) -> Path:
+    """The file that says that this content was found good."""
+    digest = hashlib.sha256(f"{tokenizers.__version__} {Limits()} {chat_template!r}".encode())
+    for path in files.parts(folder):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        digest.update(files.read(path))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "penstock" / "tokenizers" / digest.hexdigest()
+
+
+# --- In the other process --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        load = msgspec.msgpack.decode(_receive(connection), type=Load)
+        resource.setrlimit(resource.RLIMIT_AS, (load.limits.memory, load.limits.memory))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
+        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # whose signal ends the process
+        tokenizer, loaded = _loaded(load)
+        reply = msgspec.msgpack.encode(loaded)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(connection, reply)
+        with contextlib.suppress(OSError):  # nobody asks any more
+            while tokenizer and load.stay:
+                asked = msgspec.msgpack.decode(_receive(connection), type=Encode)
+                _send(connection, msgspec.msgpack.encode(tokenizer.encode(asked.text, asked.add_special_tokens)))
+
+
+def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
+    try:
+        tokenizer = Tokenizer(Path(load.folder), load.chat_template)
+        tokenizer.check_template()
+        vocabulary = tokenizer.vocabulary
+        for text in PROBES:
+            tokenizer.encode(text)
+        if tokenizer.template_source is not None:
+            _try_template(tokenizer)
+        if not load.stay:
+            return tokenizer, Loaded()
+        tokens = [tokenizer.token(token_id) for token_id in range(len(vocabulary))]
+        facts = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
+        return tokenizer, Loaded(None, *facts, tokenizer.special, tokenizer.template_source)
+    except PenstockError as error:
+        return None, Loaded(error.failure)
+    except MemoryError:
+        raise
+    except Exception as error:  # what is wrong with a file may be anything
+        words = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
+        return None, Loaded(invalid("model", words).failure)
+
+
+def _try_template(tokenizer: Tokenizer) -> None:
+    """It may refuse the conversation, but not need all memory for it."""
+    try:
+        tokenizer.render(PROBE_MESSAGES)
+    except PenstockError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from error
+
+
+# --- Messages on the socket: the length, 8 bytes, and so many more ---------------------------------------------------
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(len(message).to_bytes(8, "little") + message)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Raises ``OSError`` where the other end is closed."""
+    return bytes(_exactly(connection, int.from_bytes(_exactly(connection, 8), "little")))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        if not (count := connection.recv_into(view)):
+            raise ConnectionResetError("the other end is closed")
+        view = view[count:]
+    return found
+
+
+if __name__ == "__main__":
+    main()
