@@ -67,7 +67,7 @@ def main() -> None:
     for size in args.batch_size:
         rng = Random(size)
         prompts = [
-            [rng.randrange(llm.engine.model.config.vocabulary) for _ in range(args.input_len)] for _ in range(size)
+            [rng.randrange(llm.engine.model.config.vocab_size) for _ in range(args.input_len)] for _ in range(size)
         ]
         rate(ours, prompts), rate(theirs, prompts)  # warm up
         rounds = [(rate(ours, prompts), rate(theirs, prompts)) for _ in range(args.rounds)]

@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from penstock import demo, ops
-from penstock.models import Decoder, load_model
-from penstock.ops import Batch, Queries
-from penstock.quant import SCHEMES
+from penstock.core.quantization import SCHEMES
+from penstock.models import Model, load_model
+from penstock.ops import AttentionMetadata, Batch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo_model"))
 import evaluate
@@ -73,25 +73,25 @@ def distributions(name: str, kept: str, texts: list[tuple[list[int], int]]) -> I
     backend = ops.backend(torch.device("cpu"))
     model = load_model(demo.CHAT, backend, quantization=name)
     longest = max(len(ids) for ids, _ in texts)
-    cache = backend.new_cache(model.kv_spec(BLOCK, kept == "int8"), -(-longest // BLOCK), torch.device("cpu"))
+    cache = backend.new_kv_cache(model.kv_specs(BLOCK, kept == "int8"), -(-longest // BLOCK), torch.device("cpu"))
     for ids, own in tqdm(texts, desc=f"{name} {kept}", unit="text", leave=False):
         yield log_probabilities(model, cache, ids, own)
 
 
-def log_probabilities(model: Decoder, cache: list[Any], ids: list[int], own: int) -> Tensor:
-    def queries(count: int, length: int) -> Queries:
+def log_probabilities(model: Model, cache: list[Any], ids: list[int], own: int) -> Tensor:
+    def queries(count: int, length: int) -> AttentionMetadata:
         starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, count], [length]))
-        return Queries(starts, lengths, torch.arange(-(-len(ids) // BLOCK), dtype=torch.int32)[None])
+        return AttentionMetadata(starts, lengths, torch.arange(-(-len(ids) // BLOCK), dtype=torch.int32)[None])
 
     batch = Batch(
         token_ids=torch.tensor(ids),
         positions=torch.arange(len(ids)),
-        slots=torch.arange(len(ids)),
-        queries=queries(len(ids), len(ids)),
-        logit_rows=torch.arange(len(ids) - own - 1, len(ids) - 1),
-        logit_queries=queries(own, len(ids) - 1),
+        slot_mapping=torch.arange(len(ids)),
+        attention=queries(len(ids), len(ids)),
+        logits_indices=torch.arange(len(ids) - own - 1, len(ids) - 1),
+        logits_attention=queries(own, len(ids) - 1),
     )
-    return model.scores(model.hidden(batch, cache)).log_softmax(-1)
+    return model.logits(model.hidden(batch, cache)).log_softmax(-1)
 
 
 def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, float]:

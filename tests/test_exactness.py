@@ -204,16 +204,16 @@ def test_a_reordered_sum_is_noticed(checkpoint: Path, kind: str, monkeypatch: py
     """Linear layers that sum in two parts whenever there is more than one row, as a batched library might."""
     whole = cpu.linear
 
-    def parted(x: torch.Tensor, matrix: Any, wide: bool = False) -> torch.Tensor:
+    def parted(x: torch.Tensor, matrix: Any, out_float32: bool = False) -> torch.Tensor:
         if len(x) == 1:
-            return whole(x, matrix, wide)
+            return whole(x, matrix, out_float32)
         end = x.shape[1] // 3  # within what any kernel adds at once
         first, second = x.clone(), x.clone()
         first[:, end:], second[:, :end] = 0, 0
         out = whole(first, matrix, True) + whole(second, matrix, True)
-        return out if wide else out.to(x.dtype)
+        return out if out_float32 else out.to(x.dtype)
 
     monkeypatch.setattr(cpu, "linear", parted)
-    monkeypatch.setattr(cpu, "recorded", reference.recorded)  # call by call, of which one is not the kernels' own
+    monkeypatch.setattr(cpu, "capture", reference.capture)  # a graph would not contain the call that is replaced
     wrong, _, _ = differing(checkpoint, kind, 3)
     assert wrong > 0

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.core import PenstockError
-from penstock.ops import Batch, Format, KVSpec, LowRank, Queries, backend, reference
-from penstock.quant import SCHEMES
+from penstock.core.quantization import SCHEMES
+from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, backend, reference
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 FORMATS = sorted({scheme.layers for scheme in SCHEMES.values()} - {Format()}, key=str)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -59,21 +60,23 @@ few = settings(max_examples=25, deadline=None)
     outputs=sizes,
     dtype=dtypes,
     bias=st.booleans(),
-    wide=st.booleans(),
+    out_float32=st.booleans(),
 )
-def test_linear(seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, wide: bool) -> None:
+def test_linear(
+    seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, out_float32: bool
+) -> None:
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
-    got = cpu.linear(x, cpu.pack([weight], added), wide)
+    got = cpu.linear(x, cpu.pack([weight], added), out_float32)
     expected = reference.linear(
         x.double(), reference.pack([weight.double()], None if added is None else added.double())
     )
-    close(got, expected.to(torch.float32 if wide else dtype), inputs**0.5)
+    close(got, expected.to(torch.float32 if out_float32 else dtype), inputs**0.5)
     packed = cpu.pack([weight], added)
-    scores = cpu.linear(x, packed, wide=True)
-    assert torch.equal(cpu.likeliest(x, packed), scores.argmax(-1))
+    scores = cpu.linear(x, packed, out_float32=True)
+    assert torch.equal(cpu.argmax(x, packed), scores.argmax(-1))
     allowed = some_bits(seed, rows, outputs)
-    assert torch.equal(cpu.likeliest(x, packed, allowed), reference.only(scores, allowed).argmax(-1))
+    assert torch.equal(cpu.argmax(x, packed, allowed), reference.apply_bitmask(scores, allowed).argmax(-1))
     ids = torch.tensor([outputs - 1, 0])
     assert torch.equal(cpu.embedding(ids, cpu.pack([weight])), weight[ids])
 
@@ -99,18 +102,18 @@ def spoil(seed: int, weight: Tensor, x: Tensor) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 130), more=st.integers(0, 200), dtype=dtypes)
-def test_likeliest_by_a_sketch(seed: int, rows: int, inputs: int, more: int, dtype: torch.dtype) -> None:
-    outputs = cpu.SKETCHED + more
+def test_argmax_by_a_sketch(seed: int, rows: int, inputs: int, more: int, dtype: torch.dtype) -> None:
+    outputs = cpu.sketch.MIN_SKETCH_OUTPUTS + more
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
     spoil(seed, weight, x)
     sketched, whole = cpu.pack([weight]), cpu.pack([weight], torch.zeros(outputs, dtype=dtype))
-    assert bool(sketched.sketch) == bool(weight.isfinite().all()) and not whole.sketch
-    assert torch.equal(cpu.likeliest(x, sketched), cpu.likeliest(x, whole))
+    assert bool(cpu.sketch.sketch_of(sketched)) == bool(weight.isfinite().all()) and not cpu.sketch.sketch_of(whole)
+    assert torch.equal(cpu.argmax(x, sketched), cpu.argmax(x, whole))
     allowed = some_bits(seed, rows, outputs)
-    assert torch.equal(cpu.likeliest(x, sketched, allowed), cpu.likeliest(x, whole, allowed))
-    if (scores := cpu.linear(x, whole, wide=True)).isfinite().all():
-        assert torch.equal(cpu.likeliest(x, sketched), scores.argmax(-1))
-        assert torch.equal(cpu.likeliest(x, sketched, allowed), reference.only(scores, allowed).argmax(-1))
+    assert torch.equal(cpu.argmax(x, sketched, allowed), cpu.argmax(x, whole, allowed))
+    if (scores := cpu.linear(x, whole, out_float32=True)).isfinite().all():
+        assert torch.equal(cpu.argmax(x, sketched), scores.argmax(-1))
+        assert torch.equal(cpu.argmax(x, sketched, allowed), reference.apply_bitmask(scores, allowed).argmax(-1))
 
 
 def some_bits(seed: int, rows: int, outputs: int) -> Tensor:
@@ -122,37 +125,38 @@ def some_bits(seed: int, rows: int, outputs: int) -> Tensor:
 
 
 def test_a_sketch_says_when_it_takes_the_whole() -> None:
-    weight = randn(0, cpu.SKETCHED, 64, dtype=torch.bfloat16)
+    weight = randn(0, cpu.sketch.MIN_SKETCH_OUTPUTS, 64, dtype=torch.bfloat16)
     matrix, out = cpu.pack([weight]), torch.empty(8, dtype=torch.int64)
-    assert matrix.sketch.likeliest(randn(1, 8, 64, dtype=torch.bfloat16), out)
+    sketch = cpu.sketch.sketch_of(matrix)
+    assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), out)
     zeros = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert not matrix.sketch.likeliest(zeros, out)
-    for _ in range(cpu.REST):  # does without it for a while, and finds the same
-        assert not matrix.sketch.likeliest(randn(1, 8, 64, dtype=torch.bfloat16), out)
-    assert matrix.sketch.likeliest(randn(1, 8, 64, dtype=torch.bfloat16), out)
+    assert not sketch.argmax(zeros, out)
+    for _ in range(cpu.sketch.BACKOFF_CALLS):  # does without it for a while, and finds the same
+        assert not sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), out)
+    assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), out)
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), outputs=sizes, bias=st.booleans(), wide=st.booleans())
+@given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), outputs=sizes, bias=st.booleans(), out_float32=st.booleans())
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_rounded_linear(
-    format: Format, seed: int, rows: int, inputs: int, outputs: int, bias: bool, wide: bool
+    format: Format, seed: int, rows: int, inputs: int, outputs: int, bias: bool, out_float32: bool
 ) -> None:
-    dtype = torch.bfloat16 if not format.activations or seed % 2 else torch.float32
+    dtype = torch.bfloat16 if not format.activation_bits or seed % 2 else torch.float32
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
     x[0] *= seed % 3  # a row of zeros, too
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
     ours, theirs = cpu.pack([weight], added, format), reference.pack([weight], added, format)
     ids = torch.arange(outputs)
     assert torch.equal(cpu.embedding(ids, ours), reference.embedding(ids, theirs))
-    got = cpu.linear(x, ours, wide)
-    close(got, reference.linear(x, theirs, wide), inputs**0.5)
-    assert torch.equal(cpu.likeliest(x, ours), cpu.linear(x, ours, wide=True).argmax(-1))
+    got = cpu.linear(x, ours, out_float32)
+    close(got, reference.linear(x, theirs, out_float32), inputs**0.5)
+    assert torch.equal(cpu.argmax(x, ours), cpu.linear(x, ours, out_float32=True).argmax(-1))
     for border in (outputs // 2, outputs // 128 * 64):
         parts = cpu.pack([weight[:border], weight[border:]], added, format)
-        assert torch.equal(got, cpu.linear(x, parts, wide))
+        assert torch.equal(got, cpu.linear(x, parts, out_float32))
     cut = rows // 2
-    assert torch.equal(got, torch.cat([cpu.linear(x[:cut], ours, wide), cpu.linear(x[cut:], ours, wide)]))
+    assert torch.equal(got, torch.cat([cpu.linear(x[:cut], ours, out_float32), cpu.linear(x[cut:], ours, out_float32)]))
 
 
 @settings(max_examples=5, deadline=None)
@@ -165,12 +169,14 @@ def test_large_matrices(format: Format, seed: int, rows: int, inputs: int, outpu
     got = cpu.linear(x, matrix)
     close(got, reference.linear(x, kept), inputs**0.5)
     both = cpu.pack([weight, weight.flip(0)], None, format)
-    gated = cpu.gated(x, both)
-    assert torch.equal(gated, cpu.silu_mul(cpu.linear(x, both)))
+    gated = cpu.linear_silu_and_mul(x, both)
+    assert torch.equal(gated, cpu.silu_and_mul(cpu.linear(x, both)))
     cut = rows // 3
     cpu.set_threads(1)
     assert torch.equal(got, torch.cat([cpu.linear(x[:cut], matrix), cpu.linear(x[cut:], matrix)]))
-    assert torch.equal(gated, torch.cat([cpu.gated(x[:cut], both), cpu.gated(x[cut:], both)]))
+    assert torch.equal(
+        gated, torch.cat([cpu.linear_silu_and_mul(x[:cut], both), cpu.linear_silu_and_mul(x[cut:], both)])
+    )
     cpu.set_threads(2)
 
 
@@ -178,16 +184,18 @@ def test_large_matrices(format: Format, seed: int, rows: int, inputs: int, outpu
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), size=sizes, whole=st.booleans(), dtype=dtypes)
 @pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
 def test_gated(format: Format, seed: int, rows: int, inputs: int, size: int, whole: bool, dtype: torch.dtype) -> None:
-    dtype = torch.bfloat16 if format.bits and not format.activations else dtype
+    dtype = torch.bfloat16 if format.bits and not format.activation_bits else dtype
     size = -(-size // 64) * 64 if whole else size
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, 2 * size, inputs, dtype=dtype)
     bias = randn(seed + 2, 2 * size, dtype=dtype) if seed % 2 else None
     matrix = cpu.pack([weight], bias, format)
-    got = cpu.gated(x, matrix)
-    assert torch.equal(got, cpu.silu_mul(cpu.linear(x, matrix)))
-    close(got, reference.gated(x, reference.pack([weight], bias, format)), inputs)
+    got = cpu.linear_silu_and_mul(x, matrix)
+    assert torch.equal(got, cpu.silu_and_mul(cpu.linear(x, matrix)))
+    close(got, reference.linear_silu_and_mul(x, reference.pack([weight], bias, format)), inputs)
     cut = rows // 2
-    assert torch.equal(got, torch.cat([cpu.gated(x[:cut], matrix), cpu.gated(x[cut:], matrix)]))
+    assert torch.equal(
+        got, torch.cat([cpu.linear_silu_and_mul(x[:cut], matrix), cpu.linear_silu_and_mul(x[cut:], matrix)])
+    )
 
 
 @few
@@ -210,7 +218,7 @@ def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: tor
     view = randn(seed, tokens, heads * 2 * half + 5, dtype=dtype)[:, : heads * 2 * half].view(tokens, heads, 2 * half)
     close(cpu.rope(view, positions, table), reference.rope(view, positions, table))
     gate_up = randn(seed, tokens, 2 * half, dtype=dtype) * 10
-    close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up), 10)
+    close(cpu.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), 10)
 
 
 def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int, int]:
@@ -235,10 +243,10 @@ def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int
     batch = Batch(
         token_ids=torch.zeros(len(positions), dtype=torch.int64),
         positions=torch.tensor(positions),
-        slots=torch.zeros(len(positions), dtype=torch.int64),
-        queries=Queries(tensor(starts), tensor(lengths), tables),
-        logit_rows=torch.tensor(rows, dtype=torch.int64),
-        logit_queries=Queries(
+        slot_mapping=torch.zeros(len(positions), dtype=torch.int64),
+        attention=AttentionMetadata(tensor(starts), tensor(lengths), tables),
+        logits_indices=torch.tensor(rows, dtype=torch.int64),
+        logits_attention=AttentionMetadata(
             tensor([0, *accumulate(wanted[i] for i in chosen)]), tensor([lengths[i] for i in chosen]), tables[chosen]
         ),
     )
@@ -248,14 +256,17 @@ def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int
 def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 255) -> tuple[Any, Any]:
     """The reference's and the kernels' cache with the same keys and values; elsewhere garbage, as no numbers are."""
     device = torch.device("cpu")
-    ours, theirs = (ops.new_cache(spec, blocks, device)[0] for ops in (cpu, reference))
+    ours, theirs = (ops.new_kv_cache([spec], blocks, device)[0] for ops in (cpu, reference))
     ours.data.fill_(garbage)
-    for i, length in enumerate(batch.queries.lengths.tolist()):
+    for i, length in enumerate(batch.attention.seq_lens.tolist()):
         at = torch.arange(length)
-        slots = batch.queries.block_tables[i].long()[at // spec.block_size] * spec.block_size + at % spec.block_size
-        k, v = (randn(rng.getrandbits(31), length, spec.kv_heads, spec.head_dim, dtype=spec.dtype) for _ in "kv")
-        cpu.store(ours, k, v, slots)
-        reference.store(theirs, k, v, slots)
+        slots = batch.attention.block_tables[i].long()[at // spec.block_size] * spec.block_size + at % spec.block_size
+        k, v = (
+            randn(rng.getrandbits(31), length, spec.kv_heads, spec.head_dim, dtype=getattr(torch, spec.dtype))
+            for _ in "kv"
+        )
+        cpu.store_kv(ours, k, v, slots)
+        reference.store_kv(theirs, k, v, slots)
     return ours, theirs
 
 
@@ -265,14 +276,14 @@ def test_attention(seed: int) -> None:
     rng = Random(seed)
     kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
     dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
-    spec = KVSpec(1, kv_heads, dim, dtype, block_size, rng.random() < 0.5)
+    spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.random() < 0.5)
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
     ours, theirs = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
     window = rng.choice((0, 0, 1, 7, 40))
-    got = cpu.attention(q, ours, batch.queries, dim**-0.5, window)
-    expected = reference.attention(q, theirs, batch.queries, dim**-0.5, window)
-    if spec.rounded:
+    got = cpu.attention(q, ours, batch.attention, dim**-0.5, window)
+    expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window)
+    if spec.quantized:
         error = (got - expected).float()
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
         assert error.abs().max() < 0.12
@@ -295,77 +306,81 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     cpu.set_threads(2)
     assert torch.equal(whole, parts)
 
-    spec = KVSpec(1, 2, 32, dtype, 16, rng.random() < 0.5)
+    spec = KVSpec(2, 32, NAMES[dtype], 16, rng.random() < 0.5)
     batch, tokens, blocks = draw_batch(rng, 16, 4)
     cache, _ = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, 6, 32, dtype=dtype)
-    whole = cpu.attention(q, cache, batch.queries, 0.2)
+    whole = cpu.attention(q, cache, batch.attention, 0.2)
     for i, (begin, end) in enumerate(
-        zip(batch.queries.starts[:-1].tolist(), batch.queries.starts[1:].tolist(), strict=True)
+        zip(batch.attention.query_start_loc[:-1].tolist(), batch.attention.query_start_loc[1:].tolist(), strict=True)
     ):
         row = rng.randrange(begin, end)
-        alone = Queries(
-            starts=torch.tensor([0, 1], dtype=torch.int32),
-            lengths=batch.positions[row : row + 1].int() + 1,
-            block_tables=batch.queries.block_tables[i : i + 1].contiguous(),
+        alone = AttentionMetadata(
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=batch.positions[row : row + 1].int() + 1,
+            block_tables=batch.attention.block_tables[i : i + 1].contiguous(),
         )
         assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, 0.2)[0], whole[row])
 
 
 @few
 @given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]))
-def test_a_recorded_step_computes_what_its_calls_do(seed: int, format: Format) -> None:
+def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -> None:
     """Every op in a row, for batches of any size, and again after others."""
     rng = Random(seed)
-    spec = KVSpec(1, 2, 16, torch.bfloat16, 16, rng.random() < 0.5)
+    spec = KVSpec(2, 16, "bfloat16", 16, rng.random() < 0.5)
     shapes = ((50, 64), (128, 64), (64, 64), (256, 64), (64, 128))
-    weights = [randn(seed + i, *shape, dtype=spec.dtype) / 8 for i, shape in enumerate(shapes)]
+    weights = [randn(seed + i, *shape, dtype=torch.bfloat16) / 8 for i, shape in enumerate(shapes)]
     vocabulary, qkv, out, gate_up, back = (cpu.pack([weight], None, format) for weight in weights)
-    gain, table = randn(seed, 64, dtype=spec.dtype), randn(seed + 9, 160, 16)
+    gain, table = randn(seed, 64, dtype=torch.bfloat16), randn(seed + 9, 160, 16)
 
     def step(batch: Batch) -> Tensor:
-        x, queries, slots = cpu.embedding(batch.token_ids, vocabulary), batch.queries, batch.adapters
+        x, queries, slots = cpu.embedding(batch.token_ids, vocabulary), batch.attention, batch.lora_slots
         for last in (False, True):
             parts = cpu.linear(cpu.rms_norm(x, gain, 1e-6), qkv).split([64, 32, 32], -1)
             q, k, v = (part.unflatten(-1, (-1, 16)) for part in parts)
             q, k = (cpu.rope(part, batch.positions, table) for part in (q, k))
-            cpu.store(cache, k, v, batch.slots)
+            cpu.store_kv(cache, k, v, batch.slot_mapping)
             if last:
-                q, x, queries = cpu.take(q, batch.logit_rows), cpu.take(x, batch.logit_rows), batch.logit_queries
-                slots = batch.logit_adapters
+                q, x, queries = (
+                    cpu.index_select(q, batch.logits_indices),
+                    cpu.index_select(x, batch.logits_indices),
+                    batch.logits_attention,
+                )
+                slots = batch.logits_lora_slots
             attended = cpu.attention(q, cache, queries, 0.25).flatten(1)
             added = cpu.linear(attended, out)
             if slots is not None:
-                added = cpu.add_low_rank(added, attended, adapters, slots)
+                added = cpu.add_lora(added, attended, adapters, slots)
             added, x = cpu.add_rms_norm(added, x, gain, 1e-6)
-            _, x = cpu.add_rms_norm(cpu.linear(cpu.gated(added, gate_up), back), x, gain, 1e-6)
+            _, x = cpu.add_rms_norm(cpu.linear(cpu.linear_silu_and_mul(added, gate_up), back), x, gain, 1e-6)
         return x
 
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
     cache = fill(spec, batches[0][0], 60, rng, 0)[0]
-    adapters, _ = draw_adapters(rng, 64, [64], spec.dtype, 3)
-    recorded, adapted = (cpu.recorded(step, 600, 5, 10, adapted=some) for some in (False, True))
+    adapters, _ = draw_adapters(rng, 64, [64], torch.bfloat16, 3)
+    captured, adapted = (cpu.capture(step, 600, 5, 10, use_lora=some) for some in (False, True))
     for batch, tokens, _ in [*batches, batches[0]]:
         batch.token_ids[:] = torch.randint(50, (tokens,))
-        batch.slots[:] = torch.arange(tokens)
+        batch.slot_mapping[:] = torch.arange(tokens)
         expected = step(batch)
-        assert len(expected) == len(batch.logit_rows)
-        assert torch.equal(recorded(batch), expected)
-        batch.adapters = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
-        batch.logit_adapters = batch.adapters[batch.logit_rows]
+        assert len(expected) == len(batch.logits_indices)
+        assert torch.equal(captured(batch), expected)
+        batch.lora_slots = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
+        batch.logits_lora_slots = batch.lora_slots[batch.logits_indices]
         assert torch.equal(adapted(batch), step(batch))
-        batch.adapters = batch.logit_adapters = None
+        batch.lora_slots = batch.logits_lora_slots = None
     with pytest.raises(RuntimeError, match="contiguous"):
-        cpu.recorded(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
+        cpu.capture(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
 
 
 def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:
     """A layer's adapters, of some or all of its matrices: the kernels' and the reference's."""
-    ours, theirs = cpu.new_adapters(slots), reference.new_adapters(slots)
+    ours, theirs = cpu.new_lora_slots(slots), reference.new_lora_slots(slots)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     for slot in range(slots):
         parts = [
-            LowRank(
+            LoRAWeights(
                 randn(rng.getrandbits(31), rank, inputs, dtype=dtype) / inputs**0.5,
                 randn(rng.getrandbits(31), size, rank, dtype=dtype),
                 first,
@@ -376,8 +391,8 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
             for rank in [rng.randint(1, 70)]
         ]
         if parts:
-            cpu.put_low_rank(ours, slot, cpu.pack_low_rank(parts))
-            reference.put_low_rank(theirs, slot, reference.pack_low_rank(parts))
+            cpu.set_lora(ours, slot, cpu.pack_lora(parts))
+            reference.set_lora(theirs, slot, reference.pack_lora(parts))
     return ours, theirs
 
 
@@ -394,16 +409,16 @@ def test_adapters(seed: int, dtype: torch.dtype) -> None:
     ours, theirs = draw_adapters(rng, inputs, sizes, dtype, 4)
     x, out = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, rows, sum(sizes), dtype=dtype)
     slots = torch.tensor([rng.randint(-1, 3) for _ in range(rows)], dtype=torch.int32)
-    got = cpu.add_low_rank(out.clone(), x, ours, slots)
-    close(got, reference.add_low_rank(out.clone(), x, theirs, slots), 10)
+    got = cpu.add_lora(out.clone(), x, ours, slots)
+    close(got, reference.add_lora(out.clone(), x, theirs, slots), 10)
     assert torch.equal(got[slots < 0], out[slots < 0])
     cut = rng.randint(0, rows)
     shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     for chosen in (shuffled[:cut], shuffled[cut:]):
-        alone = cpu.add_low_rank(out[chosen].clone(), x[chosen], ours, slots[chosen])
+        alone = cpu.add_lora(out[chosen].clone(), x[chosen], ours, slots[chosen])
         assert torch.equal(alone, got[chosen])
-    cpu.put_low_rank(ours, 0, None)
-    assert torch.equal(cpu.add_low_rank(out.clone(), x, ours, slots)[slots == 0], out[slots == 0])
+    cpu.set_lora(ours, 0, None)
+    assert torch.equal(cpu.add_lora(out.clone(), x, ours, slots)[slots == 0], out[slots == 0])
 
 
 def test_values_that_are_no_numbers_stay_in_their_row() -> None:
@@ -419,10 +434,10 @@ def test_values_that_are_no_numbers_stay_in_their_row() -> None:
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiples of 8"):
+    with pytest.raises(ValueError, match="multiple of 8"):
         Format(4, 20, 8)
     with pytest.raises(PenstockError, match="multiple of 16"):
-        cpu.new_cache(KVSpec(1, 1, 64, torch.float32, 20), 1, torch.device("cpu"))
+        cpu.new_kv_cache([KVSpec(1, 64, "float32", 20)], 1, torch.device("cpu"))
     with pytest.raises(PenstockError, match="bfloat16 or float32"):
         cpu.pack([torch.zeros(4, 4, dtype=torch.float16)])
     with pytest.raises(ValueError, match="no kernels for avx9000, but for"):

@@ -28,6 +28,7 @@ from transformers import (
 from penstock import LLM, demo
 from penstock.cli.main import main
 from penstock.planning.kv_size import CachePlan, block_ratio, kv_cache_ratio
+from penstock.planning.kv_spec import bytes_per_block
 from penstock.planning.model_size import shape_of
 from penstock.planning.paddlenlp_table import DEEPSEEK_V3
 
@@ -72,7 +73,7 @@ def test_weights_are_those_that_transformers_makes(config: PreTrainedConfig) -> 
 
 def test_the_model_of_the_table_has_671_billion() -> None:
     assert round((DEEPSEEK_V3.layer_weights + DEEPSEEK_V3.embedding_weights) / 1e9) == 671
-    assert DEEPSEEK_V3.kv_width == 576
+    assert DEEPSEEK_V3.kv_dim == 576
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -98,8 +99,8 @@ def test_the_engine_logs_the_same_numbers(
     assert numbers[2:] == [str(n) for n in (found["kv_bytes_per_token"], 640, 2.5, 256, 30)]
     assert found["total_tokens"] == 640 and found["kv_cache_sequences"] == 2.5
     assert found["prefill_kvcache_block_num"] == 30
-    spec = llm.engine.model.kv_spec(16, kv_cache_dtype == "int8")
-    assert found["kv_bytes_per_block"] == spec.bytes_per_block
+    specs = llm.engine.model.kv_specs(16, kv_cache_dtype == "int8")
+    assert found["kv_bytes_per_block"] == bytes_per_block(specs)
 
 
 @pytest.mark.parametrize("quantization", ["wint8", "w4a8", "wint4-g32"])
@@ -243,7 +244,7 @@ def test_what_is_wrong_is_told(arguments: list[str], words: str, capsys: pytest.
 
 
 def test_a_broken_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, words in (("{", "is not JSON"), ("[]", "holds no object"), ("{}", "lacks 'hidden_size'")):
+    for text, words in (("{", "is not JSON"), ("[]", "does not hold an object"), ("{}", "lacks 'hidden_size'")):
         (tmp_path / "config.json").write_text(text)
         assert main(["plan", "memory", "--model", str(tmp_path)]) == 2
         assert words in capsys.readouterr().err

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from penstock import LLM, SamplingParams, demo
 from penstock.core import PenstockError
-from penstock.models.cache_folder import new_file
+from penstock.models.weights.cache_folder import new_file
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
 DATA = 2 * 2**20

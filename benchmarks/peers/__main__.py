@@ -219,9 +219,8 @@ def penstock_environment(isa: str | None) -> dict[str, str]:
 
 def measure_limits(threads: int, isa: str | None) -> dict[str, float]:
     """In a process of its own, as everybody else."""
-    script = (
-        f"import json; from penstock.ops import cpu; cpu.set_threads({threads}); print(json.dumps(vars(cpu.limits())))"
-    )
+    script = f"import json; from penstock.ops import cpu; cpu.set_threads({threads}); limits = cpu.measure_limits()"
+    script += "; print(json.dumps(vars(limits)))"
     environment = os.environ | penstock_environment(isa)
     ran = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, check=True)
     told: dict[str, float] = json.loads(ran.stdout)

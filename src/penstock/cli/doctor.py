@@ -65,7 +65,7 @@ def examine() -> dict[str, Any]:
 
 def _weight_cache() -> str:
     """The cache of packed weights: its folder, its size and its limit."""
-    from penstock.models.cache_folder import cache_folder, usage
+    from penstock.models.weights.cache_folder import cache_folder, usage
 
     options = read({}, None).configuration.engine
     folder = cache_folder(options.weight_cache_dir)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from penstock.core.errors import PenstockError, invalid
+from penstock.core.quantization import QuantizationName
 from penstock.core.sampling import MOST_LOGPROBS, MOST_SEQUENCES, SamplingParams
 
 
@@ -104,7 +105,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float16", "float32"], option("What is computed in; auto is the checkpoint's own.")
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32"],
+        QuantizationName,
         option(
             "What weights are rounded to at load: w and int say their bits, a8 that activations have 8 bits, too, g32 "
             "that a scale is for 32 weights, not 128 (4 bits) or a whole row (8 bits)."

@@ -29,11 +29,13 @@ from penstock.core import (
 from penstock.core.errors import invalid
 from penstock.core.guided import closed
 from penstock.core.lora import named
-from penstock.models import Decoder, DecoderConfig, cache_folder, load_model, read_config
+from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
 from penstock.ops import KVSpec
 from penstock.planning.kv_size import CachePlan, weight_bytes
+from penstock.planning.kv_spec import bytes_per_block, bytes_per_token
 from penstock.planning.model_size import shape_of
 
+from .fingerprint import fingerprint
 from .guided import Guides, check_backend
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
@@ -69,7 +71,7 @@ class Engine:
         config = read_config(folder)
         if options.quantization == "none":
             options = msgspec.structs.replace(options, quantization=config.quantization)
-        self.max_model_len = options.max_model_len or config.context
+        self.max_model_len = options.max_model_len or config.max_model_len
         backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         lora_modules = named(options.lora_modules)
@@ -77,36 +79,34 @@ class Engine:
         speculative = SpeculativeConfig.read(options.speculative_config)
         check_backend(options.guided_decoding_backend)
 
-        def load(checkpoint: Path, longest: int | None, max_loras: int = 0) -> Decoder:
+        def load(checkpoint: Path, max_len: int | None, max_loras: int = 0) -> Model:
             return load_model(
                 checkpoint,
                 backend,
                 dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
                 device=device,
-                longest=longest,
+                max_len=max_len,
                 load_format=options.load_format,
                 seed=options.seed,
                 quantization=options.quantization,
-                cache=cache_folder(options.weight_cache_dir),
-                cache_size=options.weight_cache_size,
-                heads_ahead=bool(speculative and speculative.method == "mtp"),
+                weight_cache_dir=cache_folder(options.weight_cache_dir),
+                weight_cache_size=options.weight_cache_size,
+                mtp_heads=bool(speculative and speculative.method == "mtp"),
                 max_loras=max_loras,
             )
 
         draft = _draft(speculative, options, config)
         self.model = load(folder, options.max_model_len or None, max_loras)
         drafting = load(draft, self.max_model_len) if draft else None
-        number = str(self.model.dtype).removeprefix("torch.")
-        rounded = options.kv_cache_dtype == "int8"
-        forms = [number, *[options.quantization] * (options.quantization != "none"), *["kv8"] * rounded]
-        self.fingerprint = "-".join([backend.fingerprint(), *forms])
-        """What decides the bits of a result besides the model."""
+        quantized_kv = options.kv_cache_dtype == "int8"
+        spec = self.model.kv_specs(options.block_size, quantized_kv)
+        own = drafting.kv_specs(options.block_size, quantized_kv) if drafting else None
+        self.fingerprint = fingerprint(backend, self.model, options.quantization, spec[0])
+        """What decides the bits of a result besides the weights."""
         self.batch_invariant = backend.BATCH_INVARIANT
-        spec = self.model.kv_spec(options.block_size, rounded)
-        own = drafting.kv_spec(options.block_size, rounded) if drafting else None
         blocks = count_blocks(
             options,
-            spec.bytes_per_block + (own.bytes_per_block if own else 0),
+            bytes_per_block(spec) + (bytes_per_block(own) if own else 0),
             spec,
             device,
             self.model.mapped_bytes + (drafting.mapped_bytes if drafting else 0),
@@ -127,22 +127,22 @@ class Engine:
         )
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)
-        self._guides = Guides(options.guided_decoding_backend, self.model.config.vocabulary)
+        self._guides = Guides(options.guided_decoding_backend, self.model.config.vocab_size)
         self._dense = options.guided_decoding_disable_any_whitespace
         self._closed = options.guided_decoding_disable_additional_properties
 
-        def runner(model: Decoder, kept: KVSpec, host_blocks: int) -> Runner:
+        def runner(model: Model, kept: list[KVSpec], host_blocks: int) -> Runner:
             return Runner(
                 model,
                 backend,
                 device,
-                spec=kept,
+                specs=kept,
                 blocks=blocks,
                 host_blocks=host_blocks,
                 tokens=options.max_num_batched_tokens,
                 rows=options.max_num_seqs,
                 longest=self.max_model_len,
-                whole=bool(model.heads_ahead),
+                whole=bool(model.mtp_heads),
                 slots=self.adapters.slots if model is self.model and max_loras else None,
             )
 
@@ -164,7 +164,7 @@ class Engine:
             self.fingerprint,
             "" if self.batch_invariant else "not ",
         )
-        self._log_memory(folder, options, blocks, spec)
+        self._log_memory(options, blocks, spec)
         self.steps = 0
         """Since it started."""
         self.last_plan = Plan()
@@ -174,16 +174,16 @@ class Engine:
         if options.use_warmup:
             warm_up(self)
 
-    def _log_memory(self, folder: Path, options: EngineOptions, blocks: int, spec: KVSpec) -> None:
+    def _log_memory(self, options: EngineOptions, blocks: int, specs: list[KVSpec]) -> None:
         """The numbers of ``penstock plan memory``."""
-        shape = shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        size = spec.bytes_per_block // options.block_size
+        shape = shape_of(self.model.config.raw)
+        size = bytes_per_token(specs)
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         dtype = str(self.model.dtype).removeprefix("torch.")
         logger.info(
             "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
             "%d blocks for prompts",
-            weight_bytes(shape, options.quantization, dtype, bool(self.model.heads_ahead)) / 1e9,
+            weight_bytes(shape, options.quantization, dtype, bool(self.model.mtp_heads)) / 1e9,
             cache.bytes / 1e9,
             cache.token_bytes,
             cache.tokens,
@@ -200,8 +200,8 @@ class Engine:
         if draft:
             size, tokens = options.block_size, options.max_num_batched_tokens
             return DraftModel(draft, blocks=blocks, block_size=size, rows=rows, tokens=tokens)
-        if self.model.heads_ahead:
-            return HeadsAhead(self._runner, len(self.model.heads_ahead), rows)
+        if self.model.mtp_heads:
+            return HeadsAhead(self._runner, len(self.model.mtp_heads), rows)
         return Lookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
 
     def check(self, request: EngineRequest) -> None:
@@ -304,7 +304,7 @@ class Engine:
         greedy = SamplingParams(max_tokens=1, temperature=0)
         trial = Sequence(EngineRequest(request_id="", prompt=[0], sampling=greedy), 0, 0, -1)
         trial.row, trial.blocks = 0, pool.allocate(1)
-        draws = () if self.model.config.headless else (trial,)
+        draws = () if not self.model.config.has_lm_head else (trial,)
         try:
             self._runner.collect(self._runner.submit(Plan(items=[Item(trial, 0, 1, draws, [])])))
         except Exception:
@@ -326,12 +326,12 @@ class Engine:
     def _check(self, request: EngineRequest) -> None:
         config = self.model.config
         if request.pooling:
-            if (request.pooling.dimensions or 0) > config.hidden:
-                raise invalid("dimensions", f"must be at most the model's {config.hidden}", config.hidden)
-        elif config.headless:
+            if (request.pooling.dimensions or 0) > config.hidden_size:
+                raise invalid("dimensions", f"must be at most the model's {config.hidden_size}", config.hidden_size)
+        elif not config.has_lm_head:
             words = "this checkpoint has no head to generate with; it makes embeddings only"
             raise PenstockError(Code.UNSUPPORTED, words)
-        _check(request, config.vocabulary)
+        _check(request, config.vocab_size)
 
 
 def _device(name: str) -> torch.device:
@@ -346,7 +346,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: DecoderConfig) -> Path | None:
+def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Path | None:
     """The checkpoint of the draft model, where there is to be one.
 
     Raises ``PenstockError`` (``invalid``) where none is named, or it cannot guess for the model, or the model is to
@@ -355,7 +355,7 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
     if not speculative or speculative.method == "ngram":
         return None
     if speculative.method == "mtp":
-        if not model.heads_ahead:
+        if not model.num_mtp_layers:
             raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
         return None
     folder = Path(speculative.model) if speculative.model else None
@@ -363,8 +363,8 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
         folder = demo.DRAFT
     if not folder and speculative.method:
         raise invalid("speculative_config", "name the draft model's folder as model")
-    if folder and (known := read_config(folder).vocabulary) != model.vocabulary:
-        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocabulary}")
+    if folder and (known := read_config(folder).vocab_size) != model.vocab_size:
+        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocab_size}")
     return folder
 
 

@@ -1,9 +1,26 @@
-"""The parts that models are made of."""
+"""The layers that models are made of."""
 
-from .adapted import Adapted, Target
-from .context import Context, Weights
-from .linear import Embedding, Linear, Reduced
+from .attention import Attention, AttentionLayer
+from .context import BuildContext, PackedWeights, Weights
+from .linear import ColumnParallelLinear, Embedding
+from .lora import LoRALayer, LoRATarget
+from .mlp import GatedMLP, MLPLayer
 from .norm import RMSNorm
-from .rope import rope_table
+from .rope import depends_on_length, rope_table
 
-__all__ = ["Adapted", "Context", "Embedding", "Linear", "RMSNorm", "Reduced", "Target", "Weights", "rope_table"]
+__all__ = [
+    "Attention",
+    "AttentionLayer",
+    "BuildContext",
+    "ColumnParallelLinear",
+    "Embedding",
+    "GatedMLP",
+    "LoRALayer",
+    "LoRATarget",
+    "MLPLayer",
+    "PackedWeights",
+    "RMSNorm",
+    "Weights",
+    "depends_on_length",
+    "rope_table",
+]

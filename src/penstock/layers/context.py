@@ -1,4 +1,4 @@
-"""What layers are built with: a backend, a rank's group, and where weights come from."""
+"""What layers are built with: backend, rank, source of weights, and formats."""
 
 from __future__ import annotations
 
@@ -11,62 +11,82 @@ import torch
 from torch import Tensor
 
 from penstock.core import PenstockError
-from penstock.ops import Format, Ops
-from penstock.parallel import ALONE, Group
-from penstock.quant import UNCHANGED, Matrix, Scheme
+from penstock.core.quantization import Format, Scheme
+from penstock.ops import Ops
+from penstock.parallel import SINGLE_RANK, Group
+from penstock.quant import Matrix
 
-from .adapted import Adapted, Target
+from .lora import LoRALayer, LoRATarget
 
 logger = logging.getLogger(__name__)
 
 
 class Weights(Protocol):
-    """A checkpoint's tensors by name."""
+    """Tensors of a checkpoint, by name."""
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor in the checkpoint's own dtype; raises ``PenstockError`` where name or shape do not fit."""
+    @property
+    def version(self) -> str:
+        """Identifies the weights: other weights have another version."""
         ...
 
+    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """Read a tensor, in the dtype that it is stored in.
 
-class Kept(Protocol):
-    """Packed matrices from an earlier start, by name."""
+        Args:
+            shape: of the whole tensor.
+            rows: first and end of the rows to read; None is all.
+            as_stored: accept any dtype; otherwise the tensor must be floating-point.
+
+        Raises ``PenstockError`` (``invalid``) where the tensor is missing, damaged, or of another shape or kind.
+        """
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+
+class PackedWeights(Protocol):
+    """Packed matrices that an earlier start left on disk (``models.weights.cache``)."""
 
     mapped_bytes: int
-    """Of what was found on disk."""
 
     def find(self, name: str) -> dict[str, Tensor] | None: ...
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Context:
-    """Shared by all layers of a model."""
+class BuildContext:
+    """Shared by all layers while a model is built."""
 
     ops: Ops
     weights: Weights
     dtype: torch.dtype
+    """To compute in."""
     device: torch.device
-    group: Group = ALONE
-    scheme: Scheme = UNCHANGED
-    kept: Kept | None = None
+    group: Group = SINGLE_RANK
+    scheme: Scheme = field(default_factory=Scheme)
+    weight_cache: PackedWeights | None = None
     max_loras: int = 0
-    """Adapters that there may be at the same time."""
-    targets: dict[str, Target] = field(default_factory=dict)
-    """What they may add to, by the names of the checkpoint's matrices."""
+    """Adapters that may be loaded at a time; 0 builds layers without LoRA."""
+    lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
+    """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A whole tensor, in the dtype and on the device that the model computes with."""
-        return self.weights.take(name, *shape).to(self.device, self.dtype)
+    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """Read a tensor, or some of its rows, onto the device.
 
-    def adapted(self, names: list[str], inputs: int, outputs: list[int]) -> Adapted | None:
-        """What adapters add to a layer of these matrices; None where there are no adapters."""
+        Arguments as of ``Weights.take``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
+        """
+        tensor = self.weights.take(name, *shape, rows=rows, as_stored=as_stored)
+        return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
+
+    def lora(self, names: list[str], inputs: int, outputs: list[int]) -> LoRALayer | None:
+        """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""
         if not self.max_loras:
             return None
-        adapted, first = Adapted(self.ops, self.max_loras), 0
+        layer, offset = LoRALayer(self.ops, self.max_loras), 0
         for name, size in zip(names, outputs, strict=True):
-            self.targets[name] = Target(adapted, inputs, size, first)
-            first += size
-        return adapted
+            self.lora_targets[name] = LoRATarget(layer, inputs, size, offset)
+            offset += size
+        return layer
 
     def matrix(
         self,
@@ -77,13 +97,19 @@ class Context:
         parts: Callable[[], list[Tensor]],
         bias: Tensor | None = None,
     ) -> Matrix:
-        """``[outputs, inputs]`` in a format, as an earlier start kept it, or made of ``parts``, rows after rows."""
-        if self.kept and (found := self.kept.find(name)):
+        """A packed matrix ``[outputs, inputs]``, from the weight cache if it is there.
+
+        Args:
+            name: key in the weight cache.
+            parts: reads the matrices to stack and pack, in the model's dtype; not called where the cache has them.
+        """
+        cache = self.weight_cache
+        if cache and (found := cache.find(name)):
             try:
-                return Matrix(self.ops, self.ops.restore(found, inputs, outputs, self.dtype, bias, format))
+                return Matrix(self.ops, self.ops.from_packed(found, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
                 logger.warning("%s is packed again: %s", name, error)
         matrix = self.ops.pack(parts(), bias, format)
-        if self.kept:
-            self.kept.keep(name, self.ops.packed(matrix))
+        if cache:
+            cache.keep(name, self.ops.packed_tensors(matrix))
         return Matrix(self.ops, matrix)

@@ -1,4 +1,4 @@
-"""Rotary position embedding and the ways to stretch it beyond the trained context."""
+"""Rotary position embedding, and the ways to extend it beyond the trained context."""
 
 from __future__ import annotations
 
@@ -13,82 +13,94 @@ from penstock.core import Code, PenstockError
 
 
 def rope_table(
-    head_dim: int, longest: int, parameters: Mapping[str, Any], trained: int, device: torch.device | None = None
+    head_dim: int,
+    max_len: int,
+    parameters: Mapping[str, Any],
+    max_position_embeddings: int,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Cosines and sines of every position, ``[longest, head_dim]`` float32.
+    """Cosines and sines of every position, ``[max_len, head_dim]`` float32: ``head_dim / 2`` of each.
 
     Args:
-        longest: tokens a sequence may have. The kind ``dynamic`` depends on it and is fixed by it, so that keys in
-            the cache stay true.
-        parameters: ``rope_type``, ``rope_theta`` and what the type needs, as in ``config.json``.
-        trained: tokens of context the model was trained with, where ``parameters`` do not say.
+        max_len: tokens that a sequence may have.
+        parameters: ``rope_parameters`` of ``config.json``: ``rope_type``, ``rope_theta`` and what the type needs.
+        max_position_embeddings: of ``config.json``, the trained context where ``parameters`` do not give one.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown type.
     """
     kind = parameters.get("rope_type", "default")
-    if kind not in KINDS:
-        raise PenstockError(Code.UNSUPPORTED, f"rope type {kind!r}; known are {', '.join(KINDS)}", "rope_type")
-    speeds, size = KINDS[kind](head_dim, longest, parameters, trained)
-    angles = torch.outer(torch.arange(longest, dtype=torch.float32), speeds)
-    return (torch.cat((angles.cos(), angles.sin()), -1) * size).to(device)
+    if kind not in TYPES:
+        raise PenstockError(Code.UNSUPPORTED, f"rope type {kind!r}; known are {', '.join(TYPES)}", "rope_type")
+    frequencies, scale = TYPES[kind](head_dim, max_len, parameters, max_position_embeddings)
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+    return (torch.cat((angles.cos(), angles.sin()), -1) * scale).to(device)
 
 
-def _default(dim: int, longest: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Radians a position of each pair, and what all is multiplied with."""
-    return _speeds(dim, parameters["rope_theta"]), 1.0
+def depends_on_length(parameters: Mapping[str, Any]) -> bool:
+    """Whether the frequencies depend on ``max_len``. They are computed once, at load, so that keys in the KV cache stay
+    valid; engines with another ``max_len`` then compute other bits."""
+    return parameters.get("rope_type") == "dynamic"
 
 
-def _linear(dim: int, longest: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+def _default(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """Frequencies ``[dim / 2]``, radians a position, and a factor of cosines and sines (attention scaling)."""
+    return _frequencies(dim, parameters["rope_theta"]), 1.0
+
+
+def _linear(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
     """Positions divided by a factor (Chen et al., 2023)."""
-    return _speeds(dim, parameters["rope_theta"]) / parameters["factor"], 1.0
+    return _frequencies(dim, parameters["rope_theta"]) / parameters["factor"], 1.0
 
 
-def _dynamic(dim: int, longest: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """A base that grows with the length beyond the trained one, "NTK-aware"."""
+def _dynamic(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """A base that grows with the length beyond the trained context (dynamic NTK)."""
     factor, trained = parameters["factor"], parameters.get("original_max_position_embeddings") or trained
-    stretch = factor * max(longest, trained) / trained - (factor - 1)
-    return _speeds(dim, parameters["rope_theta"] * stretch ** (dim / (dim - 2))), 1.0
+    stretch = factor * max(max_len, trained) / trained - (factor - 1)
+    return _frequencies(dim, parameters["rope_theta"] * stretch ** (dim / (dim - 2))), 1.0
 
 
-def _llama3(dim: int, longest: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Slow pairs divided by a factor, fast ones kept, those between blended (Llama 3.1)."""
-    speeds, factor = _speeds(dim, parameters["rope_theta"]), parameters["factor"]
+def _llama3(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """Low frequencies divided by a factor, high ones kept, those between interpolated (Llama 3.1)."""
+    frequencies, factor = _frequencies(dim, parameters["rope_theta"]), parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    turns = parameters["original_max_position_embeddings"] * speeds / (2 * math.pi)
+    turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * speeds + (1 - kept) * speeds / factor, 1.0
+    return kept * frequencies + (1 - kept) * frequencies / factor, 1.0
 
 
-def _yarn(dim: int, longest: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Pairs blended by how often they turn within the trained context, and sharper attention (Peng et al., 2023)."""
+def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
+    """Frequencies interpolated by their turns within the trained context, and scaled attention (Peng et al., 2023)."""
     theta = parameters["rope_theta"]
     original = parameters.get("original_max_position_embeddings") or trained
     factor = parameters.get("factor") or trained / original
 
-    def pair_that_turns(times: float) -> float:
+    def pair_of_turns(times: float) -> float:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = pair_that_turns(parameters.get("beta_fast") or 32)
-    last = pair_that_turns(parameters.get("beta_slow") or 1)
+    first = pair_of_turns(parameters.get("beta_fast") or 32)
+    last = pair_of_turns(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     stretched = ((torch.arange(dim // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
-    speeds = _speeds(dim, theta)
-    speeds = speeds * (1 - stretched) + speeds / factor * stretched
+    frequencies = _frequencies(dim, theta)
+    frequencies = frequencies * (1 - stretched) + frequencies / factor * stretched
 
-    def sharpness(scale: float = 1.0) -> float:
+    def attention_factor(scale: float = 1.0) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    size = parameters.get("attention_factor")
-    if size is None:
-        both, every = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        size = sharpness(both) / sharpness(every) if both and every else sharpness()
-    return speeds, size
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            scale = attention_factor(mscale) / attention_factor(mscale_all_dim)
+        else:
+            scale = attention_factor()
+    return frequencies, scale
 
 
-def _speeds(dim: int, theta: float) -> Tensor:
+def _frequencies(dim: int, theta: float) -> Tensor:
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
 
 
-KINDS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+TYPES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}

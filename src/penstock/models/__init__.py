@@ -1,4 +1,4 @@
-"""Models by the architecture that a checkpoint names."""
+"""Models: families by architecture, and loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,66 +9,89 @@ from typing import Literal
 import torch
 
 from penstock.core.errors import invalid
-from penstock.layers import Context, Weights
+from penstock.core.quantization import SCHEMES
+from penstock.layers import BuildContext, Weights
 from penstock.ops import Ops
-from penstock.quant import SCHEMES
+from penstock.parallel import SINGLE_RANK, Group
 
-from .adapter import Adapter, read_adapter
-from .cache_folder import cache_folder
-from .checkpoint import Checkpoint, Dummy
-from .config import DecoderConfig, read_config
-from .decoder import Decoder
-from .weight_cache import WeightCache
+from . import llama, mistral, qwen2, qwen3
+from .config import ModelConfig
+from .model import Model, MTPHead
+from .read_config import read_config
+from .registry import Family, find_family, register
+from .weights import Checkpoint, DummyWeights, LoRAAdapter, WeightCache, cache_folder, load_lora
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Adapter", "Decoder", "DecoderConfig", "cache_folder", "load_model", "read_adapter", "read_config"]
+__all__ = [
+    "Family",
+    "LoRAAdapter",
+    "MTPHead",
+    "Model",
+    "ModelConfig",
+    "cache_folder",
+    "load_lora",
+    "load_model",
+    "read_config",
+    "register",
+]
+
+for module in (llama, mistral, qwen2, qwen3):
+    register(module.FAMILY)
 
 
 def load_model(
     folder: Path,
     ops: Ops,
     *,
+    config: ModelConfig | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    longest: int | None = None,
+    max_len: int | None = None,
     load_format: Literal["auto", "safetensors", "dummy"] = "auto",
     seed: int = 0,
     quantization: str = "none",
-    cache: Path | None = None,
-    cache_size: float = 0.0,
-    heads_ahead: bool = False,
+    weight_cache_dir: Path | None = None,
+    weight_cache_size: float = 0.0,
+    mtp_heads: bool = False,
     max_loras: int = 0,
-) -> Decoder:
-    """Build the model that a checkpoint describes.
+    group: Group = SINGLE_RANK,
+) -> Model:
+    """Build the model of a checkpoint.
 
     Args:
-        dtype: to compute in; None is the checkpoint's own, but on a CPU bfloat16 in place of float16.
-        longest: tokens a sequence may have; None is the model's own context, which it must not exceed.
+        config: of ``read_config(folder)``, where the caller has it.
+        dtype: to compute in; None is the checkpoint's, but bfloat16 for a float16 checkpoint on a CPU.
+        max_len: tokens that a sequence may have; None is the model's ``max_model_len``, which it must not exceed.
         seed: of dummy weights.
-        quantization: what the weights are rounded to, a name of ``SCHEMES``.
-        cache: where packed weights are kept for the next start.
-        cache_size: GiB that it may hold; 0 is a share of the disk.
-        heads_ahead: whether to read the checkpoint's heads that guess ahead.
-        max_loras: adapters that there may be at the same time.
+        quantization: to quantize the weights to, a name of ``SCHEMES``.
+        weight_cache_dir: where packed weights are kept for the next start; None keeps none.
+        weight_cache_size: GiB that the cache may hold; 0 is a share of the disk.
+        mtp_heads: load the checkpoint's heads for multi-token prediction, too.
+        max_loras: LoRA adapters that may be loaded at a time.
+        group: the rank whose part of the model is built.
 
-    Raises ``PenstockError`` with one sentence where the checkpoint is broken or unknown.
+    Raises ``PenstockError`` with one sentence where the checkpoint is broken or not supported.
     """
-    config = read_config(folder)
-    if longest and longest > config.context:
-        raise invalid("max_model_len", f"this model has a context of {config.context} tokens", config.context)
+    config = config or read_config(folder)
+    if max_len and max_len > config.max_model_len:
+        words = f"this model has a context of {config.max_model_len} tokens"
+        raise invalid("max_model_len", words, config.max_model_len)
     device = device or torch.device("cpu")
     if dtype is None and config.dtype is torch.float16 and device.type == "cpu":
         logger.info("the checkpoint is in float16, and is computed in bfloat16")
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
-    weights: Weights = Dummy(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
-    scheme, kept = SCHEMES[quantization], None
-    if cache and load_format != "dummy" and device.type == "cpu":
-        form = f"{ops.LAYOUT} {dtype} {scheme}{' heads' * heads_ahead}"
-        kept = WeightCache(cache, folder, form, cache_size)
-    context = Context(ops, weights, dtype, device, scheme=scheme, kept=kept, max_loras=max_loras)
-    model = Decoder(context, config, longest or config.context, config.heads_ahead if heads_ahead else 0)
-    if kept:
-        kept.save()
+    weights: Weights = DummyWeights(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
+    scheme, cache = SCHEMES[quantization], None
+    if weight_cache_dir and load_format != "dummy" and device.type == "cpu":
+        packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
+        cache = WeightCache(weight_cache_dir, folder, packing, weights.version, weight_cache_size)
+    context = BuildContext(
+        ops, weights, dtype, device, group=group, scheme=scheme, weight_cache=cache, max_loras=max_loras
+    )
+    family = find_family(config.architecture, config.architecture)
+    model = family.build(context, config, max_len or config.max_model_len, config.num_mtp_layers if mtp_heads else 0)
+    if cache:
+        cache.save()
     return model

@@ -1,170 +1,177 @@
-"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 are, each with its own switches.
-
-Llama (Touvron et al., 2023): RMS norms before attention and MLP, rotary positions, grouped queries, SiLU gates.
-Mistral adds a sliding window, Qwen2 biases on queries, keys and values, Qwen3 norms on queries and keys instead.
-"""
+"""The pre-norm decoder that most families share, with attention and MLP made by factories."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.layers import Context, Embedding, Linear, Reduced, RMSNorm, rope_table
+from penstock.layers import (
+    Attention,
+    AttentionLayer,
+    BuildContext,
+    Embedding,
+    GatedMLP,
+    LoRATarget,
+    MLPLayer,
+    RMSNorm,
+    rope_table,
+)
 from penstock.ops import Batch, KVSpec
 
-from .config import DecoderConfig
+from .config import ModelConfig
+from .model import MTPHead
+from .mtp import DecoderMTPHead
+
+AttentionFactory = Callable[[BuildContext, ModelConfig, int, str, Tensor], AttentionLayer]
+"""Makes the attention of a layer from its number, its name in the checkpoint, and the rope table."""
+MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
+"""Makes the MLP of a layer from its number and its name in the checkpoint."""
 
 
-class Attention:
-    def __init__(self, context: Context, config: DecoderConfig, name: str, layer: int, rope: Tensor) -> None:
-        self._ops = context.ops
-        self._rope = rope
-        self._dim = dim = config.head_dim
-        self._window = config.windows[layer] if layer < config.layers else 0
-        self._heads = [context.group.part(heads) for heads in (config.heads, config.kv_heads, config.kv_heads)]
-        names = [f"{name}.{part}_proj" for part in "qkv"]
-        outputs = [heads * dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
-        self._qkv = Linear(context, names, config.hidden, outputs, config.qkv_bias)
-        self._o = Reduced(context, f"{name}.o_proj", config.heads * dim, config.hidden, config.output_bias)
-        self._norms = None
-        if config.qk_norm:
-            self._norms = [RMSNorm(context, f"{name}.{part}_norm", dim, config.eps) for part in "qk"]
-
-    def __call__(self, x: Tensor, cache: Any, batch: Batch, last: bool) -> Tensor:
-        adapters = batch.adapters
-        qkv = self._qkv(x, adapters).split([heads * self._dim for heads in self._heads], -1)
-        q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in qkv)
-        if self._norms:
-            q, k = self._norms[0](q), self._norms[1](k)
-        q, k = (self._ops.rope(part, batch.positions, self._rope) for part in (q, k))
-        self._ops.store(cache, k, v, batch.slots)
-        queries = batch.queries
-        if last:
-            q, queries, adapters = self._ops.take(q, batch.logit_rows), batch.logit_queries, batch.logit_adapters
-        return self._o(self._ops.attention(q, cache, queries, self._dim**-0.5, self._window).flatten(1), adapters)
+def grouped_query_attention(
+    context: BuildContext, config: ModelConfig, layer: int, name: str, rope: Tensor
+) -> AttentionLayer:
+    """``Attention`` with the switches of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
+    return Attention(
+        context,
+        name,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rope=rope,
+        window=config.windows[layer] if layer < config.num_layers else 0,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+    )
 
 
-class MLP:
-    def __init__(self, context: Context, config: DecoderConfig, name: str) -> None:
-        names, size = [f"{name}.gate_proj", f"{name}.up_proj"], config.intermediate
-        self._gate_up = Linear(context, names, config.hidden, [size, size], config.mlp_bias)
-        self._down = Reduced(context, f"{name}.down_proj", size, config.hidden, config.mlp_bias)
-
-    def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
-        return self._down(self._gate_up.gated(x, adapters), adapters)
+def gated_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
+    """``GatedMLP`` with the sizes of the configuration."""
+    return GatedMLP(context, name, config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
-class Layer:
-    def __init__(self, context: Context, config: DecoderConfig, layer: int, rope: Tensor) -> None:
-        name = f"model.layers.{layer}"
-        self._ops = context.ops
-        self._last = layer == config.layers - 1
-        self._before = RMSNorm(context, f"{name}.input_layernorm", config.hidden, config.eps)
-        self._attention = Attention(context, config, f"{name}.self_attn", layer, rope)
-        self._between = RMSNorm(context, f"{name}.post_attention_layernorm", config.hidden, config.eps)
-        self._mlp = MLP(context, config, f"{name}.mlp")
-
-    def __call__(self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What this layer adds, and the residual stream that it is to be added to; of the last layer only for
-        tokens whose scores are wanted, as nothing reads the others."""
-        x, residual = (self._before(x), x) if residual is None else self._before.add(x, residual)
-        x = self._attention(x, cache, batch, self._last)
-        if self._last:
-            residual = self._ops.take(residual, batch.logit_rows)
-        x, residual = self._between.add(x, residual)
-        return self._mlp(x, batch.logit_adapters if self._last else batch.adapters), residual
-
-
-class HeadAhead:
-    """A layer that guesses the token after the next one (multi-token prediction; DeepSeek-AI, 2024).
-
-    Its input is what the model, or the head before it, made of a token, and the embedding of the token that came next.
-    Embedding and scores are the model's own.
+class DecoderLayer:
+    """Attention and MLP, each behind a norm, on one residual stream.
 
     Args:
-        number: which of the heads, from 0 on.
+        number: of the layer. The last layer of the model goes on with ``batch.logits_indices`` only, once it has
+            stored the keys and values of all tokens: nothing reads the other tokens' hidden states.
     """
 
     def __init__(
-        self, context: Context, config: DecoderConfig, number: int, rope: Tensor, embedding: Embedding
+        self,
+        context: BuildContext,
+        config: ModelConfig,
+        number: int,
+        rope: Tensor,
+        attention: AttentionFactory,
+        mlp: MLPFactory,
     ) -> None:
-        name, size = f"model.layers.{config.layers + number}", config.hidden
-        self._embedding = embedding
-        self._of_token = RMSNorm(context, f"{name}.enorm", size, config.eps)
-        self._of_state = RMSNorm(context, f"{name}.hnorm", size, config.eps)
-        self._join = Linear(context, [f"{name}.eh_proj"], 2 * size, [size])
-        self._layer = Layer(context, config, config.layers + number, rope)
-        self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, config.eps)
+        name = f"model.layers.{number}"
+        self._ops = context.ops
+        self._last = number == config.num_layers - 1
+        self._input_norm = RMSNorm(context, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.attention = attention(context, config, number, f"{name}.self_attn", rope)
+        self._post_attention_norm = RMSNorm(
+            context, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
+        )
+        self._mlp = mlp(context, config, number, f"{name}.mlp")
 
-    @torch.inference_mode()
-    def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """Hidden states ``[tokens, hidden]``, whose scores are those of the token after the next one.
+    def __call__(self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the layer.
 
         Args:
-            batch: its token ids are those that come next, each at the position of the token before.
-            states: ``[tokens, hidden]``, of those tokens before.
+            x: ``[tokens, hidden]``, the output of the layer before, not yet added to the residual stream.
+            residual: the stream, None before the first layer.
+
+        Returns:
+            The MLP's output and the stream, not yet added; ``[rows, hidden]`` each from the last layer.
         """
-        token = self._of_token(self._embedding(batch.token_ids))
-        x, residual = self._layer(self._join(torch.cat((token, self._of_state(states)), -1)), None, cache, batch)
-        hidden, _ = self._norm.add(x, residual)
-        return hidden
+        x, residual = (self._input_norm(x), x) if residual is None else self._input_norm.add(x, residual)
+        x = self.attention(x, cache, batch, self._last)
+        if self._last:
+            residual = self._ops.index_select(residual, batch.logits_indices)
+        x, residual = self._post_attention_norm.add(x, residual)
+        return self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots), residual
 
 
 class Decoder:
-    """A model: token ids and a KV cache to hidden states, and those to scores.
+    """A ``Model``.
 
     Args:
-        longest: tokens a sequence may have.
-        heads_ahead: of those that the checkpoint has, so many are read.
+        max_len: tokens that a sequence may have.
+        num_mtp_heads: layers for multi-token prediction to load.
     """
 
-    def __init__(self, context: Context, config: DecoderConfig, longest: int, heads_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        config: ModelConfig,
+        max_len: int,
+        num_mtp_heads: int = 0,
+        attention: AttentionFactory = grouped_query_attention,
+        mlp: MLPFactory = gated_mlp,
+    ) -> None:
         self.config = config
-        rope = rope_table(config.head_dim, longest, config.rope, config.trained, context.device)
-        self._embedding = Embedding(context, "model.embed_tokens", config.vocabulary, config.hidden)
-        self._layers = [Layer(context, config, layer, rope) for layer in range(config.layers)]
-        self._norm = RMSNorm(context, "model.norm", config.hidden, config.eps)
-        self._head = None
-        if not config.tied and not config.headless:
-            self._head = Embedding(context, "lm_head", config.vocabulary, config.hidden)
-        self.heads_ahead = [HeadAhead(context, config, i, rope, self._embedding) for i in range(heads_ahead)]
-        self._kv_heads = context.group.part(config.kv_heads)
         self.dtype = context.dtype
-        self.targets = context.targets
-        """What adapters may add to, by the names of the checkpoint's matrices."""
-        self.mapped_bytes = context.kept.mapped_bytes if context.kept else 0
-        """Of its matrices on disk, which the system counts as free memory, since it could read them again."""
-
-    def kv_spec(self, block_size: int, rounded: bool = False) -> KVSpec:
-        """What its KV cache holds."""
-        config = self.config
-        return KVSpec(
-            config.layers + len(self.heads_ahead), self._kv_heads, config.head_dim, self.dtype, block_size, rounded
+        self.max_len = max_len
+        self.weights_version = context.weights.version
+        rope = rope_table(
+            config.head_dim, max_len, config.rope_parameters, config.max_position_embeddings, context.device
         )
+
+        def layer(number: int) -> DecoderLayer:
+            return DecoderLayer(context, config, number, rope, attention, mlp)
+
+        self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._layers = [layer(number) for number in range(config.num_layers)]
+        self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self._lm_head = self._embedding
+        if not config.tie_word_embeddings and config.has_lm_head:
+            self._lm_head = Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
+        self._mtp_heads = [
+            DecoderMTPHead(context, config, layer, config.num_layers + head, self._embedding)
+            for head in range(num_mtp_heads)
+        ]
+        self.mtp_heads: Sequence[MTPHead] = self._mtp_heads
+        self.lora_targets: Mapping[str, LoRATarget] = context.lora_targets
+        self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
+
+    def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:
+        attentions = [layer.attention for layer in (*self._layers, *(head.layer for head in self._mtp_heads))]
+        return [attention.kv_spec(block_size, quantized) for attention in attentions]
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
-        """The last hidden states of tokens whose scores are wanted, ``[rows, hidden]``. The cache gets all tokens'
-        keys and values."""
         x, residual = self._embedding(batch.token_ids), None
-        for layer, kept in zip(self._layers, cache, strict=False):  # those of the heads come after
-            x, residual = layer(x, residual, kept, batch)
+        for layer, layer_cache in zip(self._layers, cache, strict=False):  # entries of MTP heads follow
+            x, residual = layer(x, residual, layer_cache, batch)
         assert residual is not None
         hidden, _ = self._norm.add(x, residual)
         return hidden
 
     @torch.inference_mode()
-    def scores(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` to a score for each token of the vocabulary, ``[rows, vocabulary]`` float32."""
-        return (self._head or self._embedding).scores(hidden)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._lm_head.logits(hidden)
 
     @torch.inference_mode()
-    def likeliest(self, hidden: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """``[rows, hidden]`` to the token of the best score, ``[rows]`` int64.
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        return self._lm_head.argmax(hidden, bitmask)
 
-        Args:
-            allowed: ``[rows, vocabulary / 32]`` int32, a bit for each token that may be chosen; None is all.
-        """
-        return (self._head or self._embedding).likeliest(hidden, allowed)
+
+def build_decoder(
+    context: BuildContext,
+    config: ModelConfig,
+    max_len: int,
+    num_mtp_heads: int,
+    *,
+    attention: AttentionFactory = grouped_query_attention,
+    mlp: MLPFactory = gated_mlp,
+) -> Decoder:
+    """``Family.build`` of decoders; a family binds other factories with ``functools.partial``."""
+    return Decoder(context, config, max_len, num_mtp_heads, attention, mlp)

@@ -1,5 +1,5 @@
-"""Who computes what: the ranks of a tensor-parallel group. So far there is one rank."""
+"""Tensor parallelism: which part of each matrix a rank computes. One rank is supported so far."""
 
-from .group import ALONE, Group
+from .group import SINGLE_RANK, Group
 
-__all__ = ["ALONE", "Group"]
+__all__ = ["SINGLE_RANK", "Group"]

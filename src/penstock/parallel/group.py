@@ -1,4 +1,4 @@
-"""A group of ranks that share the layers' matrices (Shoeybi et al., 2019)."""
+"""A tensor-parallel group: ranks that split the outputs of a model's matrices among them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,40 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of its group. Layers ask it for their part and for sums over all; models never see it."""
+    """One rank's view of its group.
+
+    Matrices are split by outputs alone (column parallel). Every output is one sum over all inputs on one rank, so that
+    results have the same bits at every size.
+    """
 
     rank: int = 0
     size: int = 1
 
-    def __post_init__(self) -> None:
-        if self.size != 1:
-            raise PenstockError(Code.UNSUPPORTED, "tensor parallelism is not there yet: a group has one rank")
+    def shard(self, total: int) -> tuple[int, int]:
+        """First and end of this rank's share of ``total`` outputs or heads.
 
-    def part(self, total: int) -> int:
-        """This rank's share of ``total`` equal things."""
-        return total // self.size
+        Raises ``PenstockError`` (``invalid``) where the ranks' shares would differ.
+        """
+        if total % self.size:
+            raise invalid("tensor_parallel_size", f"{total} heads or outputs do not divide by {self.size}", self.size)
+        share = total // self.size
+        return self.rank * share, (self.rank + 1) * share
 
-    def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's slice of a whole matrix."""
-        return tensor.chunk(self.size, dim)[self.rank]
+    def shard_size(self, total: int) -> int:
+        """Size of this rank's share of ``total`` outputs or heads."""
+        first, end = self.shard(total)
+        return end - first
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Of all ranks' partial results, on every rank."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``[tokens, share]`` of each rank to ``[tokens, total]`` on every rank."""
+        if self.size > 1:
+            raise PenstockError(Code.UNSUPPORTED, "only one rank is supported", "tensor_parallel_size")
         return x
 
 
-ALONE = Group()
+SINGLE_RANK = Group()

@@ -6,13 +6,13 @@ The formulas are those of PaddleNLP's and FastDeploy's documents, under our name
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
-from .model_size import BYTES, Shape
+from penstock.core.quantization import SCHEMES, Format
 
-SCALE = 4
-"""Bytes of a scale, by which rounded numbers are multiplied."""
+from .kv_spec import ITEM_BYTES, SCALE_BYTES, KVSpec
+from .model_size import Shape
+
 MOST_SEQS = 128
 """Sequences at the same time that both documents allow at most."""
 MARGIN = 128
@@ -24,41 +24,48 @@ def blocks_of_sequences(sequences: float, longest: int, block_size: int) -> int:
     return int(sequences * math.ceil(longest / block_size))
 
 
-def weight_bytes(shape: Shape, quantization: str = "none", dtype: str = "auto", heads_ahead: bool = False) -> int:
+def weight_bytes(shape: Shape, quantization: str = "none", dtype: str = "auto", mtp: bool = False) -> int:
     """Bytes of a model's matrices; norms and biases are too few to count.
 
     Args:
-        quantization: as the option. Embedding and head then keep 8 bits.
-        heads_ahead: whether the layers that guess ahead are loaded.
+        quantization: a name of ``SCHEMES``.
+        dtype: that the model computes in; ``auto`` is the checkpoint's.
+        mtp: whether the layers for multi-token prediction are loaded.
     """
-    layers = shape.layer_weights + (shape.ahead_weights if heads_ahead else 0)
-    if quantization == "none":
-        return (layers + shape.embedding_weights) * BYTES[_computed(shape, dtype)]
-    bits = int(re.findall(r"\d", quantization)[0])
-    group = 32 if quantization.endswith("-g32") else 128 if bits == 4 else shape.hidden
-    return int(layers * (bits / 8 + SCALE / group) + shape.embedding_weights * (1 + SCALE / shape.hidden))
+    layers = shape.layer_weights + (shape.ahead_weights if mtp else 0)
+    scheme, computed = SCHEMES[quantization], _computed(shape, dtype)
+
+    def weight(format: Format) -> float:
+        if not format.bits:
+            return ITEM_BYTES[computed]
+        return format.bits / 8 + SCALE_BYTES / (format.group_size or shape.hidden)
+
+    return int(layers * weight(scheme.layers) + shape.embedding_weights * weight(scheme.head))
 
 
-def token_bytes(
-    shape: Shape, kv_cache_dtype: str = "auto", dtype: str = "auto", heads_ahead: bool = False, ranks: int = 1
-) -> int:
-    """Bytes that a token keeps in the cache of one device.
+def kv_specs(
+    shape: Shape,
+    block_size: int = 64,
+    kv_cache_dtype: str = "auto",
+    dtype: str = "auto",
+    mtp: bool = False,
+    ranks: int = 1,
+) -> list[KVSpec]:
+    """What each layer of a model keeps in the KV cache of one rank.
 
     Args:
-        kv_cache_dtype: as the option; ``int8`` has a scale for each head, of keys and of values.
-        ranks: devices among which heads are divided; a latent vector is kept by each.
+        kv_cache_dtype: as the option: ``auto`` or ``int8``.
+        dtype: that the model computes in; ``auto`` is the checkpoint's.
+        mtp: whether the layers for multi-token prediction are loaded.
+        ranks: tensor-parallel ranks that share the heads. A head is kept by one rank at least, a latent vector by each.
     """
-    heads = math.ceil(shape.kv_heads / ranks)
-    width = shape.kv_width * heads // shape.kv_heads
-    if kv_cache_dtype == "int8":
-        kept = width + SCALE * heads * (1 if shape.latent else 2)
-    else:
-        kept = width * BYTES[_computed(shape, dtype)]
-    return kept * (shape.layers + (shape.ahead_layers if heads_ahead else 0))
+    heads, quantized = math.ceil(shape.kv_heads / ranks), kv_cache_dtype == "int8"
+    spec = KVSpec(heads, shape.kv_dim, _computed(shape, dtype), block_size, quantized, latent=shape.latent)
+    return [spec] * (shape.layers + (shape.ahead_layers if mtp else 0))
 
 
 def _computed(shape: Shape, dtype: str) -> str:
-    """The type that is computed in."""
+    """The dtype that the model computes in."""
     return shape.dtype if dtype == "auto" else dtype
 
 

@@ -12,9 +12,6 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a number, by the name of its type."""
-
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` whose weights are rounded when they are loaded, to its ``format``."""
 
@@ -36,9 +33,10 @@ class Shape:
     """Numbers in the embedding, and again in the head where that is a matrix of its own."""
     kv_heads: int
     """1 where all heads share a latent vector."""
-    kv_width: int
-    """Numbers kept of a token in each layer, keys and values together, or the latent vector of both."""
+    kv_dim: int
+    """Numbers in a head's key, and in its value; with ``latent``, in the latent vector and its rotary key together."""
     latent: bool
+    """Whether a token keeps one latent vector in place of keys and values (multi-head latent attention)."""
     ahead_weights: int
     """Numbers in the layers that guess ahead, which are loaded only where they do."""
     ahead_layers: int
@@ -62,10 +60,10 @@ def _shape(config: Mapping[str, Any]) -> Shape:
     kv_heads = 1 if latent else int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
     if latent:
-        attention, width = _latent_attention(config, hidden, heads)
+        attention, kv_dim = _latent_attention(config, hidden, heads)
     else:
         attention = 2 * hidden * head_dim * (heads + kv_heads)
-        width = 2 * kv_heads * head_dim
+        kv_dim = head_dim
     dense = 3 * hidden * int(config["intermediate_size"])
     sparse, first = _experts(config, hidden), int(config.get("first_k_dense_replace") or 0)
     plain = min(first, layers) if sparse else layers
@@ -79,7 +77,7 @@ def _shape(config: Mapping[str, Any]) -> Shape:
         hidden=hidden,
         embedding_weights=vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2),
         kv_heads=kv_heads,
-        kv_width=width,
+        kv_dim=kv_dim,
         latent=latent,
         ahead_weights=ahead * (attention + (sparse or dense) + 2 * hidden * hidden),
         ahead_layers=ahead,

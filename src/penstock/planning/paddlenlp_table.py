@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.planning.kv_size import SCALE, token_bytes
+from penstock.planning.kv_size import kv_specs
+from penstock.planning.kv_spec import SCALE_BYTES, bytes_per_token
 from penstock.planning.model_size import Shape, shape_of
 
 MEMORY = 80 * 2**30
@@ -16,7 +17,7 @@ LENGTH = 8192
 RESERVE = 17.9e9
 """Bytes of a GPU that weights and cache leave free. The document does not say how many: they are chosen so that the
 first row agrees, and the others are compared with it."""
-WEIGHT = {"int4": 0.5 + SCALE / 128, "int8": 1.0, "fp8": 1.0}
+WEIGHT = {"int4": 0.5 + SCALE_BYTES / 128, "int8": 1.0, "fp8": 1.0}
 """Bytes of a weight."""
 
 DEEPSEEK_V3 = shape_of(
@@ -66,7 +67,7 @@ class Row:
     @property
     def sequence(self) -> int:
         """Bytes that a sequence of the longest length keeps on each GPU, which all keep the same latent vectors."""
-        return token_bytes(DEEPSEEK_V3, heads_ahead=bool(self.ahead)) * LENGTH
+        return bytes_per_token(kv_specs(DEEPSEEK_V3, mtp=bool(self.ahead))) * LENGTH
 
     @property
     def summed(self) -> int:

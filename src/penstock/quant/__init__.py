@@ -1,6 +1,5 @@
-"""Weight formats: what a checkpoint gives, how it is packed once at load, how it multiplies."""
+"""Weight formats: how a matrix is packed at load, and how it multiplies. ``core/quantization.py`` names them."""
 
 from .matrix import Matrix
-from .schemes import SCHEMES, UNCHANGED, Scheme
 
-__all__ = ["SCHEMES", "UNCHANGED", "Matrix", "Scheme"]
+__all__ = ["Matrix"]

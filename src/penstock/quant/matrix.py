@@ -10,24 +10,24 @@ from penstock.ops import Ops
 
 
 class Matrix:
-    """``[out, in]`` with a bias ``[out]`` or none, as a backend has packed it."""
+    """``[out, in]`` with a bias ``[out]`` or none, packed by a backend. Methods are the ops of the same name."""
 
     def __init__(self, ops: Ops, packed: Any) -> None:
         self._ops = ops
-        self._matrix = packed
+        self._packed = packed
 
-    def multiply(self, x: Tensor, wide: bool = False) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype, or float32 where ``wide``."""
-        return self._ops.linear(x, self._matrix, wide)
+    def linear(self, x: Tensor, out_float32: bool = False) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype or, with ``out_float32``, in float32."""
+        return self._ops.linear(x, self._packed, out_float32)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the first half of outputs by the other half."""
-        return self._ops.gated(x, self._matrix)
+    def linear_silu_and_mul(self, x: Tensor) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half."""
+        return self._ops.linear_silu_and_mul(x, self._packed)
 
-    def likeliest(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to the largest output of each, ``[tokens]`` int64, of those that bits allow."""
-        return self._ops.likeliest(x, self._matrix, allowed)
+    def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        """``[tokens, in]`` to the index of each row's largest output among those in ``bitmask``, ``[tokens]`` int64."""
+        return self._ops.argmax(x, self._packed, bitmask)
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """The rows ``[tokens]`` of the matrix, as an embedding tied to it needs them."""
-        return self._ops.embedding(rows, self._matrix)
+    def embedding(self, token_ids: Tensor) -> Tensor:
+        """``[tokens]`` int64 to those rows of the matrix, ``[tokens, in]``."""
+        return self._ops.embedding(token_ids, self._packed)

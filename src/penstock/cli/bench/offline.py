@@ -81,7 +81,7 @@ def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 def _timed(llm: LLM, sequences: int, input_len: int, output_len: int, show: bool = False) -> float:
     from penstock.core import SamplingParams
 
-    rng, vocabulary = Random(0), llm.engine.model.config.vocabulary
+    rng, vocabulary = Random(0), llm.engine.model.config.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(input_len)] for _ in range(sequences)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     begun = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from penstock.cli.flags import add_options, configure
@@ -14,15 +13,17 @@ from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.host import FREE_SHARE, free_host_bytes
+from penstock.planning.config_json import read_config_json
 from penstock.planning.kv_size import (
     CachePlan,
     block_ratio,
     blocks_of_sequences,
     kv_cache_ratio,
-    token_bytes,
+    kv_specs,
     weight_bytes,
 )
-from penstock.planning.model_size import Shape, shape_of
+from penstock.planning.kv_spec import bytes_per_token
+from penstock.planning.model_size import shape_of
 
 GB, GIB = 1e9, 2**30
 
@@ -71,7 +72,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         progress=sys.stderr.isatty(),
         files=["config.json"],
     )
-    shape = read_shape(folder)
+    shape = shape_of(read_config_json(folder))
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method not in ("ngram", "mtp"):
         raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
@@ -79,7 +80,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     quantization = shape.quantization if options.quantization == "none" else options.quantization
     ranks = args.tensor_parallel_size
     weights = weight_bytes(shape, quantization, options.dtype, ahead) // ranks
-    token = token_bytes(shape, options.kv_cache_dtype, options.dtype, ahead, ranks)
+    token = bytes_per_token(kv_specs(shape, options.block_size, options.kv_cache_dtype, options.dtype, ahead, ranks))
     longest = options.max_model_len or shape.context
     room = _room(args, options, weights)
     blocks = _blocks(options, longest, room, token * options.block_size)
@@ -110,20 +111,6 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
             "batch_size": cache.batch_size(prompt, output),
         },
     }
-
-
-def read_shape(folder: Path) -> Shape:
-    """Raises ``PenstockError`` (``invalid``) where there is no configuration, or it is broken."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise invalid("model", f"{folder} has no config.json: name a folder with a Hugging Face checkpoint") from error
-    except ValueError as error:
-        raise invalid("model", f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise invalid("model", f"{path} holds no object")
-    return shape_of(found)
 
 
 def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int:

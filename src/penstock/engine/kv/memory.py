@@ -8,12 +8,13 @@ from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 from penstock.ops import KVSpec
 from penstock.planning.kv_size import blocks_of_sequences
+from penstock.planning.kv_spec import bytes_per_block
 
 from ..service.host import FREE_SHARE, free_host_bytes
 
 
 def count_blocks(
-    options: EngineOptions, size: int, spec: KVSpec, device: torch.device, mapped: int, longest: int
+    options: EngineOptions, size: int, specs: list[KVSpec], device: torch.device, mapped: int, longest: int
 ) -> int:
     """KV blocks that fit, or as many as were asked for.
 
@@ -35,10 +36,9 @@ def count_blocks(
         room = int(free * share if share else free - (1 - options.gpu_memory_utilization) * total)
     else:
         free = free_host_bytes() - mapped
-        room = (
-            int(free * (1.0 if wanted else share or FREE_SHARE))
-            - count_host_blocks(options, spec) * spec.bytes_per_block
-        )
+        room = int(free * (1.0 if wanted else share or FREE_SHARE)) - count_host_blocks(
+            options, specs
+        ) * bytes_per_block(specs)
     if room < size:
         raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")
     if not wanted:
@@ -52,8 +52,8 @@ def count_blocks(
     return blocks
 
 
-def count_host_blocks(options: EngineOptions, spec: KVSpec) -> int:
+def count_host_blocks(options: EngineOptions, specs: list[KVSpec]) -> int:
     """Blocks of the host tier."""
     if options.preemption_mode != "swap":
         return 0
-    return int(options.swap_space * 2**30) // spec.bytes_per_block
+    return int(options.swap_space * 2**30) // bytes_per_block(specs)

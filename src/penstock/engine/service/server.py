@@ -97,7 +97,7 @@ class Server:
         self._ready = wire.Ready(
             pid=os.getpid(),
             max_model_len=self._engine.max_model_len,
-            vocabulary=self._engine.model.config.vocabulary,
+            vocabulary=self._engine.model.config.vocab_size,
             blocks=self._engine.scheduler.device.total,
             block_size=self._options.block_size,
             fingerprint=self._engine.fingerprint,

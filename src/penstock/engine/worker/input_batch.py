@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ops import Batch, Queries
+from penstock.ops import AttentionMetadata, Batch
 
 from ..scheduling.plan import Item, Plan
 from ..scheduling.sequence import Sequence
@@ -67,24 +67,24 @@ class Flattener:
         return Batch(
             token_ids=self._tensor(np.array(token_ids)),
             positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            queries=queries,
-            logit_rows=self._tensor(np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)),
-            logit_queries=logit_queries,
-            adapters=adapters,
-            logit_adapters=logit_adapters,
+            slot_mapping=self._tensor(slots),
+            attention=queries,
+            logits_indices=self._tensor(np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)),
+            logits_attention=logit_queries,
+            lora_slots=adapters,
+            logits_lora_slots=logit_adapters,
         )
 
     def rows_of(self, item: Item) -> int:
         """Of how many of an item's tokens, its last ones, there will be hidden states."""
         return item.length + len(item.draft) if self._whole else scores_wanted(item)
 
-    def _queries(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, blocks: int) -> Queries:
+    def _queries(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, blocks: int) -> AttentionMetadata:
         """Of each row so many of its last tokens."""
         starts = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=starts[1:])
         tables = self._tables[rows, :blocks]
-        return Queries(self._tensor(starts), self._tensor(lengths.astype(np.int32)), self._tensor(tables))
+        return AttentionMetadata(self._tensor(starts), self._tensor(lengths.astype(np.int32)), self._tensor(tables))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)

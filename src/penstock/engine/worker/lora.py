@@ -12,7 +12,7 @@ import torch
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.models import Adapter, Decoder, read_adapter
+from penstock.models import LoRAAdapter, Model, load_lora
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Loaded:
     path: str
     key: str
     """What its requests are marked with, and what they have in the prefix cache: no other load has the same."""
-    adapter: Adapter
+    adapter: LoRAAdapter
     slot: int
 
 
@@ -41,7 +41,7 @@ class Adapters:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         device: torch.device,
         *,
         most: int,
@@ -54,7 +54,7 @@ class Adapters:
         self._max_lora_rank = max_lora_rank
         self._in_use = in_use
         self._loaded: dict[str, Loaded] = {}
-        self._reading: dict[str, tuple[str, Future[Adapter], Future[None]]] = {}
+        self._reading: dict[str, tuple[str, Future[LoRAAdapter], Future[None]]] = {}
         self._leaving: list[Loaded] = []
         self._free = list(range(most))
         self._loads = 0
@@ -121,7 +121,7 @@ class Adapters:
             for left in [left for left in self._leaving if left.key not in used]:
                 self._leaving.remove(left)
                 del self.slots[left.key]
-                left.adapter.take_out(left.slot)
+                left.adapter.deactivate(left.slot)
                 self._free.append(left.slot)
         for name, (path, reading, future) in list(self._reading.items()):
             if not reading.done():
@@ -137,7 +137,7 @@ class Adapters:
             self._loads += 1
             slot = self._free.pop()
             loaded = self._loaded[name] = Loaded(path, f"{name}#{self._loads}", reading.result(), slot)
-            loaded.adapter.put(slot)
+            loaded.adapter.activate(slot)
             self.slots[loaded.key] = slot
             logger.info("adapter %s is loaded from %s", name, path)
             future.set_result(None)
@@ -170,6 +170,6 @@ class Adapters:
             raise invalid("lora_name", words, self._most)
         return True
 
-    def _read(self, path: str) -> Adapter:
+    def _read(self, path: str) -> LoRAAdapter:
         model = self._model
-        return read_adapter(Path(path), model.targets, model.dtype, self._device, self._max_lora_rank)
+        return load_lora(Path(path), model.lora_targets, model.dtype, self._device, self._max_lora_rank)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.core import Logprob
-from penstock.models import Decoder
+from penstock.models import Model
 from penstock.ops import KVSpec, Ops
 
 from ..guided import Masks
@@ -30,7 +30,7 @@ class Runner:
     """A model with its KV cache.
 
     Args:
-        spec, blocks: of the cache.
+        specs, blocks: of the KV cache.
         host_blocks: of the host tier.
         tokens: of a step, at most.
         rows: sequences that may run at the same time.
@@ -41,11 +41,11 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         ops: Ops,
         device: torch.device,
         *,
-        spec: KVSpec,
+        specs: list[KVSpec],
         blocks: int,
         host_blocks: int,
         tokens: int,
@@ -57,20 +57,20 @@ class Runner:
         self._model = model
         self._ops = ops
         self._device = device
-        self._cache: list[Any] = ops.new_cache(spec, blocks, device)
-        self._host: list[Any] = ops.new_cache(spec, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, spec.block_size, device, whole, slots)
+        self._cache: list[Any] = ops.new_kv_cache(specs, blocks, device)
+        self._host: list[Any] = ops.new_kv_cache(specs, host_blocks, torch.device("cpu"))
+        self._flatten = Flattener(rows, longest, specs[0].block_size, device, whole, slots)
         self._whole = whole
-        self._masks = Masks(model.config.vocabulary)
+        self._masks = Masks(model.config.vocab_size)
         record = partial(
-            ops.recorded,
+            ops.capture,
             partial(model.hidden, cache=self._cache),
-            tokens=tokens,
-            sequences=rows,
-            blocks=-(-longest // spec.block_size),
+            max_tokens=tokens,
+            max_sequences=rows,
+            max_blocks=-(-longest // specs[0].block_size),
         )
         self._hidden = record()
-        self._adapted = self._hidden if slots is None else record(adapted=True)
+        self._adapted = self._hidden if slots is None else record(use_lora=True)
         """A step in which tokens have adapters; others need not know of them."""
 
     def submit(self, plan: Plan) -> Outcome:
@@ -82,7 +82,7 @@ class Runner:
             return Outcome([])
         masks = self._masks.begin([(sequence.guide, item.draft) for item in plan.items for sequence in item.samples])
         batch = self._flatten(plan)
-        hidden = (self._hidden if batch.adapters is None else self._adapted)(batch)
+        hidden = (self._hidden if batch.lora_slots is None else self._adapted)(batch)
         return self._draw(plan, hidden, masks.result() if masks else None)
 
     def collect(self, handle: Outcome) -> Outcome:
@@ -100,8 +100,8 @@ class Runner:
             The head's own hidden state of each item's last token, ``[items, hidden]``, and the draws.
         """
         batch = self._flatten(Plan(items=items))
-        layer = self._model.config.layers + number
-        hidden = self._model.heads_ahead[number].hidden(batch, states, self._cache[layer])
+        layer = self._model.config.num_layers + number
+        hidden = self._model.mtp_heads[number].hidden(batch, states, self._cache[layer])
         ends = [end - 1 for end in accumulate(item.length for item in items)]
         return hidden[ends], self._sample(hidden, ends, [item.samples[0] for item in items], None)
 
@@ -147,14 +147,14 @@ class Runner:
             sound = [True] * len(chosen)
             if not math.isfinite(states.sum(dtype=torch.float32).item()):  # one look at all of them, then at each
                 sound = states.isfinite().all(-1).tolist()
-            token_ids = self._model.likeliest(states, self._bits(allowed, chosen)).tolist()
+            token_ids = self._model.argmax(states, self._bits(allowed, chosen)).tolist()
             for i, token, scored in zip(chosen, token_ids, sound, strict=True):
                 failure = None if scored else NO_SCORES
                 if allowed is not None and not allowed[i].any():
                     failure = NOTHING_ALLOWED
                 draws[i] = Draw([], failure=failure) if failure else Draw([token])
         if others := [i for i, own in enumerate(plain) if not own]:
-            scores = self._model.scores(hidden[[rows[i] for i in others]])
+            scores = self._model.logits(hidden[[rows[i] for i in others]])
             found = sample(scores, [sequences[i] for i in others], self._bits(allowed, others))
             draws |= zip(others, found, strict=True)
         return [draws[i] for i in range(len(sequences))]
@@ -166,7 +166,7 @@ class Runner:
         wanted = sequence.request.sampling.prompt_logprobs or 0
         told = []
         for start in range(0, len(tokens), ROWS_AT_ONCE):
-            scores = self._model.scores(hidden[start : start + ROWS_AT_ONCE])
+            scores = self._model.logits(hidden[start : start + ROWS_AT_ONCE])
             chosen = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=scores.device)
             told += logprobs(scores, chosen, [wanted] * len(chosen))
         return told
@@ -174,7 +174,7 @@ class Runner:
     def _logits(self, hidden: Tensor) -> Iterator[bytes]:
         """Of rows of hidden states the scores, float32."""
         for start in range(0, len(hidden), ROWS_AT_ONCE):
-            yield self._model.scores(hidden[start : start + ROWS_AT_ONCE]).numpy(force=True).tobytes()
+            yield self._model.logits(hidden[start : start + ROWS_AT_ONCE]).numpy(force=True).tobytes()
 
 
 def _agreed(draws: Iterator[Draw], draft: list[int]) -> Draw:

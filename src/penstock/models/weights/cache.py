@@ -1,4 +1,4 @@
-"""Packed matrices of a checkpoint on disk, so that the next start need not round and pack them again."""
+"""A cache of packed weights on disk: the next start maps them in place of quantizing and packing again."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PREFIX = len(MAGIC) + 16
 ALIGNMENT = 64
 """Bytes, of tensors smaller than a huge page; larger ones begin with one, to be mapped as such."""
 EXIT_TIMEOUT = 8.0
-"""Seconds that a process which ends waits for what it still writes; then it is left unfinished."""
-VERIFIERS = 8
-"""Most threads that compute checksums: a few are as fast as memory."""
-TOLD = 3
-"""Names of damaged tensors in the log."""
+"""Seconds that an ending process waits for its writing thread; then the file stays unfinished."""
+MAX_VERIFIERS = 8
+"""Threads that compute checksums: a few are as fast as memory."""
+LOGGED_NAMES = 3
+"""Names of damaged tensors in a log line."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.bfloat16, torch.float16, torch.float32)
@@ -46,7 +46,7 @@ class Entry(msgspec.Struct, frozen=True):
     """One tensor of the file."""
 
     offset: int
-    """In bytes, from the begin of the data."""
+    """Bytes from the begin of the data."""
     dtype: str
     shape: tuple[int, ...]
     checksum: int
@@ -55,46 +55,48 @@ class Entry(msgspec.Struct, frozen=True):
 
 class Header(msgspec.Struct, frozen=True):
     state: str
-    """Of the checkpoint and of Penstock, see ``_state``."""
+    """Hash of the checkpoint's version and of Penstock's."""
     size: int
-    """Of the data, in bytes."""
+    """Bytes of the data."""
     entries: dict[str, dict[str, Entry]]
-    """By the matrix's name and the tensor's."""
+    """By name of the matrix, and by name of its tensor."""
 
 
 class WeightCache:
-    """The packed matrices of one checkpoint in one form: one file of a folder.
+    """The packed matrices of one checkpoint, in one format, of one rank: one file of the cache folder.
 
-    The file is mapped, not read: engines on one machine share it, and nothing is copied. Each tensor's checksum is
-    verified by threads before the tensor is handed out. What is damaged, was made from another state of the checkpoint
-    (another configuration; other headers, sizes or times of its files) or by another version, or may have been written
-    by another user is not used: it is packed anew from the checkpoint, and ``save`` replaces the file.
+    The file is mapped: engines on one machine share its pages, and nothing is copied. Threads verify each tensor's
+    checksum before it is handed out. Tensors are packed again from the checkpoint, and ``save`` replaces the file,
+    where they are damaged, were made from another version of the checkpoint or by another version of Penstock, or
+    may have been written by another user.
 
     A file that is truncated while an engine has it mapped ends that engine with SIGBUS, as any mapped file does; the
     next start finds it damaged.
 
     Args:
         folder: of the cache.
-        form: all that decides the bytes of a packed matrix besides the checkpoint.
+        checkpoint: folder of the checkpoint.
+        packing: all that decides a packed matrix besides the weights: layout, dtype, formats, rank and ranks.
+        version: of the weights. A file of another version is replaced.
         limit: GiB that the folder may hold; 0 is the default, see ``cache_folder``.
     """
 
-    def __init__(self, folder: Path, checkpoint: Path, form: str, limit: float = 0.0) -> None:
-        name = hashlib.sha256(f"{checkpoint.resolve()} {form}".encode()).hexdigest()[:32]
+    def __init__(self, folder: Path, checkpoint: Path, packing: str, version: str, limit: float = 0.0) -> None:
+        name = hashlib.sha256(f"{checkpoint.resolve()} {packing}".encode()).hexdigest()[:32]
         self._path = folder / f"{name}{SUFFIX}"
         self._limit = limit
-        self._state = _state(checkpoint)
+        self._state = hashlib.sha256(f"{__version__} {version}".encode()).hexdigest()
         self._kept: dict[str, dict[str, Tensor]] = {}
-        """What the model consists of, in the order in which it was built."""
+        """All matrices of the model, in the order in which it is built."""
         self._changed = False
-        """Whether the file lacks any of it."""
+        """Whether the file lacks any of ``_kept``."""
         self._mapped: dict[str, dict[str, Tensor]] = {}
         self._verified: dict[str, Future[list[str]]] = {}
-        """Which of a matrix's tensors are damaged, once they are verified."""
+        """Names of each matrix's damaged tensors, once they are verified."""
         self._damaged: list[str] = []
-        """Tensors that were."""
+        """Damaged tensors found so far, for the log."""
         self.mapped_bytes = 0
-        """Of the file."""
+        """Size of the mapped data."""
         try:
             self._map()
         except FileNotFoundError:
@@ -103,7 +105,7 @@ class WeightCache:
             logger.warning("%s cannot be used (%s) and is made again", self._path, error)
 
     def find(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors of a matrix, to read only; None where there are none, or one of them is damaged."""
+        """The tensors of a matrix, read-only; None where the file has none, or one of them is damaged."""
         if (found := self._mapped.get(name)) is None:
             return None
         if damaged := self._verified.pop(name).result():
@@ -113,19 +115,16 @@ class WeightCache:
         return found
 
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """The tensors of a matrix, for ``save``."""
+        """Add a matrix for ``save`` to write. A matrix without tensors needs no packing and is not kept."""
         if tensors:
             self._kept[name] = tensors
             self._changed = True
 
     def save(self) -> None:
-        """Write the file anew if there is anything to add to it, in a thread while the start goes on.
-
-        Where there is no room for it, the log says so.
-        """
+        """Write the file in a thread if it lacks any matrix; the start goes on meanwhile. Logs where it cannot."""
         if self._damaged:
             count = f"{len(self._damaged)} tensors are" if len(self._damaged) > 1 else "a tensor is"
-            names = ", ".join(self._damaged[:TOLD]) + ", …" * (len(self._damaged) > TOLD)
+            names = ", ".join(self._damaged[:LOGGED_NAMES]) + ", …" * (len(self._damaged) > LOGGED_NAMES)
             logger.warning("%s: %s damaged and made again: %s", self._path, count, names)
         if self._changed:
             thread = threading.Thread(target=self._save, name="keep-weights", daemon=True)
@@ -133,7 +132,7 @@ class WeightCache:
             atexit.register(thread.join, EXIT_TIMEOUT)
 
     def _map(self) -> None:
-        """Map the file, if it is of this state, and begin to verify it.
+        """Map the file if it is of this version, and start to verify it.
 
         Raises ``OSError`` or ``ValueError`` where it cannot be used.
         """
@@ -144,7 +143,7 @@ class WeightCache:
                 return
             memory = pages.mapped(file)  # which holds the file's lock, too
         self.mapped_bytes = header.size
-        threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), VERIFIERS), "verify-weights")
+        threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_VERIFIERS), "verify-weights")
         for name, entries in header.entries.items():
             tensors = {}
             for key, entry in entries.items():
@@ -183,8 +182,8 @@ class WeightCache:
 
 
 def _read_header(file: IO[bytes]) -> tuple[Header, int]:
-    """The header of a file, and where its data begin. Raises ``ValueError`` where it is not whole, or says what cannot
-    be."""
+    """The header of a file, and the offset of its data. Raises ``ValueError`` where the file is not whole, or its
+    header is not consistent."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(PREFIX)
     if not prefix.startswith(MAGIC):
@@ -209,7 +208,7 @@ def _read_header(file: IO[bytes]) -> tuple[Header, int]:
 
 
 def _damaged(tensors: dict[str, Tensor], entries: dict[str, Entry]) -> list[str]:
-    """The names of tensors that do not have their checksum."""
+    """Names of the tensors whose checksum differs."""
     return [key for key, tensor in tensors.items() if _checksum(tensor) != entries[key].checksum]
 
 
@@ -223,19 +222,3 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def _state(checkpoint: Path) -> str:
-    """Of what the file is made: this version, the checkpoint's configuration, its files' names, sizes, times and
-    headers. The time of the last change (``ctime``) is among them: tools that copy files set the other one back."""
-    digest = hashlib.sha256(__version__.encode())
-    for name in ("config.json", "model.safetensors.index.json"):
-        if (path := checkpoint / name).exists():
-            digest.update(path.read_bytes())
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
-        with file.open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            digest.update(content.read(min(length, status.st_size)))
-    return digest.hexdigest()

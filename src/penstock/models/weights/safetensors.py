@@ -1,13 +1,13 @@
-"""Tensors of a checkpoint: memory-mapped safetensors, whole or in shards, or made up for benchmarks."""
+"""Tensors of a checkpoint in memory-mapped safetensors files, one or several shards."""
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -28,6 +28,8 @@ class Checkpoint:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self.bytes_read = 0
+        """Bytes of all tensors and slices taken so far."""
         if (folder / INDEX).exists():
             self._file_of = _read_index(folder / INDEX)
             if missing := {file for file in self._file_of.values() if not (folder / file).is_file()}:
@@ -42,30 +44,54 @@ class Checkpoint:
             )
         else:
             raise invalid("model", f"{folder} has no {SINGLE}")
+        self._unprefixed = "embed_tokens.weight" in self._file_of
 
-        self._bare = "embed_tokens.weight" in self._file_of
+    @cached_property
+    def version(self) -> str:
+        """Identifies the checkpoint by its ``config.json``, its index, and its files' names, headers, sizes and times.
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, which must have that shape, in its own dtype.
+        A copy of the files has another version; changed weights always have. The time of the last status change
+        (``ctime``) is included, because tools that copy files set the time of modification back.
+        """
+        digest = hashlib.sha256()
+        for name in ("config.json", INDEX):
+            if (path := self._folder / name).exists():
+                digest.update(path.read_bytes())
+        for file in sorted(self._folder.glob("*.safetensors")):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
+            with file.open("rb") as content:
+                length = int.from_bytes(content.read(8), "little")
+                digest.update(content.read(min(length, status.st_size)))
+        return digest.hexdigest()
+
+    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """As ``layers.Weights.take``. Only the pages of the file that hold the rows are read, when they are used.
 
         A checkpoint of the decoder alone, as embedding models are saved, has names without ``model.`` before them.
         """
-        if self._bare:
-            name = name.removeprefix("model.")
+        name = self._stored_name(name)
         if name not in self._file_of:
             raise invalid("model", f"{self._folder} has no tensor {name}")
+        first, end = rows or (0, shape[0])
         try:
-            tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
+            file = self._open(self._file_of[name])
+            stored = file.get_slice(name)
+            if (found := tuple(stored.get_shape())) != shape:
+                raise invalid("model", f"tensor {name} has shape {found}, config.json wants {shape}")
+            tensor: Tensor = file.get_tensor(name) if (first, end) == (0, shape[0]) else stored[first:end]
         except SafetensorError as error:
             raise self._damaged(self._file_of[name], error) from error
-        if tuple(tensor.shape) != shape:
-            raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}, config.json wants {shape}")
-        if not tensor.is_floating_point():
+        if not as_stored and not tensor.is_floating_point():
             raise invalid("model", f"tensor {name} is of {tensor.dtype}, and only floating-point weights are read")
+        self.bytes_read += tensor.nbytes
         return tensor
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return self._stored_name(name) in self._file_of
+
+    def _stored_name(self, name: str) -> str:
+        return name.removeprefix("model.") if self._unprefixed else name
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -80,7 +106,7 @@ class Checkpoint:
 
 
 class Index(msgspec.Struct):
-    """Of a checkpoint in shards."""
+    """``model.safetensors.index.json`` of a checkpoint in shards."""
 
     weight_map: dict[str, str]
     """The file of each tensor."""
@@ -94,20 +120,3 @@ def _read_index(path: Path) -> dict[str, str]:
     if outside := next((file for file in files.values() if Path(file).name != file), None):
         raise invalid("model", f"{path} names {outside!r}, which is no file beside it")
     return files
-
-
-class Dummy:
-    """Random weights of any shape, the same for the same name and seed (``--load-format dummy``)."""
-
-    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
-        self._dtype = dtype
-        self._seed = seed
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype)
-        return torch.empty(shape, dtype=self._dtype).normal_(std=shape[-1] ** -0.5, generator=generator)
-
-    def has(self, name: str) -> bool:
-        return True

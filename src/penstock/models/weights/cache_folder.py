@@ -1,4 +1,4 @@
-"""The folder of the weight cache: where it is, how much it may hold, and which files leave it when it is full."""
+"""The folder of the weight cache: its place, its size limit, and eviction of the least recently used files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import IO
 
 SUFFIX = ".packed"
 UNFINISHED = ".part"
-"""Ends the names of files that are being written. Their writers hold a lock on them."""
-SHARE = 0.3
-"""Of the disk: what the cache may take where no size is given."""
-SPARE = 0.1
-"""Of the disk: what is always left free."""
+"""Suffix of files that are being written. Their writers hold a lock on them."""
+DEFAULT_SHARE = 0.3
+"""Share of the disk that the cache may take where no size is given."""
+RESERVED_SHARE = 0.1
+"""Share of the disk that the cache always leaves free."""
 
 
 def cache_folder(name: str) -> Path | None:
-    """The folder of that name; for no name this user's default, for ``none`` no cache at all."""
+    """The folder that ``weight_cache_dir`` names: the user's default for an empty name, None for ``none``."""
     if name == "none":
         return None
     return Path(name) if name else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
@@ -32,15 +32,17 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a cache holds, in bytes."""
+    """How full a cache is."""
 
     files: int
     used: int
+    """Bytes."""
     limit: int
+    """Bytes."""
 
 
 def usage(folder: Path, limit: float) -> Usage:
-    """How full a cache is; ``limit`` is the option's value in GiB, 0 for the default."""
+    """How full a cache is; ``limit`` is ``weight_cache_size`` in GiB, 0 for the default."""
     sizes = [status.st_size for _, status in _entries(folder, SUFFIX)]
     return Usage(len(sizes), sum(sizes), limit_bytes(folder, limit))
 
@@ -50,15 +52,15 @@ def limit_bytes(folder: Path, limit: float) -> int:
     if limit:
         return int(limit * 2**30)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return int(shutil.disk_usage(there).total * SHARE)
+    return int(shutil.disk_usage(there).total * DEFAULT_SHARE)
 
 
 def open_cached(path: Path) -> IO[bytes]:
-    """A file of the cache, to read; marked as used now, and locked so that no process deletes it to make room.
+    """Open a file of the cache to read. Marks it as used now, and locks it, so that no process evicts it.
 
     The lock lasts until the file and every mapping of it are closed.
 
-    Raises ``OSError`` where there is none; ``PermissionError`` where another user wrote it, or could have.
+    Raises ``OSError`` where there is no such file; ``PermissionError`` where another user wrote it, or could have.
     """
     # A symbolic link is not followed, and opening a FIFO does not wait for its writer.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -81,10 +83,10 @@ def open_cached(path: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
-    """A file to write, which takes its name when the block ends without an error.
+    """A file to write, which is renamed to ``path`` when the block ends without an error.
 
-    Room for it is made and taken before, one process after the other: what was used least recently is deleted, but no
-    file that an engine has mapped.
+    Room for it is reserved first, under a lock on the folder: the least recently used files are deleted, but none that
+    an engine has mapped.
 
     Raises ``OSError`` where there is not enough room.
     """
@@ -95,10 +97,10 @@ def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
             _make_room(path, size, limit)
             file = stack.enter_context(NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=UNFINISHED))
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.truncate(size)  # counted by the next one, though nothing is written yet
+            file.truncate(size)  # so that the next writer counts it, though nothing is written yet
         yield file
         file.flush()
-        os.fsync(file.fileno())  # or a name might outlive, through a loss of power, what it is of
+        os.fsync(file.fileno())  # before the name exists: a loss of power must not leave a name without its data
         os.link(file.name, written := file.name + UNFINISHED)
         os.replace(written, path)
 
@@ -115,7 +117,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(replaced: Path, size: int, limit: int) -> None:
-    """Delete files until there is room for one of that size in place of ``replaced``."""
+    """Delete files until there is room for ``size`` bytes in place of the file ``replaced``."""
     if size > limit:
         raise OSError(f"they have {size / 2**30:.2g} GiB, and weight_cache_size is {limit / 2**30:.2g} GiB")
     folder = replaced.parent
@@ -125,7 +127,7 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
     entries = [entry for entry in _entries(folder, SUFFIX) if entry[0] != replaced]
     disk = shutil.disk_usage(folder)
     promised = sum(max(0, status.st_size - status.st_blocks * 512) for status in writing)
-    free = int(disk.free - promised - SPARE * disk.total)
+    free = int(disk.free - promised - RESERVED_SHARE * disk.total)
     room = min(limit - sum(s.st_size for s in writing) - sum(s.st_size for _, s in entries), free)
     for path, status in sorted(entries, key=lambda entry: entry[1].st_atime_ns):
         if room >= size:
@@ -133,12 +135,14 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
         if _delete_unused(path):
             room += status.st_size
     if room < size:
-        left = f"{max(room, 0) / 2**30:.2g} GiB of {limit / 2**30:.2g}, {SPARE:.0%} of the disk being kept free"
+        left = (
+            f"{max(room, 0) / 2**30:.2g} GiB of {limit / 2**30:.2g}, {RESERVED_SHARE:.0%} of the disk being kept free"
+        )
         raise OSError(f"they have {size / 2**30:.2g} GiB, and {folder} has room for {left}")
 
 
 def _delete_unused(path: Path) -> bool:
-    """Delete a file that no process has locked."""
+    """Delete a file unless a process has locked it; returns whether it was deleted."""
     with contextlib.suppress(OSError), path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.layers import Adapted, Target
-from penstock.ops import LowRank
+from penstock.layers import LoRALayer, LoRATarget
+from penstock.ops import LoRAWeights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of all tensors' names, which go on with those of the checkpoint's matrices."""
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""Prefix of all tensors' names; the name of the checkpoint's matrix follows."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FIELD = "lora_path"
-NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
     "arrow_config": (),
     "bias": ("none",),
@@ -40,59 +40,60 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (),
     "use_qalora": (),
 }
-"""What a configuration may ask for and no code here does, with values besides null and false that ask for nothing."""
-CHANGE_THE_BASE = ("corda", "lora_ga", "olora", "pissa")
-"""Beginnings of ``init_lora_weights`` after which the adapter fits another base than the one that it names."""
+"""Fields of the configuration that are refused, with values besides null and false that have no effect."""
+BASE_CHANGING_INITS = ("corda", "lora_ga", "olora", "pissa")
+"""Prefixes of ``init_lora_weights`` that change the base model: such an adapter does not fit the original one."""
 
 
-class Adapter:
-    """What an adapter adds to a model, ready to be put into a slot."""
+class LoRAAdapter:
+    """An adapter's packed weights for all layers of a model."""
 
-    def __init__(self, parts: Mapping[Adapted, list[LowRank]]) -> None:
-        self._packed = {adapted: adapted.pack(own) for adapted, own in parts.items()}
+    def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]]) -> None:
+        self._packed = {layer: layer.pack(own) for layer, own in parts.items()}
 
-    def put(self, slot: int) -> None:
-        """Into a slot that no request uses."""
-        for adapted, packed in self._packed.items():
-            adapted.put(slot, packed)
+    def activate(self, slot: int) -> None:
+        """Put the weights into a slot that no running step uses."""
+        for layer, packed in self._packed.items():
+            layer.set(slot, packed)
 
-    def take_out(self, slot: int) -> None:
-        """Out of the slot that it was put into."""
-        for adapted in self._packed:
-            adapted.put(slot, None)
+    def deactivate(self, slot: int) -> None:
+        """Empty the slot."""
+        for layer in self._packed:
+            layer.set(slot, None)
 
 
-def read_adapter(
-    folder: Path, targets: Mapping[str, Target], dtype: torch.dtype, device: torch.device, max_lora_rank: int
-) -> Adapter:
+def load_lora(
+    folder: Path, targets: Mapping[str, LoRATarget], dtype: torch.dtype, device: torch.device, max_lora_rank: int
+) -> LoRAAdapter:
     """Read an adapter for a model.
 
     Args:
-        targets: what the model's adapters may add to, by the names of the checkpoint's matrices.
+        targets: ``Model.lora_targets``.
         dtype, device: the model's.
         max_lora_rank: the largest rank allowed.
 
-    Raises ``PenstockError``: ``invalid`` where files are missing or broken or do not fit the model, ``unsupported``
-    where the adapter asks for what no code here does.
+    Raises ``PenstockError``: ``invalid`` where files are missing, broken or do not fit the model, ``unsupported``
+    where the adapter needs what no code here computes.
     """
     config = _config(folder)
     tensors = _tensors(folder)
-    parts: dict[Adapted, list[LowRank]] = defaultdict(list)
+    parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     for name in sorted({_module(key, targets) for key in tensors}):
-        target, rank = targets[name], _of_pattern(config["rank_pattern"], name, config["r"])
+        target, rank = targets[name], _by_pattern(config["rank_pattern"], name, config["r"])
         if not 1 <= rank <= max_lora_rank:
             words = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
             raise invalid(FIELD, words, max_lora_rank)
-        down = _fitting(tensors, name, DOWN, (rank, target.inputs), folder)
-        up = _fitting(tensors, name, UP, (target.outputs, rank), folder)
-        alpha = _of_pattern(config["alpha_pattern"], name, config["lora_alpha"])
+        a = _checked(tensors, name, LORA_A, (rank, target.inputs), folder)
+        b = _checked(tensors, name, LORA_B, (target.outputs, rank), folder)
+        alpha = _by_pattern(config["alpha_pattern"], name, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
-        parts[target.adapted].append(LowRank(down.to(device, dtype), up.to(device, dtype), target.first, scale))
-    return Adapter(parts)
+        weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
+        parts[target.layer].append(weights)
+    return LoRAAdapter(parts)
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What the loading goes by, with nothing missing."""
+    """The fields that loading uses, all present and of the right kind."""
     try:
         given = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,10 +105,10 @@ def _config(folder: Path) -> dict[str, Any]:
     if given.get("peft_type") != "LORA":
         kind = str(given.get("peft_type"))[:50]
         raise PenstockError(Code.UNSUPPORTED, f"{folder} is an adapter of type {kind}; LORA is supported", FIELD)
-    for name, nothing in NOT_SUPPORTED.items():
+    for name, nothing in UNSUPPORTED.items():
         if given.get(name) not in (None, False, *nothing):
             raise PenstockError(Code.UNSUPPORTED, f"{folder / CONFIG} has {name}, which is not supported", FIELD)
-    if (begun := str(given.get("init_lora_weights"))).startswith(CHANGE_THE_BASE):
+    if (begun := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
         words = f"{folder} was begun with {begun[:20]}, which changes the base: convert it to plain LoRA when saving it"
         raise PenstockError(Code.UNSUPPORTED, words, FIELD)
     config = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha"), "use_rslora": bool(given.get("use_rslora"))}
@@ -142,9 +143,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _module(key: str, targets: Mapping[str, Target]) -> str:
-    """The matrix that a tensor adds to."""
-    for end in (DOWN, UP):
+def _module(key: str, targets: Mapping[str, LoRATarget]) -> str:
+    """Name of the checkpoint's matrix that a tensor adds to."""
+    for end in (LORA_A, LORA_B):
         name = key.removeprefix(PREFIX).removesuffix(end)
         if key == PREFIX + name + end and name in targets:
             return name
@@ -152,7 +153,7 @@ def _module(key: str, targets: Mapping[str, Target]) -> str:
     raise PenstockError(Code.UNSUPPORTED, words, FIELD)
 
 
-def _fitting(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[int, int], folder: Path) -> Tensor:
+def _checked(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[int, int], folder: Path) -> Tensor:
     key = PREFIX + name + end
     if key not in tensors:
         raise invalid(FIELD, f"{folder} has no tensor {key}")
@@ -163,8 +164,8 @@ def _fitting(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[in
     return tensors[key]
 
 
-def _of_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """PEFT's rule: the first key that is the name, or its end, as a regular expression."""
+def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of the first key that matches the name or its end as a regular expression, as PEFT looks it up."""
     try:
         return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
     except re.error as error:

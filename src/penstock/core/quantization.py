@@ -1,0 +1,56 @@
+"""Quantization: formats of weights, and the names that options and ``config.json`` give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+
+@dataclass(frozen=True)
+class Format:
+    """Integer quantization of a matrix with one scale a group of inputs and output; or none.
+
+    Weights are rounded to nearest. 8-bit values lie in [-127, 127], the largest magnitude of a group being 127; 4-bit
+    values lie in [-8, 7], the largest magnitude being -8.
+    """
+
+    bits: int = 0
+    """Bits of a weight: 8 or 4; 0 leaves weights unquantized."""
+    group_size: int = 0
+    """Inputs that share a scale, a multiple of 8; 0 is one scale for all inputs of an output (per channel)."""
+    activation_bits: int = 0
+    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token); 0 does not."""
+
+    def __post_init__(self) -> None:
+        if self.group_size % 8:
+            raise ValueError(f"group_size {self.group_size} is not a multiple of 8")
+
+
+UNQUANTIZED = Format()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The format of each matrix of a model."""
+
+    layers: Format = UNQUANTIZED
+    head: Format = UNQUANTIZED
+    """Of embedding and language model head. They keep 8 bits where layers have 4: they are little of the work and
+    much of the quality."""
+
+
+QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32"]
+"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); ``-g32``: groups of 32."""
+
+_W8A8, _WINT8 = Format(8, activation_bits=8), Format(8)
+SCHEMES: dict[str, Scheme] = {
+    "none": Scheme(),
+    "w8a8": Scheme(_W8A8, _W8A8),
+    "w4a8": Scheme(Format(4, 128, 8), _W8A8),
+    "w4a8-g32": Scheme(Format(4, 32, 8), _W8A8),
+    "wint8": Scheme(_WINT8, _WINT8),
+    "wint4": Scheme(Format(4, 128), _WINT8),
+    "wint4-g32": Scheme(Format(4, 32), _WINT8),
+}
+"""The scheme of each name."""
+assert set(SCHEMES) == set(get_args(QuantizationName))

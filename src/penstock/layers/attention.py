@@ -1,0 +1,96 @@
+"""Attention layers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.ops import Batch, KVSpec
+
+from .context import BuildContext
+from .linear import ColumnParallelLinear
+from .norm import RMSNorm
+
+
+class AttentionLayer(Protocol):
+    """What a decoder layer needs of its attention, of whatever kind."""
+
+    def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
+        """What this layer keeps in the KV cache."""
+        ...
+
+    def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
+        """Store the keys and values of all tokens, and attend.
+
+        Args:
+            x: ``[tokens, hidden]``.
+            cache: this layer's entry of the KV cache.
+            logits_only: return only the rows ``batch.logits_indices``, as the last layer of a model does.
+
+        Returns:
+            ``[tokens, hidden]``, or ``[rows, hidden]`` with ``logits_only``.
+        """
+        ...
+
+
+class Attention:
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
+
+    Args:
+        name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
+        rope: ``[max_len, head_dim]``, of ``rope_table``.
+        window: positions that a query sees, its own included (sliding window); 0 is all.
+        qk_norm_eps: epsilon of RMS norms on the queries and keys of each head; None where there are none.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rope: Tensor,
+        window: int = 0,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        self._ops = context.ops
+        self._group = context.group
+        self._dtype = str(context.dtype).removeprefix("torch.")
+        self._rope = rope
+        self._head_dim = head_dim
+        self._window = window
+        heads = (num_heads, num_kv_heads, num_kv_heads)
+        own_heads = [context.group.shard_size(count) for count in heads]
+        self._num_kv_heads = own_heads[1]
+        self._sizes = [count * head_dim for count in own_heads]
+        names, outputs = [f"{name}.{part}_proj" for part in "qkv"], [count * head_dim for count in heads]
+        self._qkv = ColumnParallelLinear(context, names, hidden_size, outputs, qkv_bias)
+        self._output = ColumnParallelLinear(
+            context, [f"{name}.o_proj"], num_heads * head_dim, [hidden_size], output_bias, gather_output=True
+        )
+        self._qk_norms = None
+        if qk_norm_eps is not None:
+            self._qk_norms = [RMSNorm(context, f"{name}.{part}_norm", head_dim, qk_norm_eps) for part in "qk"]
+
+    def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
+        return KVSpec(self._num_kv_heads, self._head_dim, self._dtype, block_size, quantized, self._window)
+
+    def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
+        metadata, lora_slots = batch.attention, batch.lora_slots
+        qkv = self._qkv(x, lora_slots).split(self._sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in qkv)
+        if self._qk_norms:
+            q, k = self._qk_norms[0](q), self._qk_norms[1](k)
+        q, k = (self._ops.rope(part, batch.positions, self._rope) for part in (q, k))
+        self._ops.store_kv(cache, k, v, batch.slot_mapping)
+        if logits_only:
+            q = self._ops.index_select(q, batch.logits_indices)
+            metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots
+        out = self._ops.attention(q, cache, metadata, self._head_dim**-0.5, self._window)
+        return self._output(self._group.all_gather(out.flatten(1)), lora_slots)

@@ -1,0 +1,51 @@
+"""LoRA adapters of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock.ops import LoRAWeights, Ops
+
+
+class LoRALayer:
+    """One layer's part of each loaded adapter, by the adapter's slot.
+
+    Args:
+        slots: number of slots, the most adapters loaded at a time.
+    """
+
+    def __init__(self, ops: Ops, slots: int) -> None:
+        self._ops = ops
+        self._slots = ops.new_lora_slots(slots)
+
+    def __call__(self, out: Tensor, x: Tensor, row_slots: Tensor) -> Tensor:
+        """Add each row's adapter to the layer's output.
+
+        Args:
+            out: ``[tokens, out]``, the layer's output; may be changed in place.
+            x: ``[tokens, in]``, the layer's input.
+            row_slots: ``[tokens]`` int32, -1 for rows without an adapter.
+        """
+        return self._ops.add_lora(out, x, self._slots, row_slots)
+
+    def pack(self, parts: list[LoRAWeights]) -> Any:
+        """Pack an adapter's weights for ``set``; may run in another thread than steps do."""
+        return self._ops.pack_lora(parts)
+
+    def set(self, slot: int, packed: Any | None) -> None:
+        """Put packed weights into a slot that no running step uses, or empty it (None)."""
+        self._ops.set_lora(self._slots, slot, packed)
+
+
+@dataclass(frozen=True)
+class LoRATarget:
+    """A matrix of the checkpoint that adapters may add to."""
+
+    layer: LoRALayer
+    inputs: int
+    outputs: int
+    offset: int
+    """Index of the matrix's first output among the layer's outputs."""

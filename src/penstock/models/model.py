@@ -1,0 +1,66 @@
+"""What the engine knows of a model, whatever its family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.layers import LoRATarget
+from penstock.ops import Batch, KVSpec
+
+from .config import ModelConfig
+
+
+class MTPHead(Protocol):
+    """A layer that predicts the token after the next one (multi-token prediction)."""
+
+    def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
+        """Hidden states ``[tokens, hidden]`` whose logits are those of the token after the next one.
+
+        Args:
+            batch: token ids are the *next* tokens, each at the position of the token before it.
+            states: ``[tokens, hidden]``, what the model, or the head before this one, computed of those tokens before.
+            cache: this layer's entry of the KV cache.
+        """
+        ...
+
+
+class Model(Protocol):
+    """A decoder on one rank: token ids and a KV cache to hidden states, and hidden states to logits."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    """That it computes in."""
+    max_len: int
+    """Tokens that a sequence may have."""
+    weights_version: str
+    """Identifies the weights, for keys of what was computed with them (prefix cache)."""
+    lora_targets: Mapping[str, LoRATarget]
+    """The checkpoint's matrices that LoRA adapters may add to, by name."""
+    mapped_bytes: int
+    """Bytes of packed weights that are mapped from disk. The system counts them as free memory, as it could read them
+    again, but every step needs them."""
+    mtp_heads: Sequence[MTPHead]
+
+    def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:
+        """What each layer keeps in the KV cache, those of ``mtp_heads`` last."""
+        ...
+
+    def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
+        """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
+        ...
+
+    def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
+        """``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing all logits.
+
+        Args:
+            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.
+        """
+        ...

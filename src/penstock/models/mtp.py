@@ -1,0 +1,51 @@
+"""Heads for multi-token prediction (DeepSeek-AI, 2024): a decoder layer that predicts the token after the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.layers import BuildContext, ColumnParallelLinear, Embedding, RMSNorm
+from penstock.ops import Batch
+
+from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from .decoder import DecoderLayer
+
+
+class DecoderMTPHead:
+    """An ``MTPHead`` made of a decoder layer. It shares the model's embedding and language model head.
+
+    Args:
+        make_layer: makes the decoder layer of a number.
+        number: of its layer in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        config: ModelConfig,
+        make_layer: Callable[[int], DecoderLayer],
+        number: int,
+        embedding: Embedding,
+    ) -> None:
+        name, size, eps = f"model.layers.{number}", config.hidden_size, config.rms_norm_eps
+        self._embedding = embedding
+        self._token_norm = RMSNorm(context, f"{name}.enorm", size, eps)
+        self._state_norm = RMSNorm(context, f"{name}.hnorm", size, eps)
+        self._projection = ColumnParallelLinear(context, [f"{name}.eh_proj"], 2 * size, [size], gather_output=True)
+        self.layer = make_layer(number)
+        self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
+        """As ``MTPHead.hidden``."""
+        token = self._token_norm(self._embedding(batch.token_ids))
+        x = self._projection(torch.cat((token, self._state_norm(states)), -1))
+        x, residual = self.layer(x, None, cache, batch)
+        hidden, _ = self._norm.add(x, residual)
+        return hidden

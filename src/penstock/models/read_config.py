@@ -1,0 +1,46 @@
+"""Reads a checkpoint's ``config.json``, and refuses what no code here computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.quantization import SCHEMES
+from penstock.planning.config_json import CONFIG, read_config_json
+from penstock.planning.model_size import format_of
+
+from .config import ModelConfig, architecture_of
+from .registry import find_family
+
+ACTIVATIONS = ("silu", "swish")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read a checkpoint's ``config.json``.
+
+    Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
+    code here computes.
+    """
+    raw, path = read_config_json(folder), folder / CONFIG
+    family = find_family(architecture_of(raw)[0], str(next(iter(raw.get("architectures") or ["none"]))))
+    if raw.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise PenstockError(Code.UNSUPPORTED, f"activation {raw['hidden_act']!r} in {path}", "model")
+    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
+    quantization = format_of(raw)
+    if quantization is None or (quantization and quantization not in SCHEMES):
+        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
+    try:
+        config = family.read_config(raw)
+    except KeyError as error:
+        raise invalid("model", f"{path} lacks {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+    if config.num_heads % config.num_kv_heads:
+        words = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
+        raise invalid("model", words)
+    if len(config.windows) != config.num_layers:
+        words = f"{path} has layer_types for {len(config.windows)} of {config.num_layers} layers"
+        raise invalid("model", words)
+    return config

@@ -1,0 +1,48 @@
+"""Families of models by the architecture that a checkpoint's ``config.json`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core import Code, PenstockError
+from penstock.layers import BuildContext
+
+from .config import ModelConfig
+from .model import Model
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of some architectures are configured and built. A module a family, which ``FAMILIES`` lists."""
+
+    architectures: tuple[str, ...]
+    """Values of ``architectures`` in ``config.json``, with their head: ``LlamaForCausalLM``."""
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    """From ``config.json``. May raise ``KeyError``, ``TypeError`` or ``ValueError``, which name what is wrong, and
+    ``PenstockError`` (``unsupported``)."""
+    build: Callable[[BuildContext, ModelConfig, int, int], Model]
+    """Takes the context, the configuration, the longest sequence, and the number of MTP heads to load."""
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Make a family known; it replaces others of the same architectures."""
+    _FAMILIES.update(dict.fromkeys(family.architectures, family))
+
+
+def find_family(architecture: str, name: str) -> Family:
+    """The family of an architecture.
+
+    Args:
+        name: of the architecture in ``config.json``, for the error.
+
+    Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
+    """
+    if architecture not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
+        raise PenstockError(Code.UNSUPPORTED, f"architecture {name}; known are {known}", "model")
+    return _FAMILIES[architecture]

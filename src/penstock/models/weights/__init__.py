@@ -1,0 +1,9 @@
+"""Where weights come from: checkpoints, the cache of packed weights, LoRA adapters, and dummy weights."""
+
+from .cache import WeightCache
+from .cache_folder import cache_folder
+from .dummy import DummyWeights
+from .lora import LoRAAdapter, load_lora
+from .safetensors import Checkpoint
+
+__all__ = ["Checkpoint", "DummyWeights", "LoRAAdapter", "WeightCache", "cache_folder", "load_lora"]

@@ -1,0 +1,59 @@
+"""The CPU backend: compiled kernels (``csrc/``), batch-invariant for one instruction set.
+
+Kernels take addresses and sizes. These modules check what the kernels trust, and own the memory.
+"""
+
+from __future__ import annotations
+
+from .. import _kernels, native
+from .elementwise import add_rms_norm, index_select, rms_norm, rope, silu_and_mul
+from .graph import capture
+from .kv_cache import attention, copy_blocks, new_kv_cache, store_kv
+from .limits import measure_limits, set_threads, usable_cores
+from .lora import add_lora, new_lora_slots, pack_lora, set_lora
+from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, quantize
+from .sketch import argmax
+
+native.set_up()
+
+__all__ = [
+    "BATCH_INVARIANT",
+    "LAYOUT",
+    "NAME",
+    "add_lora",
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "capture",
+    "copy_blocks",
+    "embedding",
+    "fingerprint",
+    "from_packed",
+    "index_select",
+    "linear",
+    "linear_silu_and_mul",
+    "measure_limits",
+    "new_kv_cache",
+    "new_lora_slots",
+    "pack",
+    "pack_lora",
+    "packed_tensors",
+    "quantize",
+    "rms_norm",
+    "rope",
+    "set_lora",
+    "set_threads",
+    "silu_and_mul",
+    "store_kv",
+    "usable_cores",
+]
+
+NAME = "cpu"
+BATCH_INVARIANT = True
+NUMERICS = 5
+"""Version of the kernels' results: raised with every change that changes the bits of any of them."""
+
+
+def fingerprint() -> str:
+    """Backend, instruction set and version of the kernels, which decide the bits of their results."""
+    return f"{NAME}-{_kernels.current()}-{NUMERICS}"

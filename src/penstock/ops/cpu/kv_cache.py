@@ -1,0 +1,94 @@
+"""The paged KV cache and attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.planning.kv_spec import KVSpec
+
+from .. import _kernels, pages
+from ..batch import AttentionMetadata
+from .dtypes import DTYPE_CODES, dtype_code
+from .graph import empty
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer."""
+
+    data: Tensor
+    """``[blocks, bytes]`` uint8, in the kernels' own layout."""
+    spec: KVSpec
+
+
+def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
+    """As ``reference.new_kv_cache``. Raises ``PenstockError`` where the kernels know no such blocks, heads or dtype."""
+    for spec in specs:
+        dtype_code(getattr(torch, spec.dtype))
+        if spec.block_size % 16 or spec.block_size > _kernels.MAX_BLOCK:
+            raise invalid("block_size", f"must be a multiple of 16, at most {_kernels.MAX_BLOCK}", _kernels.MAX_BLOCK)
+        if spec.latent:
+            raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
+        if spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
+            words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {_kernels.MAX_HEAD}"
+            raise PenstockError(Code.UNSUPPORTED, words, "model")
+    return [LayerCache(pages.zeros(blocks * s.bytes_per_block).view(blocks, s.bytes_per_block), s) for s in specs]
+
+
+def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """As ``reference.store_kv``."""
+    spec = cache.spec
+    _kernels.store(
+        k.data_ptr(),
+        v.data_ptr(),
+        cache.data.data_ptr(),
+        slot_mapping.data_ptr(),
+        k.shape[0],
+        spec.kv_heads,
+        spec.head_dim,
+        spec.block_size,
+        k.stride(0),
+        v.stride(0),
+        DTYPE_CODES[k.dtype],
+        spec.quantized,
+    )
+
+
+def attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, window: int = 0) -> Tensor:
+    """As ``reference.attention``."""
+    spec, heads = cache.spec, q.shape[1]
+    out = empty(q.shape, q.dtype)
+    _kernels.attention(
+        q.data_ptr(),
+        out.data_ptr(),
+        cache.data.data_ptr(),
+        metadata.block_tables.data_ptr(),
+        metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        metadata.seq_lens.shape[0],
+        heads,
+        spec.kv_heads,
+        spec.head_dim,
+        spec.block_size,
+        metadata.block_tables.shape[1],
+        window,
+        scale,
+        DTYPE_CODES[q.dtype],
+        spec.quantized,
+    )
+    return out
+
+
+def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """As ``reference.copy_blocks``."""
+    if not pairs:
+        return
+    origins, goals = (list(blocks) for blocks in zip(*pairs, strict=True))
+    for layer, other in zip(source, target, strict=True):
+        other.data[goals] = layer.data[origins]

@@ -1,0 +1,65 @@
+"""LoRA: rows of one adapter are multiplied together, wherever they are in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _kernels
+from ..lora import LoRAWeights
+from .graph import contiguous
+from .matrix import Matrix, pack
+
+
+@dataclass(frozen=True)
+class PackedLoRA:
+    """One adapter's weights for one layer."""
+
+    a: Matrix
+    """The ``a`` of all parts, one after the other."""
+    b: tuple[Matrix, ...]
+    parts: tuple[tuple[int, float], ...]
+    """Offset and scaling of each."""
+
+
+@dataclass(frozen=True)
+class LoRASlots:
+    """The adapters of one layer, by slot."""
+
+    native: Any
+    packed: dict[int, PackedLoRA]
+    """Owners of the memory that ``native`` points to."""
+
+
+def new_lora_slots(slots: int) -> LoRASlots:
+    """As ``reference.new_lora_slots``."""
+    return LoRASlots(_kernels.Adapters(slots), {})
+
+
+def pack_lora(parts: Sequence[LoRAWeights]) -> PackedLoRA:
+    """As ``reference.pack_lora``."""
+    a = pack([torch.cat([part.a for part in parts])])
+    return PackedLoRA(a, tuple(pack([part.b]) for part in parts), tuple((part.offset, part.scaling) for part in parts))
+
+
+def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
+    """As ``reference.set_lora``."""
+    slots.native.clear(slot)
+    slots.packed.pop(slot, None)
+    if packed is not None:
+        slots.packed[slot] = packed
+        slots.native.put(slot, packed.a.native)
+        for b, (offset, scaling) in zip(packed.b, packed.parts, strict=True):
+            slots.native.add(slot, b.native, offset, scaling)
+
+
+def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Tensor:
+    """As ``reference.add_lora``; ``out`` is changed in place."""
+    x = contiguous(x)
+    rows, outputs = out.shape
+    _kernels.add_low_rank(x.data_ptr(), out.data_ptr(), slots.native, row_slots.data_ptr(), rows, outputs)
+    return out

@@ -1,0 +1,176 @@
+"""Matrices packed for the CPU kernels, and the products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.core.quantization import UNQUANTIZED, Format
+
+from .. import _kernels, pages
+from .dtypes import DTYPE_CODES, dtype_code
+from .elementwise import silu_and_mul
+from .graph import contiguous, empty
+
+LAYOUT = "cpu-1"
+"""Version of the packed layout, which is the same for every instruction set."""
+FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
+"""The kernels' number of a format, by ``bits`` and ``activation_bits``."""
+
+
+@dataclass(eq=False)
+class Matrix:
+    """A matrix ``[out, in]`` in panels of 64 outputs, with a bias ``[out]`` or none."""
+
+    native: Any
+    tensors: dict[str, Tensor]
+    """Owners of the memory that ``native`` points to: ``values``, and where there are any ``scales`` and ``bias``."""
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    """Of products and embeddings, whatever the format."""
+    format: Format
+    sketch: Any = None
+    """State of ``argmax``: None until it is first called, False where a sketch does not pay."""
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Activations in 8 bits: ``[tokens, in]`` is ``values * scales[:, None]``."""
+
+    values: Tensor
+    """``[tokens, in]`` int8, padded with zeros to a multiple of 8."""
+    scales: Tensor
+    """``[tokens]`` float32."""
+    sums: Tensor
+    """``[tokens, groups]`` int32: sums of each group's values."""
+
+
+def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
+    """As ``reference.pack``. Parts are packed in place where each but the last has a multiple of 64 rows."""
+    if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
+        parts = [torch.cat(list(parts))]
+    dtype, inputs = parts[0].dtype, parts[0].shape[1]
+    matrix = make_matrix(None, inputs, sum(part.shape[0] for part in parts), dtype, bias, format)
+    first = 0
+    for part in parts:
+        part = part.contiguous()  # bound to a name, so that it lives until it is packed
+        _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
+        first += part.shape[0]
+    return matrix
+
+
+def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
+    """As ``reference.packed_tensors``."""
+    return {name: tensor for name, tensor in matrix.tensors.items() if name != "bias"}
+
+
+def from_packed(
+    tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
+) -> Matrix:
+    """As ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
+    return make_matrix(tensors, inputs, outputs, dtype, bias, format)
+
+
+def make_matrix(
+    packed: Mapping[str, Tensor] | None,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    format: Format,
+) -> Matrix:
+    """A matrix over packed tensors, or over new memory that the caller fills."""
+    code, format_code = dtype_code(dtype), FORMAT_CODES[format.bits, format.activation_bits]
+    if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
+        raise PenstockError(Code.UNSUPPORTED, "weight-only quantization computes in bfloat16", "quantization")
+    group_size = format.group_size or inputs
+    sizes = inputs, outputs, group_size, format_code, code
+    panels = -(-outputs // _kernels.PANEL)
+    values = panels * _kernels.Matrix(0, 0, 0, *sizes).panel_bytes
+    scales = panels * -(-inputs // group_size) * _kernels.PANEL if format.bits else 0
+    if packed is None:
+        tensors = {"values": pages.zeros(values, huge=True)} | ({"scales": torch.zeros(scales)} if scales else {})
+    else:
+        tensors = dict(packed)
+    expected = {"values": (values, torch.uint8)} | ({"scales": (scales, torch.float32)} if scales else {})
+    if {name: (tensor.numel(), tensor.dtype) for name, tensor in tensors.items()} != expected:
+        raise PenstockError(Code.INTERNAL, "packed weights have another size")  # kernels would read past their end
+    if bias is not None:
+        tensors["bias"] = bias.float()
+    at, by, added = (tensors[name].data_ptr() if name in tensors else 0 for name in ("values", "scales", "bias"))
+    return Matrix(_kernels.Matrix(at, by, added, *sizes), tensors, outputs, inputs, dtype, format)
+
+
+def quantize(x: Tensor, group_size: int = 0) -> QuantizedRows:
+    """Quantize rows ``[tokens, in]`` to 8 bits with one scale each, the largest magnitude being 127.
+
+    Args:
+        group_size: values that each of ``sums`` is over; 0 is the whole row.
+    """
+    x = contiguous(x)
+    rows, inputs = x.shape
+    padded, group_size = -(-inputs // 8) * 8, group_size or inputs
+    groups = -(-inputs // group_size)
+    out = QuantizedRows(
+        empty((rows, padded), torch.int8), empty((rows,), torch.float32), empty((rows, groups), torch.int32)
+    )
+    _kernels.quantize(
+        x.data_ptr(),
+        out.values.data_ptr(),
+        out.scales.data_ptr(),
+        out.sums.data_ptr(),
+        rows,
+        inputs,
+        padded,
+        group_size,
+        DTYPE_CODES[x.dtype],
+    )
+    return out
+
+
+def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    """Prepare the input of a product.
+
+    Returns the tensors, which the caller must keep alive until the kernel returns, and the addresses of values,
+    scales and sums that the kernel takes, 0 for those that its format does not have.
+    """
+    if not matrix.format.activation_bits:
+        x = contiguous(x)
+        return (x,), (x.data_ptr(), 0, 0)
+    rows = quantize(x, matrix.format.group_size)
+    tensors = rows.values, rows.scales, rows.sums
+    return tensors, (rows.values.data_ptr(), rows.scales.data_ptr(), rows.sums.data_ptr())
+
+
+def linear(x: Tensor, matrix: Matrix, out_float32: bool = False) -> Tensor:
+    """As ``reference.linear``."""
+    dtype = torch.float32 if out_float32 else x.dtype
+    out = empty((x.shape[0], matrix.outputs), dtype)
+    _tensors, addresses = product_input(x, matrix)
+    _kernels.linear(*addresses, matrix.native, out.data_ptr(), x.shape[0], DTYPE_CODES[dtype])
+    return out
+
+
+def linear_silu_and_mul(x: Tensor, matrix: Matrix) -> Tensor:
+    """As ``reference.linear_silu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
+    size = matrix.outputs // 2
+    if size % _kernels.PANEL:
+        return silu_and_mul(linear(x, matrix))
+    out = empty((x.shape[0], size), x.dtype)
+    _tensors, addresses = product_input(x, matrix)
+    _kernels.gated(*addresses, matrix.native, out.data_ptr(), x.shape[0], DTYPE_CODES[x.dtype])
+    return out
+
+
+def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
+    """As ``reference.embedding``."""
+    rows = token_ids.shape[0]
+    out = empty((rows, matrix.inputs), matrix.dtype)
+    _kernels.gather(token_ids.data_ptr(), matrix.native, out.data_ptr(), rows)
+    return out

@@ -1,0 +1,89 @@
+"""The largest output of a product, without computing most of the others.
+
+A large unquantized matrix gets a *sketch*: a copy in 8 bits, with bounds of its rounding errors. The sketch bounds each
+output from both sides, and only outputs whose upper bound reaches the largest lower bound are computed in full. The
+result is the same to the bit as that of the whole product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.quantization import UNQUANTIZED, Format
+
+from .. import _kernels
+from .graph import contiguous, empty
+from .matrix import Matrix, make_matrix, product_input
+
+MIN_SKETCH_OUTPUTS = 8192
+"""Outputs from which on a sketch pays."""
+BACKOFF_CALLS = 50
+"""Calls that compute the whole product after one for which the sketch left too many candidates."""
+
+
+@dataclass
+class Sketch:
+    """An 8-bit copy of a matrix with bounds of its errors."""
+
+    native: Any
+    quantized: Matrix
+    bounds: Tensor
+    """``[2, panels]`` float32, which ``native`` points to."""
+    backoff: int = 0
+    """Calls left that do not try the sketch."""
+
+    def argmax(self, x: Tensor, out: Tensor, bitmask: int = 0) -> bool:
+        """Fill ``out`` as ``argmax`` does, or return False where the whole product has to be computed.
+
+        Args:
+            x: ``[tokens, in]``, contiguous.
+            out: ``[tokens]`` int64.
+            bitmask: address of the bitmask; 0 is none.
+        """
+        if self.backoff:
+            self.backoff -= 1
+            return False
+        _tensors, addresses = product_input(x, self.quantized)
+        found = _kernels.likeliest_by_sketch(x.data_ptr(), *addresses, self.native, bitmask, out.data_ptr(), x.shape[0])
+        self.backoff = 0 if found else BACKOFF_CALLS
+        return found
+
+
+def sketch_of(matrix: Matrix) -> Sketch | None:
+    """The sketch of a matrix, made by the first call. None for quantized and small matrices, matrices with a bias, and
+    matrices with values that are not finite."""
+    if matrix.sketch is None:
+        matrix.sketch = _make_sketch(matrix) or False
+    return matrix.sketch or None
+
+
+def _make_sketch(matrix: Matrix) -> Sketch | None:
+    if matrix.format != UNQUANTIZED or "bias" in matrix.tensors or matrix.outputs < MIN_SKETCH_OUTPUTS:
+        return None
+    int8 = Format(bits=8, activation_bits=8)
+    quantized = make_matrix(None, matrix.inputs, matrix.outputs, matrix.dtype, None, int8)
+    panels = -(-matrix.outputs // _kernels.PANEL)
+    bounds = torch.empty(2, panels)
+    native = _kernels.Sketch(matrix.native, quantized.native, bounds[0].data_ptr(), bounds[1].data_ptr())
+    _kernels.sketch(native)
+    return Sketch(native, quantized, bounds) if bounds.isfinite().all() else None
+
+
+def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> Tensor:
+    """As ``reference.argmax``. Raises ``ValueError`` for a bitmask of another shape or dtype."""
+    x, out = contiguous(x), empty((x.shape[0],), torch.int64)
+    address = 0
+    if bitmask is not None:
+        if bitmask.shape != (x.shape[0], -(-matrix.outputs // 32)) or bitmask.dtype is not torch.int32:
+            raise ValueError(f"a bitmask of {tuple(bitmask.shape)} {bitmask.dtype} for {matrix.outputs} outputs")
+        bitmask = bitmask.contiguous()
+        address = bitmask.data_ptr()
+    if (sketch := sketch_of(matrix)) and sketch.argmax(x, out, address):
+        return out
+    _tensors, addresses = product_input(x, matrix)
+    _kernels.likeliest(*addresses, matrix.native, address, out.data_ptr(), x.shape[0])
+    return out

@@ -1,0 +1,25 @@
+"""Reads a checkpoint's ``config.json``: the one place where the engine and ``penstock plan`` do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import invalid
+
+CONFIG = "config.json"
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The object in a checkpoint's ``config.json``. Raises ``PenstockError`` (``invalid``) where there is none."""
+    path = folder / CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint") from error
+    except (ValueError, RecursionError) as error:
+        raise invalid("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise invalid("model", f"{path} does not hold an object")
+    return found
