@@ -117,6 +117,7 @@ class Engine:
             scheduling,
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
+            weights=self.model.weights_version,
         )
         self.adapters = Adapters(
             self.model,

@@ -19,7 +19,8 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
         quantization: of the weights, a name of ``SCHEMES``.
         kv_spec: of any layer of the KV cache.
     """
-    parts = [ops.fingerprint(), f"torch{torch.__version__}", str(model.dtype).removeprefix("torch.")]
+    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes rope tables and samples
+    parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
     if quantization != "none":
         parts.append(quantization)
     if kv_spec.quantized:

@@ -1,0 +1,136 @@
+"""The fingerprint of an engine names all that decides the bits of its results, besides the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from checkpoints import SMALL, save
+from transformers import LlamaConfig
+
+from penstock import LLM, SamplingParams
+
+cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+kernels: Any = cpu._kernels
+
+OPTIONS = {"dtype": "bfloat16", "num_gpu_blocks_override": 60, "weight_cache_dir": "none"}
+SAME: list[dict[str, Any]] = [
+    {},
+    {"threads": 1},
+    {"max_model_len": 200},
+    {"max_num_batched_tokens": 32},
+    {"enable_prefix_caching": False},
+    {"enable_lora": True},
+    {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
+]
+"""Options that do not change the bits."""
+OTHER: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"kv_cache_dtype": "int8"},
+    {"block_size": 16},
+    {"block_size": 128},
+    {"ops": "reference"},
+    *({"quantization": name} for name in ("w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32")),
+]
+"""Options that do."""
+
+
+def results(llm: LLM) -> str:
+    """Tokens, log probabilities and logits of some requests."""
+    rng = Random(0)
+    prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (7, 150)]
+    greedy = SamplingParams(temperature=0, max_tokens=10, logprobs=2, ignore_eos=True, return_generation_logits=True)
+    sampled = SamplingParams(temperature=1, seed=3, max_tokens=10, ignore_eos=True)
+    outputs = [*llm.generate(prompts, greedy, use_tqdm=False), *llm.generate(prompts, sampled, use_tqdm=False)]
+    return repr([(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].generation_logits) for o in outputs])
+
+
+def fingerprint_and_results(folder: Path, **options: Any) -> tuple[str, str]:
+    llm = LLM(folder, **OPTIONS | options)
+    return llm.engine.fingerprint, results(llm)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(LlamaConfig(**SMALL), folder)
+    return folder
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[None]:
+    before = kernels.current()
+    yield
+    kernels.use(before)
+
+
+def test_other_bits_have_another_fingerprint(checkpoint: Path) -> None:
+    usual = {fingerprint_and_results(checkpoint, **options) for options in SAME}
+    assert len(usual) == 1
+    others = [fingerprint_and_results(checkpoint, **options) for options in OTHER]
+    assert len({bits for _, bits in [*usual, *others]}) == len(OTHER) + 1, "the options were chosen for that"
+    assert len({fingerprint for fingerprint, _ in [*usual, *others]}) == len(OTHER) + 1
+
+
+def test_instruction_sets(checkpoint: Path, instruction_set: None) -> None:
+    found = []
+    for name in kernels.available():
+        kernels.use(name)
+        found.append(fingerprint_and_results(checkpoint))
+    assert len({fingerprint for fingerprint, _ in found}) == len(found)
+    assert len(found) == 1 or len({bits for _, bits in found}) > 1
+
+
+def test_the_instruction_set_of_pytorch(checkpoint: Path) -> None:
+    """PyTorch computes the sampler, and has kernels for several instruction sets, too."""
+    script = "import sys; from test_fingerprint import *; print(*fingerprint_and_results(Path(sys.argv[1])), sep='\\n')"
+    found = []
+    for capability in ("default", "avx2"):
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(Path(__file__).parent)}
+        command = [sys.executable, "-c", script, str(checkpoint)]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.append(ran.stdout.splitlines()[-2:])
+    (first, first_bits), (second, second_bits) = found
+    assert (first == second) == (first_bits == second_bits)
+
+
+def test_rope_that_is_fixed_to_a_length(tmp_path: Path) -> None:
+    dynamic = {"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 4.0}
+    save(LlamaConfig(**SMALL | {"max_position_embeddings": 160}, rope_parameters=dynamic), tmp_path)
+    found = [fingerprint_and_results(tmp_path, max_model_len=length) for length in (170, 300, 600)]
+    assert len({bits for _, bits in found}) == len({fingerprint for fingerprint, _ in found}) == 3
+    config = json.loads((tmp_path / "config.json").read_text())
+    short = {"max_position_embeddings": 640, "rope_parameters": dynamic | {"factor": 1.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config | short))
+    within = {fingerprint_and_results(tmp_path, max_model_len=length) for length in (170, 300)}
+    assert len(within) == 1, "within the trained length nothing depends on it"
+
+
+def test_other_weights_have_another_version(checkpoint: Path, tmp_path: Path) -> None:
+    """By which the prefix cache keeps apart what was computed with them."""
+
+    def version(folder: Path = checkpoint, **options: Any) -> str:
+        return LLM(folder, **OPTIONS | options).engine.model.weights_version
+
+    before = version()
+    assert version(dtype="float32", quantization="none") == before
+    dummies = {version(load_format="dummy", seed=seed) for seed in (1, 2)}
+    assert len(dummies | {before}) == 3
+    copied = tmp_path / "copied"
+    shutil.copytree(checkpoint, copied)
+    first = version(copied)
+    weights = copied / "model.safetensors"
+    status = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert version(copied) != first
