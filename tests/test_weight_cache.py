@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+import torch
 from checkpoints import SMALL, save
 from serving import Served
 from transformers import Qwen3Config
@@ -23,7 +24,10 @@ from xxhash import xxh3_64_intdigest
 
 from penstock import LLM, SamplingParams, demo
 from penstock.core import PenstockError
+from penstock.models import load_model
 from penstock.models.weights.cache_folder import new_file
+from penstock.ops import backend
+from penstock.parallel import Group
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
 DATA = 2 * 2**20
@@ -268,6 +272,33 @@ def test_what_was_used_least_recently_makes_room(
     assert "not kept" in caplog.text and "weight_cache_size" in caplog.text
     assert files() == before
     del running
+
+
+def test_each_rank_has_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    """Halves of two ranks have the same names and sizes, and hold other weights."""
+    cache = tmp_path / "cache"
+
+    def load(rank: int, ranks: int) -> int:
+        """Bytes that were found in the cache."""
+        model = load_model(
+            checkpoint,
+            backend(torch.device("cpu")),
+            quantization="w8a8",
+            weight_cache_dir=cache,
+            group=Group(rank, ranks),
+        )
+        for thread in threading.enumerate():
+            if thread.name == "keep-weights":
+                thread.join()
+        return model.mapped_bytes
+
+    ranks = [(0, 1), (0, 2), (1, 2)]
+    assert [load(*rank) for rank in ranks] == [0, 0, 0]
+    assert len(list(cache.iterdir())) == 3
+    whole, first, second = (load(*rank) for rank in ranks)
+    assert 0 < first == second < whole
+    data = [path.read_bytes() for path in cache.iterdir()]
+    assert len(set(data)) == 3
 
 
 def test_engines_that_write_at_the_same_time_share_the_room(tmp_path: Path) -> None:

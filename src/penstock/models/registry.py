@@ -34,6 +34,12 @@ def register(family: Family) -> None:
     _FAMILIES.update(dict.fromkeys(family.architectures, family))
 
 
+def unregister(family: Family) -> None:
+    """Forget a family."""
+    for architecture in family.architectures:
+        del _FAMILIES[architecture]
+
+
 def find_family(architecture: str, name: str) -> Family:
     """The family of an architecture.
 

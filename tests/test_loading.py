@@ -1,0 +1,99 @@
+"""Tensors of checkpoints: each rank reads its own rows, and formats read what is stored."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config
+
+from penstock import ops
+from penstock.core import PenstockError
+from penstock.layers import BuildContext, ColumnParallelLinear
+from penstock.models import load_model, read_config
+from penstock.models.registry import find_family
+from penstock.models.weights import Checkpoint
+from penstock.parallel import Group
+
+CPU = torch.device("cpu")
+WHOLE = ("embed_tokens", "lm_head", "norm")
+"""What every rank reads whole."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(Qwen2Config(**SMALL | {"hidden_size": 128, "intermediate_size": 256}), folder)
+    return folder
+
+
+def context(folder: Path, group: Group) -> tuple[BuildContext, Checkpoint]:
+    weights = Checkpoint(folder)
+    return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, group=group), weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_reads_its_own_rows(folder: Path, ranks: int) -> None:
+    config = read_config(folder)
+    stored = load_file(folder / "model.safetensors")
+    whole = sum(tensor.nbytes for name, tensor in stored.items() if any(part in name for part in WHOLE))
+    split = sum(tensor.nbytes for tensor in stored.values()) - whole
+    for rank in range(ranks):
+        build, weights = context(folder, Group(rank, ranks))
+        find_family(config.architecture, config.architecture).build(build, config, 64, 0)
+        assert weights.bytes_read == whole + split / ranks
+
+
+def test_only_the_pages_of_those_rows_are_touched(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4096, 1024)}, tmp_path / "model.safetensors")
+    weights = Checkpoint(tmp_path)
+    assert weights.take("a", 4096, 1024, rows=(1024, 2048)).sum() == 1024 * 1024
+    mappings = re.findall(r"model\.safetensors\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    assert 4096 <= sum(map(int, mappings)) < 8192
+
+
+def test_outputs_of_ranks_are_those_of_one(folder: Path) -> None:
+    """Bit by bit, since every output is a sum on one rank; merged matrices are each split."""
+    names, sizes = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"], [128, 64, 64]
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+
+    def parts(group: Group) -> list[Tensor]:
+        layer = ColumnParallelLinear(context(folder, group)[0], names, 128, sizes, bias=True)
+        return list(layer(x).split([size // group.size for size in sizes], -1))
+
+    (first, second), whole = (parts(Group(rank, 2)) for rank in (0, 1)), parts(Group())
+    for one, two, both in zip(first, second, whole, strict=True):
+        assert torch.equal(torch.cat((one, two), -1), both)
+
+
+def test_heads_that_do_not_divide_are_refused(folder: Path) -> None:
+    with pytest.raises(PenstockError, match="do not divide by 3"):
+        load_model(folder, ops.backend(CPU), group=Group(0, 3))
+
+
+def test_tensors_as_stored(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL), tmp_path)
+    path = tmp_path / "model.safetensors"
+    own = {
+        "q": torch.arange(-64, 64, dtype=torch.int8).view(16, 8),
+        "z": torch.arange(4, dtype=torch.int32),
+        "s": torch.ones(16, dtype=torch.float16),
+        "f": torch.ones(16, 8).to(torch.float8_e4m3fn),
+    }
+    save_file(load_file(path) | own, path)
+    build, weights = context(tmp_path, Group())
+    for name, expected in own.items():
+        found = build.take(name, *expected.shape, as_stored=True)
+        assert found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(build.take("q", 16, 8, rows=(4, 8), as_stored=True), own["q"][4:8])
+    assert build.take("s", 16).dtype == torch.float32
+    with pytest.raises(PenstockError, match=r"tensor q is of torch\.int8"):
+        build.take("q", 16, 8)
+    with pytest.raises(PenstockError, match=r"has shape \(16, 8\)"):
+        build.take("q", 8, 16, rows=(0, 1), as_stored=True)
+    assert weights.has("q") and not weights.has("r")

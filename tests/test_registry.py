@@ -1,0 +1,106 @@
+"""A family of models is one file: how it reads ``config.json``, and factories for attention and MLP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from checkpoints import SMALL, save
+from torch import Tensor
+from transformers import LlamaConfig
+
+from penstock import LLM, SamplingParams
+from penstock.core import PenstockError
+from penstock.layers import AttentionLayer, BuildContext
+from penstock.models import Family, ModelConfig, register
+from penstock.models.config import dense_config
+from penstock.models.decoder import build_decoder, grouped_query_attention
+from penstock.models.registry import unregister
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 60, "block_size": 16}
+
+
+def tokens(folder: Path, **options: Any) -> list[list[int]]:
+    rng = Random(0)
+    prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (5, 70)]
+    outputs = LLM(folder, **OPTIONS | options).generate(prompts, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def as_architecture(folder: Path, name: str, **fields: Any) -> None:
+    """Rewrite ``config.json`` so that it names another architecture."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps(config | {"architectures": [name]}))
+
+
+def every_other_window(raw: Mapping[str, Any]) -> ModelConfig:
+    layers = int(raw["num_hidden_layers"])
+    return dense_config(raw, windows=tuple(0 if i % raw["global_every"] == 0 else raw["local"] for i in range(layers)))
+
+
+def fewer_kv_heads_later(
+    context: BuildContext, config: ModelConfig, layer: int, name: str, rope: Tensor
+) -> AttentionLayer:
+    """The first layer keeps all heads, later ones half of them."""
+    config = replace(config, num_kv_heads=config.num_kv_heads if layer == 0 else config.num_kv_heads // 2)
+    return grouped_query_attention(context, config, layer, name, rope)
+
+
+@pytest.fixture
+def families() -> Iterator[None]:
+    mixed = partial(build_decoder, attention=fewer_kv_heads_later)
+    made = [
+        Family(("WindowedForCausalLM",), every_other_window, build_decoder),
+        Family(("MixedForCausalLM",), dense_config, mixed),
+    ]
+    for family in made:
+        register(family)
+    yield
+    for family in made:
+        unregister(family)
+
+
+def test_a_family_of_ones_own(families: None, tmp_path: Path) -> None:
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    save(LlamaConfig(**SMALL), tmp_path)
+    plain = tokens(tmp_path)
+    as_architecture(tmp_path, "LlamaForCausalLM", layer_types=types, sliding_window=20)
+    expected = tokens(tmp_path)
+    assert expected != plain, "the window matters"
+    as_architecture(tmp_path, "WindowedForCausalLM", layer_types=None, global_every=2, local=20)
+    assert tokens(tmp_path) == expected
+    as_architecture(tmp_path, "WindowedForCausalLM", global_every=None)
+    with pytest.raises(PenstockError, match="a value of the wrong kind"):
+        tokens(tmp_path)
+
+
+def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path: Path) -> None:
+    pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    save(LlamaConfig(**SMALL), tmp_path)
+    as_architecture(tmp_path, "MixedForCausalLM")
+    options = {"load_format": "dummy", "kv_cache_memory_bytes": 2**20, "num_gpu_blocks_override": 0}
+    assert tokens(tmp_path, ops="cpu", **options) == tokens(tmp_path, ops="reference", **options)
+    llm = LLM(tmp_path, **OPTIONS | options)
+    specs = llm.engine.model.kv_specs(16)
+    assert [spec.kv_heads for spec in specs] == [2, 1, 1]
+    block = 16 * (2 + 1 + 1) * 2 * 16 * 4
+    """Bytes: tokens, heads, keys and values, numbers in a head, float32."""
+    assert sum(spec.bytes_per_block for spec in specs) == block
+    assert llm.engine.scheduler.device.total == 2**20 // block
+    host = LLM(tmp_path, **OPTIONS | options, preemption_mode="swap", swap_space=2**-10).engine.scheduler.host
+    assert host and host.total == 2**20 // block
+
+
+def test_an_unknown_architecture_is_told(tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL), tmp_path)
+    as_architecture(tmp_path, "MixedForCausalLM")
+    with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM; known are Llama.*, Mistral"):
+        tokens(tmp_path)
