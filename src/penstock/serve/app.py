@@ -23,7 +23,7 @@ from .dialects.dispatch import Dialect, add_shared_routes
 from .dialects.vllm import generate as vllm
 from .dialects.vllm import management
 from .http import unknown_fields as unknown
-from .http.error_format import Shapes
+from .http.error_formats import Shapes
 from .http.middleware import Below, Head, Keys, Log, OnlyState
 from .http.openapi import components
 from .http.reply import INTERNAL, refuse

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until told to stop. Returns 1 where a pipe's question was not answered."""
+    from .commands import COMMANDS
     from .conversation import Conversation
     from .loop_thread import Background
     from .session import Session
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         with terminal.waiting(f"loading {voice.about}" if args.url is None else f"asking {args.url}"):
             background = stack.enter_context(Background(voice))
-        return Session(voice, background, conversation, terminal).run()
+        return Session(voice, background, conversation, terminal, COMMANDS).run()
 
 
 def _voice(args: argparse.Namespace) -> Engine | Server:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from penstock.core.errors import invalid
 
 from .conversation import FIELDS
-
-if TYPE_CHECKING:
-    from .session import Session
-
-
-class Command(NamedTuple):
-    takes: str
-    about: str
-    run: Callable[[Session, str], None]
+from .session import Command, Session
 
 
 def _help(session: Session, rest: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.config.settings import nearest
 from penstock.core import Code, PenstockError
 
 from .backend import Answer, ContextFull, Voice
-from .commands import COMMANDS
 from .conversation import Conversation
 from .loop_thread import Background
 from .terminal import Terminal
@@ -32,10 +33,30 @@ class Tally:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Session:
-    """Talks until told to stop."""
+class Command(NamedTuple):
+    """What a line that begins with a slash does."""
 
-    def __init__(self, voice: Voice, background: Background, conversation: Conversation, terminal: Terminal) -> None:
+    takes: str
+    """Its argument, for the help."""
+    about: str
+    run: Callable[[Session, str], None]
+
+
+class Session:
+    """Asks what is typed, and runs commands, until told to stop.
+
+    Args:
+        commands: by name, without the slash.
+    """
+
+    def __init__(
+        self,
+        voice: Voice,
+        background: Background,
+        conversation: Conversation,
+        terminal: Terminal,
+        commands: Mapping[str, Command],
+    ) -> None:
         self.voice = voice
         self.conversation = conversation
         self.terminal = terminal
@@ -44,6 +65,7 @@ class Session:
         """Tokens of the context after the last answer; None where nobody told."""
         self.leaving = False
         self._background = background
+        self._commands = commands
         self._unanswered = 0
 
     def run(self) -> int:
@@ -98,7 +120,7 @@ class Session:
 
     def _command(self, line: str) -> None:
         name, _, rest = line.removeprefix("/").partition(" ")
-        if name not in COMMANDS:
-            words = f"there is no /{name}{nearest(name, COMMANDS)} (to say it, put a space before it)"
+        if name not in self._commands:
+            words = f"there is no /{name}{nearest(name, self._commands)} (to say it, put a space before it)"
             raise PenstockError(Code.NOT_FOUND, words)
-        COMMANDS[name].run(self, rest.strip())
+        self._commands[name].run(self, rest.strip())

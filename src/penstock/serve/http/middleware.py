@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock import __version__
 
 from ..metrics import Metrics
-from .error_format import Shapes
+from .error_formats import Shapes
 from .reply import INTERNAL, refuse
 from .request_record import Record
 from .status import STATUS

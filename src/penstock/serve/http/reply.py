@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.core import Code, Failure, PenstockError
 
-from ..models.service import Service
 from .error_format import Shape
 from .request_record import record_of
 from .status import headers
@@ -21,6 +21,26 @@ logger = logging.getLogger(__name__)
 
 GONE = Failure(Code.CANCELLED, "the client has gone")
 INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
+
+
+class Admission(Protocol):
+    """Limits the requests that are open at the same time."""
+
+    def place(self) -> AbstractContextManager[None]:
+        """Held while a request is open. Raises ``PenstockError`` (``overloaded``) where too many are."""
+        ...
+
+
+class Handler(Protocol):
+    """One request of a dialect."""
+
+    def full(self) -> AsyncGenerator[bytes, None]:
+        """The answer as one JSON document."""
+        ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        ...
 
 
 class Reply(Response):
@@ -32,12 +52,17 @@ class Reply(Response):
     A failure before the first piece becomes an error response, a later one the end of the stream.
     """
 
-    def __init__(self, service: Service, pieces: AsyncGenerator[bytes, None], shape: Shape, streamed: bool) -> None:
+    def __init__(self, service: Admission, pieces: AsyncGenerator[bytes, None], shape: Shape, streamed: bool) -> None:
         super().__init__()
         self._service = service
         self._pieces = pieces
         self._shape = shape
         self._streamed = streamed
+
+    @classmethod
+    def of(cls, service: Admission, handler: Handler, shape: Shape, streamed: bool | None) -> Reply:
+        """The reply to a request: a stream where the client asks for one."""
+        return cls(service, handler.stream() if streamed else handler.full(), shape, bool(streamed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, worker, left = record_of(scope), asyncio.current_task(), False

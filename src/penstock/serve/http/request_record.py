@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Scope
 
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 
+from .error_format import Shape
 from .unknown_fields import Unknown
-
-if TYPE_CHECKING:
-    from .error_format import Shape
 
 
 @dataclass(slots=True)

@@ -9,10 +9,19 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.dialects.openai.requests import ChatRequest
+from penstock.serve.chat.messages import (
+    effort_fields,
+    function_call,
+    function_tool,
+    json_schema_format,
+    named_tool,
+    text_of,
+    tool_result,
+)
+from penstock.serve.chat.request import ChatRequest
 from penstock.serve.http.body import given
 
-from .requests import Block, Counted, Message, MessagesRequest, Tool
+from .requests import Counted, Message, MessagesRequest, Tool
 from .responses import CALL_ID
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -27,7 +36,7 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for content that is no text.
     """
     messages: list[dict[str, Any]] = []
-    if system := _text(request.system or "", "system"):
+    if system := text_of(request.system or "", "system"):
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
@@ -42,10 +51,8 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
             found["reasoning_max_tokens"] = thinking.budget_tokens
     if config := request.output_config:
         if config.format:
-            named = {"name": "answer", "schema": config.format.schema}
-            found["response_format"] = {"type": "json_schema", "json_schema": named}
-        if config.effort and "reasoning_effort" in variables:
-            found["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+            found["response_format"] = json_schema_format(config.format.schema)
+        found |= effort_fields(config.effort, variables)
     if "enable_thinking" in variables:
         thinks = request.thinking is not None and request.thinking.type != "disabled"
         found["chat_template_kwargs"] = {"enable_thinking": thinks}
@@ -72,8 +79,7 @@ def _tools(request: Counted) -> dict[str, Any]:
     if choice := request.tool_choice:
         if (choice.name is None) == (choice.type == "tool"):
             raise invalid("tool_choice.name", "goes with the type tool, and with no other")
-        named = {"type": "function", "function": {"name": choice.name}}
-        found["tool_choice"] = named if choice.type == "tool" else CHOICES[choice.type]
+        found["tool_choice"] = named_tool(choice.name) if choice.type == "tool" else CHOICES[choice.type]
         if choice.disable_parallel_tool_use:
             found["parallel_tool_calls"] = False
     return found
@@ -84,7 +90,7 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
         words = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
         raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
     name, schema = given(tool.name, f"{path}.name"), given(tool.input_schema, f"{path}.input_schema")
-    return {"type": "function", "function": {"name": name, "description": tool.description, "parameters": schema}}
+    return function_tool(name, tool.description, schema)
 
 
 def _messages(message: Message, path: str) -> list[dict[str, Any]]:
@@ -100,11 +106,11 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
         if block.type == "text":
             texts.append(given(block.text, f"{where}.text"))
         elif block.type == "tool_result" and message.role == "user":
-            content, of = _text(block.content or "", f"{where}.content"), f"{where}.tool_use_id"
-            results.append({"role": "tool", "content": content, "tool_call_id": _call_id(block.tool_use_id, of)})
+            content = text_of(block.content or "", f"{where}.content")
+            results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), content))
         elif block.type == "tool_use" and message.role == "assistant":
-            function = {"name": given(block.name, f"{where}.name"), "arguments": block.input or {}}
-            calls.append({"id": _call_id(block.id, f"{where}.id"), "type": "function", "function": function})
+            name = given(block.name, f"{where}.name")
+            calls.append(function_call(_call_id(block.id, f"{where}.id"), name, block.input or {}))
         elif block.type == "thinking" and message.role == "assistant":
             thought += given(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
@@ -123,16 +129,3 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
 def _call_id(found: str | None, path: str) -> str:
     """A call's id as the model's chat template has it, which may want a form of its own."""
     return given(found, path).removeprefix(CALL_ID)
-
-
-def _text(content: str | list[Block], path: str) -> str:
-    """Content that can be nothing but text."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, block in enumerate(content):
-        if block.type != "text":
-            words = f"{path}[{i}]: {block.type[:50]} is not supported, only text is"
-            raise PenstockError(Code.UNSUPPORTED, words, f"{path}[{i}]")
-        texts.append(given(block.text, f"{path}[{i}].text"))
-    return "\n".join(texts)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.serve.dialects.openai.requests import TOOL_NAME, Number, Words
+from penstock.serve.chat.request import TOOL_NAME, Number, Words
 
 
 class Block(msgspec.Struct, kw_only=True):

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.core import Failure
+from penstock.serve.chat.generation import ChatGeneration
+from penstock.serve.chat.prompt import count_tokens as count_prompt
 from penstock.serve.chat.stream_cursor import Telling
-from penstock.serve.dialects.openai.chat import Answering as Chatting
-from penstock.serve.dialects.openai.chat_prompt import count_tokens as count_prompt
 from penstock.serve.http.body import check_supported, convert, read_object
 from penstock.serve.http.error_format import Shape, renamed
 from penstock.serve.http.openapi import operation, reference
@@ -77,42 +77,37 @@ def shape_of(scope: Scope) -> Shape | None:
     return SHAPE if scope["path"].startswith("/v1/models") and from_client(scope) else None
 
 
-class Answering:
+class MessageHandler:
     """One request, from its messages to a message."""
 
     def __init__(self, service: Service, record: Record, request: MessagesRequest, size: int) -> None:
-        self._chat = Chatting(service, record, chat_of(request, service.template_variables), size)
+        self._chat = ChatGeneration(service, record, chat_of(request, service.template_variables), size)
         self._id = f"msg_{record.request_id}"
         self._max_tokens = request.max_tokens
-        self._model = service.adapter_of(request.model) or service.name
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
-                last = output
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        last = await self._chat.final()
         made = last.outputs[0]
         message = self._chat.message(made)
         ending = ending_of(made, bool(message.tool_calls), self._max_tokens)
         answer = MessageAnswer(
-            id=self._id, model=self._model, content=blocks_of(message), usage=usage_of(last), **ending
+            id=self._id, model=self._chat.model, content=blocks_of(message), usage=usage_of(last), **ending
         )
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         telling, blocks = Telling(), Blocks()
         begun = False
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
+        async with aclosing(self._chat.deltas(telling)) as deltas:
+            async for output, delta in deltas:
                 if not begun:
                     begun = True
-                    empty = MessageAnswer(id=self._id, model=self._model, content=[], usage=usage_of(output))
+                    empty = MessageAnswer(id=self._id, model=self._chat.model, content=[], usage=usage_of(output))
                     empty.usage.output_tokens = 0
                     yield event("message_start", message=empty)
-                made = output.outputs[0]
-                if telling.progress.advance(made) is None:
-                    continue
-                if events := blocks.tell(telling.news(self._chat.message(made))):
+                if events := blocks.tell(delta):
                     yield events
+                made = output.outputs[0]
                 if made.finished:
                     usage = msgspec.to_builtins(usage_of(output))
                     ending = ending_of(made, telling.calls > 0, self._max_tokens)
@@ -135,9 +130,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def create_message(request: Request) -> Response:
         wanted, size = await read(request, MessagesRequest)
         service = services.find(wanted.model)
-        answering = Answering(service, record_of(request.scope), wanted, size)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), READ, streamed)
+        return Reply.of(service, MessageHandler(service, record_of(request.scope), wanted, size), READ, wanted.stream)
 
     async def count_tokens(request: Request) -> Response:
         wanted, size = await read(request, Counted)

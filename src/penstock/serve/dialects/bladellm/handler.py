@@ -11,7 +11,8 @@ from msgspec import UNSET
 
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.stream_cursor import Telling
-from penstock.serve.dialects.openai import chat, completions
+from penstock.serve.dialects.openai.chat import ChatHandler
+from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.responses import ChatDelta, ChatMessage, ChunkChoice
 from penstock.serve.dialects.openai.responses import CompletionChoice as Told
 from penstock.serve.generation import Progress
@@ -21,22 +22,22 @@ from .responses import DONE, Answer, ChatChoice, CompletionChoice, Usage, encode
 T = TypeVar("T", ChatMessage, ChatDelta)
 
 
-class CompletionAnswering:
+class BladeCompletionHandler:
     """One request for completions."""
 
-    def __init__(self, asked: completions.Answering, request_id: str) -> None:
-        self._asked = asked
+    def __init__(self, openai: CompletionHandler, request_id: str) -> None:
+        self._openai = openai
         self._id = request_id
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         last: dict[int, RequestOutput] = {}
-        async with aclosing(self._asked.outputs()) as outputs:
+        async with aclosing(self._openai.outputs()) as outputs:
             async for i, output in outputs:
                 last[i] = output
         choices = []
         for i, output in sorted(last.items()):
             for made in output.outputs:
-                told = await self._asked.choice(i, output, made)
+                told = await self._openai.choice(i, output, made)
                 reason = told.finish_reason or ""
                 choices.append(
                     CompletionChoice(index=told.index, text=told.text, logprobs=told.logprobs, finish_reason=reason)
@@ -46,12 +47,12 @@ class CompletionAnswering:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         last: dict[int, RequestOutput] = {}
         progress: dict[tuple[int, int], Progress] = {}
-        async with aclosing(self._asked.outputs()) as outputs:
+        async with aclosing(self._openai.outputs()) as outputs:
             async for i, output in outputs:
                 last[i] = output
                 for made in output.outputs:
                     so_far = progress.setdefault((i, made.index), Progress())
-                    told = await self._asked.new(i, output, made, so_far)
+                    told = await self._openai.new(i, output, made, so_far)
                     for choice in self._chunks(told) if told else ():
                         yield event(self._answer([choice], last))
         yield DONE
@@ -68,20 +69,20 @@ class CompletionAnswering:
         return Answer(id=self._id, choices=choices, object="text_completion", usage=usage)
 
 
-class ChatAnswering:
+class BladeChatHandler:
     """One chat."""
 
-    def __init__(self, asked: chat.Answering, request_id: str) -> None:
-        self._asked = asked
+    def __init__(self, openai: ChatHandler, request_id: str) -> None:
+        self._openai = openai
         self._id = request_id
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._asked.outputs()) as outputs:
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 last = output
         choices = []
         for made in last.outputs:
-            told = await self._asked.choice(made, last.prompt_token_ids)
+            told = await self._openai.choice(made, last.prompt_token_ids)
             reason = told.finish_reason or ""
             choices.append(
                 ChatChoice(index=told.index, message=_own(told.message), logprobs=told.logprobs, finish_reason=reason)
@@ -91,12 +92,12 @@ class ChatAnswering:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         telling: dict[int, Telling] = {}
-        async with aclosing(self._asked.outputs()) as outputs:
+        async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 usage = Usage.of([output])
                 for made in output.outputs:
                     begins = made.index not in telling
-                    new = self._asked.new(made, telling.setdefault(made.index, Telling()))
+                    new = self._openai.new(made, telling.setdefault(made.index, Telling()))
                     for choice in self._chunks(new, begins):
                         chunk = Answer(id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage)
                         yield event(chunk)

@@ -7,8 +7,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from penstock.core import Code, PenstockError
+from penstock.serve.chat.request import ChatRequest
 from penstock.serve.dialects.openai.parse import parse
-from penstock.serve.dialects.openai.requests import ChatRequest, CompletionRequest
+from penstock.serve.dialects.openai.requests import CompletionRequest
 from penstock.serve.http.unknown_fields import Unknown
 from penstock.serve.models.service import Service
 

@@ -9,15 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.serve.chat.request import ChatRequest
 from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
-from penstock.serve.dialects.openai import chat, completions
-from penstock.serve.dialects.openai.requests import ChatRequest, CompletionRequest
+from penstock.serve.dialects.openai.chat import ChatHandler
+from penstock.serve.dialects.openai.completions import CompletionHandler
+from penstock.serve.dialects.openai.requests import CompletionRequest
 from penstock.serve.http.error_format import Shape
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.models.registry import Services
 
-from .handler import ChatAnswering, CompletionAnswering
+from .handler import BladeChatHandler, BladeCompletionHandler
 from .parse import named, read
 from .responses import SHAPE
 
@@ -45,13 +47,11 @@ class BladeLLM(Dialect):
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
         service, record = self._services.find_or_first(named(found)), record_of(request.scope)
         wanted = read(found, CompletionRequest, service, record.unknown)
-        answering = CompletionAnswering(completions.Answering(service, record, wanted), record.request_id)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        handler = BladeCompletionHandler(CompletionHandler(service, record, wanted), record.request_id)
+        return Reply.of(service, handler, SHAPE, wanted.stream)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
         service, record = self._services.find_or_first(named(found)), record_of(request.scope)
         wanted = read(found, ChatRequest, service, record.unknown)
-        answering = ChatAnswering(chat.Answering(service, record, wanted, size), record.request_id)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        handler = BladeChatHandler(ChatHandler(service, record, wanted, size), record.request_id)
+        return Reply.of(service, handler, SHAPE, wanted.stream)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from penstock.core import Code, PenstockError
+from penstock.serve.chat.request import ChatRequest, GenerationRequest
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import renamed
 from penstock.serve.http.reply import INTERNAL
@@ -16,9 +17,11 @@ from penstock.serve.http.request_record import Record
 from penstock.serve.http.status import STATUS
 from penstock.serve.models.service import Service
 
-from . import chat, completions, embeddings
+from .chat import ChatHandler
+from .completions import CompletionHandler
+from .embeddings import EmbeddingHandler
 from .parse import parse
-from .requests import ChatRequest, CompletionRequest, EmbeddingRequest, Request
+from .requests import CompletionRequest, EmbeddingRequest
 from .responses import OF_ALL, OF_CHATS, encode, error_of
 
 logger = logging.getLogger(__name__)
@@ -72,7 +75,7 @@ async def answer(service: Service, record: Record, url: str, body: bytes) -> tup
     Returns the status and the body that the server would send.
     """
     try:
-        async with aclosing(_answering(service, record, url, body).whole()) as pieces:
+        async with aclosing(_handler(service, record, url, body).full()) as pieces:
             return 200, await anext(pieces)
     except PenstockError as error:
         record.failure = error.failure
@@ -83,24 +86,24 @@ async def answer(service: Service, record: Record, url: str, body: bytes) -> tup
     return STATUS[record.failure.code], encode(error_of(renamed(record.failure, names)))
 
 
-def _answering(
+def _handler(
     service: Service, record: Record, url: str, body: bytes
-) -> chat.Answering | completions.Answering | embeddings.EmbeddingAnswering:
+) -> ChatHandler | CompletionHandler | EmbeddingHandler:
     if url == CHAT:
         asked = parse(read_object(body), ChatRequest, record.unknown)
         _refuse_stream(asked)
-        return chat.Answering(service, record, asked, len(body))
+        return ChatHandler(service, record, asked, len(body))
     if url == COMPLETIONS:
         wanted = parse(read_object(body), CompletionRequest, record.unknown)
         _refuse_stream(wanted)
-        return completions.Answering(service, record, wanted)
+        return CompletionHandler(service, record, wanted)
     if url == EMBEDDINGS:
         texts = parse(read_object(body), EmbeddingRequest, record.unknown)
-        return embeddings.EmbeddingAnswering(service, record, texts)
+        return EmbeddingHandler(service, record, texts)
     known = ", ".join((CHAT, COMPLETIONS, EMBEDDINGS))
     raise PenstockError(Code.NOT_FOUND, f"url: {url[:100]!r} takes no batches; {known} do", "url")
 
 
-def _refuse_stream(request: Request) -> None:
+def _refuse_stream(request: GenerationRequest) -> None:
     if request.stream:
         raise PenstockError(Code.UNSUPPORTED, "stream: a batch is answered whole; leave it out", "stream")

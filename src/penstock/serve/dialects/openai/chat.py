@@ -9,18 +9,14 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.serve.chat.generation import ChatGeneration
+from penstock.serve.chat.request import ChatRequest, NamedTool
 from penstock.serve.chat.stream_cursor import CallPart, News, Telling
-from penstock.serve.generation import generate
 from penstock.serve.http.request_record import Record
 from penstock.serve.models.service import Service
-from penstock.text import Message, ToolCall
+from penstock.text import ToolCall
 
-from .chat_prompt import ChatPrompt
-from .forms import calls_of
-from .parse import chat_sampling
-from .requests import ChatRequest, NamedTool
 from .responses import (
     DONE,
     LEAST,
@@ -49,44 +45,30 @@ from .responses import (
 Reason = Literal["stop", "length", "tool_calls"] | None
 
 
-class Answering:
-    """One request of this kind, from its messages to its choices."""
+class ChatHandler:
+    """One request, from its messages to its choices."""
 
     def __init__(self, service: Service, record: Record, request: ChatRequest, size: int) -> None:
         self._service = service
-        self._record = record
         self._request = request
-        preparer = service.gateway.preparer
-        self._vocabulary = preparer.tokenizer.vocabulary
+        self._chat = ChatGeneration(service, record, request, size)
+        self.sampling = self._chat.sampling
+        self._echoed = self._chat.prompt.echoed
+        self._vocabulary = service.gateway.preparer.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
-        """Of the tokens that were told with their log probabilities."""
-        self._adapter = service.adapter_of(request.model)
-        self.sampling = chat_sampling(request, preparer.default_sampling())
-        self._prompt = ChatPrompt(service, request, size, record.unknown)
-        if (calls := calls_of(request, self._prompt.tools)) is not None:
-            if self.sampling.guided_decoding:
-                raise invalid("tool_choice", "does not go with another form of the answer")
-            self.sampling = self.sampling.replace(guided_decoding=calls)
+        """By token id: the bytes of tokens whose log probabilities were sent."""
         self.id = f"chatcmpl-{record.request_id}"
         self._created = int(time.time())
 
-    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        request = self._request
-        prompt = await self._prompt.prompt()
-        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
-        stream = generate(self._service, self._record, prompt, self.sampling, **options)
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
+    def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        return self._chat.outputs()
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.outputs()) as outputs:
-            async for output in outputs:
-                last = output
+    async def full(self) -> AsyncGenerator[bytes, None]:
+        last = await self._chat.final()
         answer = Chat(
             id=self.id,
             created=self._created,
-            model=self._adapter or self._service.name,
+            model=self._chat.model,
             choices=[await self.choice(made, last.prompt_token_ids) for made in last.outputs],
             usage=usage_of([last]),
         )
@@ -108,8 +90,8 @@ class Answering:
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
-                        if self._prompt.echoed:
-                            echoed = ChatDelta(content=self._prompt.echoed)
+                        if self._echoed:
+                            echoed = ChatDelta(content=self._echoed)
                             chunks.append(ChunkChoice(index=made.index, delta=echoed))
                     chunks += self.new(made, telling[made.index])
                     for chunk in chunks:
@@ -137,7 +119,7 @@ class Answering:
         piece = telling.progress.advance(made)
         if piece is None:
             return []
-        news = telling.news(self.message(made))
+        news = telling.news(self._chat.message(made))
         chunk = ChunkChoice(index=made.index, delta=_delta(news))
         if self.sampling.logprobs is not None:
             chunk.logprobs = self._logprobs(piece.positions)
@@ -155,9 +137,9 @@ class Answering:
         return chunks
 
     async def choice(self, made: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
-        read = self.message(made)
+        read = self._chat.message(made)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
-        message = ChatMessage(content=self._prompt.echoed or None if only_else else self._prompt.echoed + read.content)
+        message = ChatMessage(content=self._echoed or None if only_else else self._echoed + read.content)
         if read.reasoning_content:
             message.reasoning = message.reasoning_content = read.reasoning_content
         if read.tool_calls:
@@ -177,14 +159,6 @@ class Answering:
             message.prompt_token_ids = prompt_token_ids
         return choice
 
-    def message(self, made: CompletionOutput) -> Message:
-        """What is to be told: without ``parallel_tool_calls`` the first call alone."""
-        read, request = made.message, self._request
-        assert read is not None
-        thought = "" if request.include_reasoning is False else read.reasoning_content
-        calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls
-        return Message(read.content, thought, calls)
-
     def _reason(self, made: CompletionOutput, called: bool) -> Reason:
         """As OpenAI has it: a call that was named is what ends the answer as asked."""
         if made.finish_reason == "stop":
@@ -192,8 +166,7 @@ class Answering:
         return "length"
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        model = self._adapter or self._service.name
-        return ChatChunk(id=self.id, created=self._created, model=model, choices=choices, usage=usage)
+        return ChatChunk(id=self.id, created=self._created, model=self._chat.model, choices=choices, usage=usage)
 
     async def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
         """What was asked for of the prompt; in a stream its first chunk has it."""

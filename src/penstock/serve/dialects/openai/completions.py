@@ -14,11 +14,12 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.serve.chat.prompt import truncated
 from penstock.serve.generation import Progress, generate, together
 from penstock.serve.http.request_record import Record
 from penstock.serve.models.service import Service
 
-from .parse import completion_sampling, truncated
+from .parse import completion_sampling
 from .requests import MOST_PROMPTS, CompletionRequest
 from .responses import (
     DONE,
@@ -36,7 +37,7 @@ from .responses import (
 )
 
 
-class Answering:
+class CompletionHandler:
     """One request of this kind, from its prompts to its choices."""
 
     def __init__(self, service: Service, record: Record, request: CompletionRequest) -> None:
@@ -64,7 +65,7 @@ class Answering:
             async for numbered in outputs:
                 yield numbered
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         last: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:

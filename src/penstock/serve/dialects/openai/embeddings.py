@@ -16,17 +16,17 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
 from penstock.frontend.input_processor import VOID, Prompt
 from penstock.frontend.outputs import RequestOutput, cosine, floats_of
+from penstock.serve.chat.prompt import truncated
 from penstock.serve.generation import generate, together
 from penstock.serve.http.body import given
 from penstock.serve.http.request_record import Record
 from penstock.serve.models.service import Service
 
-from .parse import truncated
 from .requests import MOST_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage, PairScore, Scores, encode
 
 
-class _Answering:
+class _PoolingHandler:
     """What both kinds of requests have in common: several prompts, each of which becomes a vector."""
 
     kind = ""
@@ -76,7 +76,7 @@ class _Answering:
             raise PenstockError(failure.code, f"{field}: {words}", field, failure.limit, failure.value) from error
 
 
-class EmbeddingAnswering(_Answering):
+class EmbeddingHandler(_PoolingHandler):
     kind = "embd"
 
     def __init__(self, service: Service, record: Record, request: EmbeddingRequest) -> None:
@@ -88,7 +88,7 @@ class EmbeddingAnswering(_Answering):
         if request.normalize is not None:
             self._pooling = msgspec.structs.replace(self._pooling, normalize=request.normalize)
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         outputs = await self._vectors([("input", prompt) for prompt in self._prompts])
         yield await asyncio.to_thread(self._answer, outputs)  # which takes as long as there are many numbers
 
@@ -108,7 +108,7 @@ class EmbeddingAnswering(_Answering):
         return floats_of(output)
 
 
-class ScoreAnswering(_Answering):
+class ScoreHandler(_PoolingHandler):
     kind = "score"
 
     def __init__(self, service: Service, record: Record, request: ScoreRequest) -> None:
@@ -122,7 +122,7 @@ class ScoreAnswering(_Answering):
             words = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
             raise invalid(second, words, len(self._first))
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         texts = dict(zip(self._names, (self._first, self._second), strict=True))
         outputs = await self._vectors([(field, text) for field, some in texts.items() for text in some])
         yield await asyncio.to_thread(self._answer, outputs)

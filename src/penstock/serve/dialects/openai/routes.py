@@ -11,6 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.core import Failure, SamplingParams
 from penstock.core.errors import invalid
+from penstock.serve.chat.messages import messages_of, template_options
+from penstock.serve.chat.request import ChatRequest, Truncated
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import Shape, renamed
@@ -21,18 +23,18 @@ from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.registry import Services
 from penstock.serve.models.service import Service
 
-from . import chat, completions, embeddings
-from .parse import messages_of, parse, template_options
+from .chat import ChatHandler
+from .completions import CompletionHandler
+from .embeddings import EmbeddingHandler, ScoreHandler
+from .parse import parse
 from .requests import (
     REQUESTS,
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     LoadAdapterRequest,
     ScoreRequest,
     TokenizeRequest,
-    Truncated,
     UnloadAdapterRequest,
 )
 from .responses import (
@@ -107,20 +109,18 @@ class OpenAI(Dialect):
             found.setdefault("prompt", "")  # which nobody looks at then
         wanted = _parse(self._services, found, CompletionRequest, request)
         service = self._services.find(wanted.model)
-        answering = completions.Answering(service, record, wanted)
-        self._check(answering.sampling)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), SHAPE, streamed)
+        handler = CompletionHandler(service, record, wanted)
+        self._check(handler.sampling)
+        return Reply.of(service, handler, SHAPE, wanted.stream)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
         record = record_of(request.scope)
         record.shape = CHAT_SHAPE
         wanted = _parse(self._services, found, ChatRequest, request)
         service = self._services.find(wanted.model)
-        answering = chat.Answering(service, record, wanted, size)
-        self._check(answering.sampling)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), CHAT_SHAPE, streamed)
+        handler = ChatHandler(service, record, wanted, size)
+        self._check(handler.sampling)
+        return Reply.of(service, handler, CHAT_SHAPE, wanted.stream)
 
 
 def _parse(services: Services, found: dict[str, Any], schema: type[T], request: Request) -> T:
@@ -144,14 +144,14 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)
         service = services.find(wanted.model)
-        answering = embeddings.EmbeddingAnswering(service, record_of(request.scope), wanted)
-        return Reply(service, answering.whole(), SHAPE, streamed=False)
+        handler = EmbeddingHandler(service, record_of(request.scope), wanted)
+        return Reply(service, handler.full(), SHAPE, streamed=False)
 
     async def create_score(request: Request) -> Response:
         wanted, _ = await read(request, ScoreRequest)
         service = services.find(wanted.model)
-        answering = embeddings.ScoreAnswering(service, record_of(request.scope), wanted)
-        return Reply(service, answering.whole(), SHAPE, streamed=False)
+        handler = ScoreHandler(service, record_of(request.scope), wanted)
+        return Reply(service, handler.full(), SHAPE, streamed=False)
 
     def model(service: Service, name: str) -> Model:
         parent = None if name in service.names else service.name

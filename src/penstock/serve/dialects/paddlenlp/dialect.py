@@ -12,7 +12,7 @@ from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.models.registry import Services
 
-from .handler import Answering
+from .handler import PaddleNLPHandler
 from .requests import DECISIVE, OWN, names_of, parse
 from .responses import PaddleNLPShape
 
@@ -44,8 +44,6 @@ class PaddleNLP(Dialect):
         shape = record.shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
         wanted = parse(found, record.unknown)
         service = self._services.find_or_first(wanted.model)
-        answering = Answering(service, record, wanted, size)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
+        return Reply.of(service, PaddleNLPHandler(service, record, wanted, size), shape, wanted.stream)
 
     chat = completion

@@ -15,7 +15,7 @@ from penstock.core import Code, FinishReason, PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import RequestOutput
-from penstock.serve.dialects.openai.parse import messages_of
+from penstock.serve.chat.messages import messages_of
 from penstock.serve.generation import Progress, generate
 from penstock.serve.http.request_record import Record
 from penstock.serve.models.service import Service
@@ -24,7 +24,7 @@ from .requests import PATIENCE, Request, asked, sampling_of
 from .responses import Piece, Usage, Whole, encode, line
 
 
-class Answering:
+class PaddleNLPHandler:
     """A request, whichever way it came.
 
     Args:
@@ -78,7 +78,7 @@ class Answering:
             async for piece in pieces:
                 yield line(piece)
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         texts = []
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:

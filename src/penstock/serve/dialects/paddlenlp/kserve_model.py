@@ -14,7 +14,7 @@ from penstock.serve.dialects.kserve import BYTES, Answer, Call, Model, Spec, Ten
 from penstock.serve.models.registry import Services
 from penstock.serve.models.service import Service
 
-from .handler import Answering
+from .handler import PaddleNLPHandler
 from .requests import names_of, parse
 from .responses import PaddleNLPShape, encode
 
@@ -47,8 +47,8 @@ class OverGrpc(Model):
             if not call.streamed:
                 request.return_all_tokens = True
             service = self._services.find_or_first(request.model)
-            answering = Answering(service, call.record, request, len(raw))
-            async with aclosing(answering.pieces()) as pieces:
+            handler = PaddleNLPHandler(service, call.record, request, len(raw))
+            async with aclosing(handler.pieces()) as pieces:
                 async for piece in pieces:
                     told = msgspec.to_builtins(piece)
                     del told["error_msg"], told["error_code"]

@@ -8,15 +8,8 @@ import msgspec
 
 from penstock.core import SamplingParams
 from penstock.core.errors import invalid
-from penstock.serve.dialects.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    Seed,
-    TokenId,
-    TokenIds,
-    Words,
-)
+from penstock.serve.chat.request import ChatRequest, Message, Seed, TokenId, TokenIds, Words
+from penstock.serve.dialects.openai.requests import CompletionRequest
 from penstock.serve.http.body import convert
 from penstock.serve.http.unknown_fields import Unknown
 

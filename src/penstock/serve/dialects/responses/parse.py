@@ -9,7 +9,16 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.dialects.openai.requests import ROLES, ChatRequest
+from penstock.serve.chat.messages import (
+    effort_fields,
+    function_call,
+    function_tool,
+    json_schema_format,
+    named_tool,
+    text_of,
+    tool_result,
+)
+from penstock.serve.chat.request import ROLES, ChatRequest
 from penstock.serve.http.body import check_supported, convert, given
 from penstock.serve.http.unknown_fields import Unknown
 
@@ -17,6 +26,8 @@ from .requests import NOT_HERE, Counted, Format, Item, NamedTool, Part, Response
 
 T = TypeVar("T", bound=Counted)
 
+PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Content parts that hold text, each with the field that has it."""
 SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
 """Fields that chats have under the same name."""
 
@@ -43,7 +54,7 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     if request.tools:
         found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if isinstance(request.tool_choice, NamedTool):
-        found["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
+        found["tool_choice"] = named_tool(request.tool_choice.name)
     else:
         found["tool_choice"] = request.tool_choice
     called = found["tool_choice"] not in (None, "auto", "none")  # then there is no text, which could have a form
@@ -51,8 +62,7 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
         found["response_format"] = _format(request.text.format)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning and (effort := request.reasoning.effort):
-        if "reasoning_effort" in variables:
-            found["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        found |= effort_fields(effort, variables)
         if "enable_thinking" in variables:
             kwargs.setdefault("enable_thinking", effort != "none")
     if kwargs:
@@ -87,12 +97,12 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     elif item.type == "function_call":
         if not _open(messages):
             messages.append({"role": "assistant", "content": ""})
-        function = {"name": given(item.name, f"{path}.name"), "arguments": given(item.arguments, f"{path}.arguments")}
-        call = {"id": given(item.call_id, f"{path}.call_id"), "type": "function", "function": function}
+        name, arguments = given(item.name, f"{path}.name"), given(item.arguments, f"{path}.arguments")
+        call = function_call(given(item.call_id, f"{path}.call_id"), name, arguments)
         messages[-1].setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
         content = _text(item.output, f"{path}.output")
-        messages.append({"role": "tool", "content": content, "tool_call_id": given(item.call_id, f"{path}.call_id")})
+        messages.append(tool_result(given(item.call_id, f"{path}.call_id"), content))
     else:
         raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
 
@@ -105,26 +115,14 @@ def _open(messages: list[dict[str, Any]]) -> bool:
 def _text(content: str | list[Part] | None, path: str) -> str:
     if content is None:
         raise invalid(path, "is missing")
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        where = f"{path}[{i}]"
-        if part.type == "refusal":
-            texts.append(given(part.refusal, f"{where}.refusal"))
-        elif part.type in ("input_text", "output_text", "text"):
-            texts.append(given(part.text, f"{where}.text"))
-        else:
-            raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
-    return "\n".join(texts)
+    return text_of(content, path, PARTS)
 
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type != "function":
         words = f"{path}.type: {tool.type[:50]} is not supported, only function is"
         raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
-    function = {"name": given(tool.name, f"{path}.name"), "description": tool.description}
-    return {"type": "function", "function": function | {"parameters": tool.parameters, "strict": tool.strict}}
+    return function_tool(given(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict)
 
 
 def _format(wanted: Format) -> dict[str, Any]:
@@ -132,4 +130,4 @@ def _format(wanted: Format) -> dict[str, Any]:
         return {"type": wanted.type}
     if wanted.schema is None:
         raise invalid("text.format.schema", "is missing")
-    return {"type": "json_schema", "json_schema": {"name": wanted.name or "answer", "schema": wanted.schema}}
+    return json_schema_format(wanted.schema, wanted.name or "answer")

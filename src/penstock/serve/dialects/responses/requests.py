@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.serve.dialects.openai.requests import TOOL_NAME, Count, Number, Seed, Words
+from penstock.serve.chat.request import TOOL_NAME, Count, Number, Seed, Words
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
+from penstock.serve.chat.generation import ChatGeneration
+from penstock.serve.chat.prompt import count_tokens
 from penstock.serve.chat.stream_cursor import Telling
-from penstock.serve.dialects.openai.chat import Answering as Chatting
-from penstock.serve.dialects.openai.chat_prompt import count_tokens
 from penstock.serve.dialects.openai.responses import ErrorAnswer, encode, error_of
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import Shape, renamed
@@ -62,22 +62,19 @@ SHAPE = ResponsesShape({}, Events())
 """Until a request has been read."""
 
 
-class Answering:
+class ResponseHandler:
     """One request, from its input to a response."""
 
     def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int, events: Events) -> None:
-        self._chat = Chatting(service, record, chat_of(request, service.template_variables), size)
+        self._chat = ChatGeneration(service, record, chat_of(request, service.template_variables), size)
         self._events = events
         self._request = request
         self._name = record.request_id
-        self._model = service.adapter_of(request.model) or service.name
         self._created = int(time.time())
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         items = Items(self._name, lambda kind, **fields: b"")
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
-                last = output
+        last = await self._chat.final()
         items.tell(Telling().news(self._chat.message(last.outputs[0])))
         items.end(self._status(last))
         yield encode(self._response(items, last))
@@ -86,18 +83,15 @@ class Answering:
         event, telling = self._events.event, Telling()
         items = Items(self._name, event)
         begun = False
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
+        async with aclosing(self._chat.deltas(telling)) as deltas:
+            async for output, delta in deltas:
                 if not begun:
                     begun = True
                     empty = self._response(items, None)
                     yield event("response.created", response=empty) + event("response.in_progress", response=empty)
-                made = output.outputs[0]
-                if telling.progress.advance(made) is None:
-                    continue
-                if events := items.tell(telling.news(self._chat.message(made))):
+                if events := items.tell(delta):
                     yield events
-                if made.finished:
+                if output.outputs[0].finished:
                     status = self._status(output)
                     yield items.end(status) + event(f"response.{status}", response=self._response(items, output))
 
@@ -116,7 +110,7 @@ class Answering:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._model,
+            "model": self._chat.model,
             "output": items.items,
             "usage": usage_of(output) if output else None,
             **given,
@@ -145,9 +139,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
         wanted = read(read_object(body), ResponsesRequest, record.unknown)
         shape = record.shape = ResponsesShape(NAMES, events)
         service = services.find(wanted.model)
-        answering = Answering(service, record, wanted, len(body), events)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
+        return Reply.of(service, ResponseHandler(service, record, wanted, len(body), events), shape, wanted.stream)
 
     async def count_input_tokens(request: Request) -> Response:
         body = await services.read(request)

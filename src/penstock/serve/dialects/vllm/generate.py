@@ -14,6 +14,9 @@ from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 
+from ...chat.prompt import truncated
+from ...chat.request import GenerationRequest
+from ...chat.sampling import sampling_of
 from ...generation import generate
 from ...http.body import read_object
 from ...http.error_format import Shape
@@ -22,8 +25,7 @@ from ...http.reply import Reply
 from ...http.request_record import Record, record_of
 from ...models.registry import Services
 from ...models.service import Service
-from ..openai import requests as schema
-from ..openai.parse import parse, sampling_of, truncated
+from ..openai.parse import parse
 from ..openai.responses import ErrorAnswer, encode, error_of
 
 PATH = "/generate"
@@ -31,7 +33,7 @@ UNTOLD = ("logprobs", "prompt_logprobs")
 """Fields that vLLM takes and whose answer it does not tell."""
 
 
-class GenerateRequest(schema.Request, kw_only=True, forbid_unknown_fields=True):
+class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """What vLLM's ``SamplingParams`` take, and a prompt."""
 
     prompt: str
@@ -95,15 +97,13 @@ def add_routes(app: FastAPI, services: Services) -> None:
         if wanted.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
         service = services.find(wanted.model)
-        answering = _Answering(service, record, wanted, shape.end)
-        streamed = bool(wanted.stream)
-        return Reply(service, answering.stream() if streamed else answering.whole(), shape, streamed)
+        return Reply.of(service, GenerateHandler(service, record, wanted, shape.end), shape, wanted.stream)
 
     described = operation(reference(Texts), reference(ErrorAnswer), reference(GenerateRequest))
     app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
 
 
-class _Answering:
+class GenerateHandler:
     """One request."""
 
     def __init__(self, service: Service, record: Record, request: GenerateRequest, end: bytes) -> None:
@@ -116,7 +116,7 @@ class _Answering:
         self._sampling = sampling_of(request, SamplingParams(), max_tokens=max_tokens)
         check(self._sampling)
 
-    async def whole(self) -> AsyncGenerator[bytes, None]:
+    async def full(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._texts()) as texts:
             async for text in texts:
                 last = text

@@ -16,11 +16,11 @@ from penstock import __version__
 from penstock.config.settings import settings
 from penstock.core.errors import invalid
 
+from ...chat.request import Words
 from ...http.body import convert, read_object
 from ...http.openapi import OBJECT, operation, reference
 from ...http.request_record import record_of
 from ...models.registry import Services
-from ..openai.requests import Words
 from ..openai.responses import ErrorAnswer
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")

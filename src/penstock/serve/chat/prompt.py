@@ -10,8 +10,8 @@ from penstock.frontend.input_processor import Prompt
 from penstock.serve.http.unknown_fields import Unknown
 from penstock.serve.models.service import Service
 
-from .parse import messages_of, template_options, truncated
-from .requests import ChatRequest
+from .messages import messages_of, template_options
+from .request import ChatRequest, Truncated
 
 OF_MESSAGES = (
     "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
@@ -107,3 +107,19 @@ class ChatPrompt:
                 unknown.ignore("", name)
                 del given[name]
         return given
+
+
+def truncated(token_ids: list[int], request: Truncated, most: int, side: str = "left") -> list[int]:
+    """A prompt cut to the length that its request asks for.
+
+    Args:
+        most: the longest that there is room for, which -1 asks for.
+        side: what is cut where the request does not say: the beginning or the end (``right``).
+    """
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return token_ids
+    if wanted == 0:
+        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room for", 1)
+    most = max(most, 1) if wanted == -1 else wanted
+    return token_ids[:most] if (request.truncation_side or side) == "right" else token_ids[-most:]

@@ -10,12 +10,12 @@ from penstock.core.errors import invalid
 from penstock.core.guided import as_json, check_schema, closed
 from penstock.text import Form, forced_calls
 
-from .requests import ChatRequest, NamedTool, Request, ResponseFormat
+from .request import ChatRequest, GenerationRequest, NamedTool, ResponseFormat
 
 GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
-def form_of(request: Request) -> GuidedDecodingParams | None:
+def form_of(request: GenerationRequest) -> GuidedDecodingParams | None:
     """Raises ``PenstockError`` (``invalid``) where several are asked for, or one is wrong."""
     given = {name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
@@ -69,7 +69,7 @@ def calls_of(request: ChatRequest, form: Form | None) -> GuidedDecodingParams | 
     return GuidedDecodingParams(structural_tag=forced_calls(form, wanted, several), asked_as="tools")
 
 
-def _structured(request: Request) -> dict[str, Any]:
+def _structured(request: GenerationRequest) -> dict[str, Any]:
     form = request.structured_outputs
     if form is None:
         return {}
@@ -80,7 +80,7 @@ def _structured(request: Request) -> dict[str, Any]:
     return given
 
 
-def _format(request: Request) -> dict[str, Any]:
+def _format(request: GenerationRequest) -> dict[str, Any]:
     form: ResponseFormat | None = request.response_format
     if form is None or form.type == "text":
         return {}

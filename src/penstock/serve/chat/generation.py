@@ -1,0 +1,77 @@
+"""A chat on its way through the model: what the handlers of all dialects are built on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from penstock.core.errors import invalid
+from penstock.frontend.outputs import CompletionOutput, RequestOutput
+from penstock.serve.generation import generate
+from penstock.serve.http.request_record import Record
+from penstock.serve.models.service import Service
+from penstock.text import Message
+
+from .prompt import ChatPrompt
+from .request import ChatRequest
+from .sampling import chat_sampling
+from .stream_cursor import News, Telling
+from .structured_outputs import calls_of
+
+
+class ChatGeneration:
+    """One chat, from its request to its outputs.
+
+    Args:
+        size: about how many characters the request has.
+
+    Raises ``PenstockError`` where the request is wrong, or asks for what this model or server does not support.
+    """
+
+    def __init__(self, service: Service, record: Record, request: ChatRequest, size: int) -> None:
+        self._service = service
+        self._record = record
+        self._request = request
+        self._adapter = service.adapter_of(request.model)
+        self.model = self._adapter or service.name
+        """The model's name in the answer: the adapter's, or else the base model's."""
+        self.sampling = chat_sampling(request, service.gateway.preparer.default_sampling())
+        self.prompt = ChatPrompt(service, request, size, record.unknown)
+        if (calls := calls_of(request, self.prompt.tools)) is not None:
+            if self.sampling.guided_decoding:
+                raise invalid("tool_choice", "does not go with another form of the answer")
+            self.sampling = self.sampling.replace(guided_decoding=calls)
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """The output so far, after every step."""
+        request = self._request
+        prompt = await self.prompt.prompt()
+        options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
+        stream = generate(self._service, self._record, prompt, self.sampling, **options)
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def final(self) -> RequestOutput:
+        """The finished output."""
+        async with aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                last = output
+        return last
+
+    async def deltas(self, cursor: Telling) -> AsyncGenerator[tuple[RequestOutput, News], None]:
+        """The output after every step, and what the step added to the first sequence's message."""
+        async with aclosing(self.outputs()) as outputs:
+            async for output in outputs:
+                made = output.outputs[0]
+                advanced = cursor.progress.advance(made) is not None
+                yield output, cursor.news(self.message(made)) if advanced else News()
+
+    def message(self, made: CompletionOutput) -> Message:
+        """A sequence's message: without reasoning where ``include_reasoning`` is false, and with the first call alone
+        where ``parallel_tool_calls`` is false."""
+        read, request = made.message, self._request
+        assert read is not None
+        thought = "" if request.include_reasoning is False else read.reasoning_content
+        calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls
+        return Message(read.content, thought, calls)

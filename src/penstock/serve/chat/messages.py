@@ -1,0 +1,163 @@
+"""Messages, tools and content of a chat: from any dialect to OpenAI's form, and from that to what templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.serve.http.body import given
+
+from .request import ROLES, Message, Tool
+
+TEXT = {"text": "text"}
+"""Content parts of OpenAI's chats."""
+
+
+class ContentPart(Protocol):
+    """A part of a message's content, in any dialect."""
+
+    @property
+    def type(self) -> str: ...
+
+
+class TemplateFields(Protocol):
+    """The fields of a request that a chat template is rendered with."""
+
+    @property
+    def tools(self) -> list[Tool] | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+
+
+def text_of(content: str | Sequence[ContentPart], path: str, kinds: Mapping[str, str] = TEXT) -> str:
+    """The text of a message's content; the texts of several parts are joined by line breaks.
+
+    Args:
+        path: of the content in its request, for errors.
+        kinds: types of parts that hold text, each with the name of the field that has it.
+
+    Raises ``PenstockError``: ``unsupported`` for a part of another type, ``invalid`` for one without its text.
+    """
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        where = f"{path}[{i}]"
+        if (field := kinds.get(part.type)) is None:
+            raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
+        texts.append(given(getattr(part, field), f"{where}.{field}"))
+    return "\n".join(texts)
+
+
+def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """An entry of an assistant message's ``tool_calls``."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(call_id: str, content: str) -> dict[str, Any]:
+    """The message that holds a tool's result."""
+    return {"role": "tool", "content": content, "tool_call_id": call_id}
+
+
+def function_tool(name: str, description: str | None, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
+    """An entry of a request's ``tools``."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
+def named_tool(name: str | None) -> dict[str, Any]:
+    """The ``tool_choice`` that forces a call of one tool."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def json_schema_format(schema: Any, name: str = "answer") -> dict[str, Any]:
+    """The ``response_format`` of a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+def effort_fields(effort: str | None, variables: Collection[str]) -> dict[str, Any]:
+    """``reasoning_effort`` for a template that reads it, by the levels that OpenAI knows.
+
+    Args:
+        variables: names that the model's chat template reads.
+    """
+    if not effort or "reasoning_effort" not in variables:
+        return {}
+    return {"reasoning_effort": "xhigh" if effort == "max" else effort}
+
+
+def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, Any]:
+    """What the chat template is given besides the messages.
+
+    Raises ``PenstockError``: ``invalid`` for names that cannot be given, ``unsupported`` for tools that the template
+    does not know.
+    """
+    options = dict(request.chat_template_kwargs or {})
+    own = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+    if wrong := [name for name in own if name in options]:
+        raise invalid("chat_template_kwargs", f"{wrong[0]} cannot be given there")
+    if request.tools:
+        if not calls_tools:
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them", "tools")
+        options["tools"] = [msgspec.to_builtins(tool) for tool in request.tools]
+        for tool in options["tools"]:
+            tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
+    goes_on = bool(request.continue_final_message)
+    options["continue_final_message"] = goes_on
+    options["add_generation_prompt"] = (
+        not goes_on if request.add_generation_prompt is None else request.add_generation_prompt
+    )
+    return options
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as templates read them: text in one piece, arguments of calls as objects.
+
+    Raises ``PenstockError`` (``unsupported``) for content that is no text.
+    """
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Message, path: str) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise invalid(f"{path}.role", f"{message.role[:50]!r} is none of {', '.join(ROLES)}")
+    found: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message, path),
+    }
+    if message.tool_calls:
+        found["tool_calls"] = [
+            function_call(call.id, call.function.name, _arguments(call.function.arguments))
+            for call in message.tool_calls
+        ]
+    reasoning = message.reasoning_content or message.reasoning
+    rest = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    return found | {name: value for name, value in rest.items() if value is not None}
+
+
+def _text(message: Message, path: str) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise invalid(f"{path}.content", f"is missing, and a {message.role} message is nothing without")
+        return ""
+    return text_of(message.content, f"{path}.content")
+
+
+def _arguments(given: str | Mapping[str, Any] | None) -> Any:
+    """An object where the text holds one; clients may send what a model wrote, whatever it was."""
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        return given
+    return found if isinstance(found, dict) else given

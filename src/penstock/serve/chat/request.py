@@ -1,0 +1,256 @@
+"""The chat request that every dialect is converted to: OpenAI's fields, and those that vLLM and FastDeploy add to them.
+
+A field that is null is taken as absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from penstock.core.sampling import MOST_LOGPROBS, MOST_SEQUENCES
+
+Number = float
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""-1 is a random one."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Words = Annotated[str, msgspec.Meta(min_length=1)]
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+"""Letters, digits and a few marks, as models' forms of calls have no room for others."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    """Send the counts of tokens in a last chunk."""
+    continuous_usage_stats: bool | None = None
+    """Send those so far in every chunk."""
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Kept to in either case."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of these forms."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Annotated[list[Words], msgspec.Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    """Objects have no properties but those that the schema lists."""
+    whitespace_pattern: str | None = None
+
+
+class Truncated(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all requests with a prompt have in common."""
+
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Of the prompt, only so many tokens; -1 is as many as there is room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """What is cut off: the beginning, as it is by default of what is gone on with, or the end, as of embeddings."""
+    request_id: Annotated[str, msgspec.Meta(pattern=REQUEST_ID)] | None = None
+    """What the answer's id ends with, and the log and the header X-Request-Id call the request."""
+
+
+class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
+    """What all requests that generate have in common. A field that is null is one that is not given."""
+
+    model: str | None = None
+    """Absent or "default": the one that is served."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    """Make so many and give the n likeliest."""
+    use_beam_search: bool | None = None
+    """Search for the likeliest with best_of beams; goes with temperature 0."""
+    length_penalty: Annotated[Number, msgspec.Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+    """0 takes the likeliest token."""
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 or -1 is all."""
+    min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Number, msgspec.Meta(gt=0)] | None = None
+    seed: Seed | None = None
+    logit_bias: dict[TokenId, Annotated[Number, msgspec.Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[Words] | None = None
+    bad_words_token_ids: list[TokenId | TokenIds] | None = None
+    """Tokens, or sequences of them, that must not come out."""
+
+    min_tokens: Count | None = None
+    stop: Words | list[Words] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+
+    response_format: ResponseFormat | None = None
+    """The form of the answer: any JSON object, or one after a schema."""
+    guided_json: str | dict[str, Any] | None = None
+    """A JSON Schema that the answer keeps to."""
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[Words], msgspec.Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    """In Lark's or GBNF's notation."""
+    guided_whitespace_pattern: str | None = None
+    """What may stand between the parts of JSON."""
+    guided_decoding_disable_any_whitespace: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with tagged parts that follow a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """The newer name of all these."""
+
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Call tokens among log probabilities token_id:ID."""
+    temp_scaled_logprobs: bool | None = None
+    """FastDeploy's: log probabilities at the temperature that was asked for."""
+    top_p_normalized_logprobs: bool | None = None
+    """FastDeploy's: log probabilities among the tokens that top_p leaves."""
+    return_token_ids: bool | None = None
+    """Give the ids of prompt and answer, too."""
+    max_streaming_response_tokens: Count | None = None
+    """FastDeploy's: choices that a chunk may have at most; here it has one."""
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower runs first, where the server's scheduling_policy is priority."""
+    cache_salt: str | None = None
+    """Share cached prefixes only with requests of the same salt."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Any = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+MOST_TEMPLATE = 65_536
+"""Characters of a chat template that a request brings."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Part(msgspec.Struct):
+    """Of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Called(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class Call(msgspec.Struct, kw_only=True):
+    function: Called
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, kw_only=True):
+    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    messages: list[Message]
+    """Empty where there are prompt_token_ids."""
+    prompt_token_ids: TokenIds | None = None
+    """The whole prompt, rendered and encoded by the client."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """What is left of the context by default."""
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    """Whether a tool is called: as the model likes, not, at least one, or this one."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may call several, which it may by default."""
+    include_reasoning: bool | None = None
+    """Whether the answer has the model's thought, which it has by default."""
+    reasoning_max_tokens: Count | None = None
+    """Tokens after which the thought is made to end."""
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """The same, as vLLM calls it; -1 is any."""
+    response_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """FastDeploy's: tokens of the answer that follows the thought."""
+    return_prompt_text: bool | None = None
+    """Give the prompt as the chat template writes it, too."""
+    disable_chat_template: bool | None = None
+    """FastDeploy's: the first message's text is the prompt, as it is."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template (enable_thinking …)."""
+    chat_template: Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE)] | None = None
+    """Used in place of the model's, where the server does so (trust_request_chat_template)."""
+    documents: list[dict[str, Any]] | None = None
+    """Passed to the chat template, if it reads them."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Likewise."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    """Begin the answer with the last message, where both are of the same role."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's own, besides those that the chat template writes."""
