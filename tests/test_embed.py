@@ -29,7 +29,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
 }
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
-VOID = SamplingParams(max_tokens=1)
+NO_GENERATION = SamplingParams(max_tokens=1)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -103,7 +103,7 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
         prompt = [2 + i for i in range(rng.choice((0, 40)))] + draw(number, rng.randint(1, 120))
         pooling = PoolingParams(pooling_type=rng.choice(("last", "mean")))
         growing = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        wanted = {"sampling": VOID, "pooling": pooling} if number % 2 else {"sampling": growing}
+        wanted = {"sampling": NO_GENERATION, "pooling": pooling} if number % 2 else {"sampling": growing}
         requests.append(EngineRequest(request_id=str(number), prompt=prompt, **wanted))
 
     def run(engine: Engine, some: list[EngineRequest]) -> dict[str, bytes]:

@@ -10,15 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.text import Message, Reader, Reading, Stage, stage_of, thought_form, tool_form
+from penstock.text import (
+    Message,
+    ParserConfig,
+    ResponseParser,
+    Stage,
+    initial_stage,
+    reasoning_format,
+    tool_call_format,
+)
 
-TOOLS = {name: tool_form(name, "") for name in ("hermes", "llama3_json", "mistral", "deepseek_v3")}
-THOUGHTS = {name: thought_form(name, "") for name in ("qwen3", "deepseek_r1", "ernie")}
+TOOLS = {name: tool_call_format(name, "") for name in ("hermes", "llama3_json", "mistral", "deepseek_v3")}
+THOUGHTS = {name: reasoning_format(name, "") for name in ("qwen3", "deepseek_r1", "ernie")}
 
 
-def read(reading: Reading, pieces: list[str], hidden: tuple[str, ...] = ()) -> Message:
+def read(reading: ParserConfig, pieces: list[str], hidden: tuple[str, ...] = ()) -> Message:
     """Pieces as an answer; what was said on the way is never taken back."""
-    reader, told = Reader(reading, hidden), ("", "", [])
+    reader, told = ResponseParser(reading, hidden), ("", "", [])
     for i, piece in enumerate(pieces):
         reader.add(piece, last=i == len(pieces) - 1)
         message = reader.message
@@ -100,7 +108,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_calls_are_found(form: str, text: str, content: str, calls: list[Any], data: st.DataObject) -> None:
-    found = read(Reading(tools=TOOLS[form]), cut(text, data))
+    found = read(ParserConfig(tools=TOOLS[form]), cut(text, data))
     assert found.content == content
     assert [(call.name, call.arguments) for call in found.tool_calls] == calls
 
@@ -124,12 +132,12 @@ ANSWERS = [
 def test_thoughts_are_told_apart(
     form: str, stage: Stage, text: str, thought: str, answer: str, data: st.DataObject
 ) -> None:
-    found = read(Reading(THOUGHTS[form], stage), cut(text, data))
+    found = read(ParserConfig(THOUGHTS[form], stage), cut(text, data))
     assert (found.reasoning_content, found.content) == (thought, answer)
 
 
 def test_calls_come_after_thoughts() -> None:
-    reading = Reading(THOUGHTS["qwen3"], Stage.BEFORE, tools=TOOLS["hermes"])
+    reading = ParserConfig(THOUGHTS["qwen3"], Stage.BEFORE, tools=TOOLS["hermes"])
     found = read(reading, [f"<think>\nMaybe {HERMES}?\n</think>\n\nSure. {HERMES}"])
     assert (found.reasoning_content, found.content) == (f"Maybe {HERMES}?", "Sure.")
     assert [(call.name, call.arguments) for call in found.tool_calls] == [CALL]
@@ -138,7 +146,7 @@ def test_calls_come_after_thoughts() -> None:
 def test_special_tokens_are_no_content() -> None:
     form = TOOLS["mistral"]
     assert form
-    assert read(Reading(tools=form), ["a [TOOL_CALLS]", " b"], form.tokens).content == "a  b"
+    assert read(ParserConfig(tools=form), ["a [TOOL_CALLS]", " b"], form.tokens).content == "a  b"
 
 
 MARKS = {mark for form in TOOLS.values() if form for mark in form.tokens} | {"</think>", "<think>", "<response>"}
@@ -153,7 +161,7 @@ FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", H
 def test_any_text_in_any_pieces(tools: str, stage: Stage, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
-    reading = Reading(THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools])
+    reading = ParserConfig(THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools])
     hidden = data.draw(st.sampled_from([(), reading.marks]))
     assert read(reading, cut(text, data), hidden) == read(reading, [text], hidden)
     assert read(reading, list(text) or [""], hidden) == read(reading, [text], hidden)
@@ -178,16 +186,16 @@ SIGNS = {
 
 @pytest.mark.parametrize("template", SIGNS)
 def test_a_form_is_found_in_the_template(template: str) -> None:
-    tools, thought = tool_form("auto", template), thought_form("auto", template)
+    tools, thought = tool_call_format("auto", template), reasoning_format("auto", template)
     assert (tools and tools.parsers[0], thought and thought.parser) == SIGNS[template]
 
 
 def test_a_prompt_says_where_its_answer_begins() -> None:
     qwen, deepseek = THOUGHTS["qwen3"], THOUGHTS["deepseek_r1"]
     assert qwen and deepseek
-    assert stage_of(qwen, "user: <think>\nassistant:") is Stage.BEFORE
-    assert stage_of(qwen, "assistant:\n<think>\n") is Stage.WITHIN
-    assert stage_of(qwen, "assistant:\n<think>\n\n</think>\n\n") is Stage.AFTER
-    assert stage_of(deepseek, "assistant:") is Stage.WITHIN
-    assert stage_of(qwen, "… <think>I was", continued="<think>I was") is Stage.WITHIN
-    assert stage_of(qwen, "… </think>It", continued="<think>I was</think>It") is Stage.AFTER
+    assert initial_stage(qwen, "user: <think>\nassistant:") is Stage.BEFORE
+    assert initial_stage(qwen, "assistant:\n<think>\n") is Stage.WITHIN
+    assert initial_stage(qwen, "assistant:\n<think>\n\n</think>\n\n") is Stage.AFTER
+    assert initial_stage(deepseek, "assistant:") is Stage.WITHIN
+    assert initial_stage(qwen, "… <think>I was", continued="<think>I was") is Stage.WITHIN
+    assert initial_stage(qwen, "… </think>It", continued="<think>I was</think>It") is Stage.AFTER

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.core import EngineRequest, PenstockError, SamplingParams, Thought
+from penstock.core import EngineRequest, PenstockError, ReasoningSpan, SamplingParams
 from penstock.engine.guided.reasoning import Thinking
 from penstock.engine.scheduling.plan import Draw
 from penstock.engine.scheduling.sequence import Sequence
@@ -155,7 +155,7 @@ def test_a_row_of_which_nothing_is_allowed_fails() -> None:
     forms[1] = 0
     guided = [sequence(), sequence()]
     for one in guided:
-        one.guide = Thinking(Thought(3, 4), 0, None)
+        one.guide = Thinking(ReasoningSpan(3, 4), 0, None)
     first, second = sample(scores(2), guided, torch.from_numpy(forms))
     assert first.token_ids and second == Draw([], failure=NOTHING_ALLOWED)
     (both,) = sample(scores(1), [sequence(output=[5], allowed_token_ids=(8,), bad_word_ids=((5, 8),))])

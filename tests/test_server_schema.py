@@ -29,8 +29,8 @@ from penstock.config.options import ServerOptions
 from penstock.serve.app import build
 from penstock.serve.dialects.kserve import Registry
 from penstock.serve.metrics import Metrics
-from penstock.serve.models.manager import Keeper
-from penstock.serve.models.registry import Services
+from penstock.serve.models.manager import ModelManager
+from penstock.serve.models.registry import ModelRegistry
 
 LIMIT = 20.0
 """Seconds that the slowest of these requests may take."""
@@ -118,8 +118,8 @@ def test_the_document_lists_every_path(client: httpx.Client) -> None:
 def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But its own."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    services = Services(ServerOptions(allow_runtime_lora_updating=True), Metrics())
-    app: Any = build(services, Registry(services, Keeper(services, io.BytesIO())))
+    registry = ModelRegistry(ServerOptions(allow_runtime_lora_updating=True), Metrics())
+    app: Any = build(registry, Registry(registry, ModelManager(registry, io.BytesIO())))
     while not isinstance(app, FastAPI):  # what stands before it
         app = app.app if hasattr(app, "app") else app._app
     listed = {(path, method.upper()) for path, item in app.openapi()["paths"].items() for method in item}

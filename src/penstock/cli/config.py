@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from penstock.config.settings import Setting, settings
-from penstock.config.sources import Configured
+from penstock.config.sources import ResolvedConfiguration
 
 from .compat.model_repository import expanded
 from .flags import TITLES, add_options, configure, in_cache
@@ -35,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def value_of(configured: Configured, setting: Setting) -> Any:
+def value_of(configured: ResolvedConfiguration, setting: Setting) -> Any:
     """Its value, or only that there is one where it is secret."""
     value = getattr(getattr(configured.configuration, setting.section), setting.name)
     return "***" if setting.secret and value else value or in_cache(setting.empty) or value
 
 
-def _print_table(configured: Configured) -> None:
+def _print_table(configured: ResolvedConfiguration) -> None:
     rows = [(s, f"{value_of(configured, s)!s}") for s in settings().values()]
     width = max(len(value) for _, value in rows)
     section = ""
@@ -56,7 +56,7 @@ def _print_table(configured: Configured) -> None:
             print(f"  {name:<28} {why}")
 
 
-def _as_json(configured: Configured) -> dict[str, Any]:
+def _as_json(configured: ResolvedConfiguration) -> dict[str, Any]:
     return {
         setting.name: {
             "value": value_of(configured, setting),
@@ -68,7 +68,7 @@ def _as_json(configured: Configured) -> dict[str, Any]:
     }
 
 
-def _print_yaml(configured: Configured) -> None:
+def _print_yaml(configured: ResolvedConfiguration) -> None:
     section = ""
     for setting in settings().values():
         if setting.section != section:

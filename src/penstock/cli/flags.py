@@ -12,9 +12,9 @@ import msgspec
 
 from penstock.config import logs
 from penstock.config.profiles import Alias, Profile, load
-from penstock.config.profiles.vllm import UNASKED
+from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings
-from penstock.config.sources import Configured, read
+from penstock.config.sources import ResolvedConfiguration, read
 
 from .parser import Parser
 
@@ -55,7 +55,7 @@ def add_options(
                 _add(group, setting)
 
 
-def configure(args: argparse.Namespace, process: str = "") -> Configured:
+def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfiguration:
     """The whole configuration: defaults, file, environment, and the flags that were given. What is ignored of them is
     said in the log.
 
@@ -96,7 +96,7 @@ def add_profile(
     looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
     looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
     known, _ = looking.parse_known_args(arguments)
-    profile = load(known.compat) or UNASKED
+    profile = load(known.compat) or DEFAULT_PROFILE
     parser.set_defaults(profile=profile)
     group = parser.add_argument_group(f"options of {profile.title}")
     for name, alias in profile.flags.items():

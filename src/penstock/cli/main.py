@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from penstock import __version__
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 
 from .parser import Parser
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             name, help=about, description=words, allow_abbrev=False, conflict_handler="resolve"
         )
     if arguments and not arguments[0].startswith("-") and arguments[0] not in parsers:
-        hint = nearest(arguments[0], COMMANDS)
+        hint = did_you_mean(arguments[0], COMMANDS)
         print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
         return 2
     try:
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.ArgumentParser], arguments: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        hint = nearest(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
+        hint = did_you_mean(unknown[0].partition("=")[0], _flags(parsers[args.command], arguments))
         print(f"penstock {args.command}: unknown argument {unknown[0]}{hint}", file=sys.stderr)
         return 2
     return int(_module(args.command).run(args))

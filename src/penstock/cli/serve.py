@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         words = "anybody who reaches %s of this machine may ask: set --api-key, or --host 127.0.0.1"
         logger.warning(words, configuration.server.host)
     models = [
-        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.wanted else model
+        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.required else model
         for model in served(configuration)
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.options import Configuration
-from penstock.config.settings import nearest, settings
+from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import checked
 from penstock.core.errors import invalid
 from penstock.core.lora import named
@@ -43,8 +43,8 @@ def served(configuration: Configuration) -> tuple[ServedModel, ...]:
         for model, own in zip(found, named, strict=True)
     ]
     _check_names(found)
-    wanted = _wanted(configuration, found)
-    return tuple(msgspec.structs.replace(model, wanted=model.name in wanted) for model in found)
+    required = _required(configuration, found)
+    return tuple(msgspec.structs.replace(model, required=model.name in required) for model in found)
 
 
 def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
@@ -59,7 +59,7 @@ def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) 
         if option == "kserve":
             continue
         if option not in known:
-            raise invalid("models", f"{name}: no such option {key!r}{nearest(option, known)}")
+            raise invalid("models", f"{name}: no such option {key!r}{did_you_mean(option, known)}")
         changes[known[option].section][option] = checked(known[option], value, f"models: {name}")
     if not changes["engine"]["model"]:
         raise invalid("models", f'{name}: "model" is missing, the folder or name of a checkpoint')
@@ -82,7 +82,7 @@ def _parsed(text: str) -> dict[str, dict[str, Any]]:
     return {name: {"model": given} if isinstance(given, str) else given for name, given in found.items()}
 
 
-def _wanted(configuration: Configuration, models: list[ServedModel]) -> list[str]:
+def _required(configuration: Configuration, models: list[ServedModel]) -> list[str]:
     """Names of the models that are loaded at the start."""
     options, names = configuration.server, [model.name for model in models]
     if options.model_control_mode == "none":
@@ -92,7 +92,7 @@ def _wanted(configuration: Configuration, models: list[ServedModel]) -> list[str
     owners = {name: model.name for model in models for name in (*model.kserve, *model.names)}
     for name in options.load_model:
         if name not in (*owners, "*"):
-            raise invalid("load_model", f"there is no model {name!r}{nearest(name, owners)}")
+            raise invalid("load_model", f"there is no model {name!r}{did_you_mean(name, owners)}")
     return names if "*" in options.load_model else [owners[name] for name in options.load_model]
 
 

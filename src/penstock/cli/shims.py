@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
 
 MARK = "written by `penstock shims`"
@@ -166,7 +166,7 @@ def _chosen(names: Sequence[str]) -> list[Shim]:
         of_it = [shim for shim in SHIMS if name in (shim.system, shim.name, shim.path)]
         if not of_it:
             known = {*_systems(), *(shim.name for shim in SHIMS)}
-            raise invalid("NAME", f"{name!r} is neither a system nor a command, see --list{nearest(name, known)}")
+            raise invalid("NAME", f"{name!r} is neither a system nor a command, see --list{did_you_mean(name, known)}")
         for shim in of_it:
             found.setdefault(shim.path, shim)
     return list(found.values())

@@ -60,7 +60,7 @@ def settings() -> dict[str, Setting]:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that is most like a mistyped one, or nothing."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""

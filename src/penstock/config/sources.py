@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from penstock.config.options import Configuration
-from penstock.config.profiles import Given, Profile, flag, meant
-from penstock.config.settings import Setting, nearest, settings
+from penstock.config.profiles import Profile, Settings, flag, translate
+from penstock.config.settings import Setting, did_you_mean, settings
 from penstock.core.errors import invalid
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS")
 
 
 @dataclass(frozen=True)
-class Configured:
+class ResolvedConfiguration:
     """A configuration, and where each of its values was found."""
 
     configuration: Configuration
@@ -44,7 +44,7 @@ def read(
     environment: Mapping[str, str] = os.environ,
     profile: Profile | None = None,
     aliases: Mapping[str, str] | None = None,
-) -> Configured:
+) -> ResolvedConfiguration:
     """Put a configuration together.
 
     Args:
@@ -65,9 +65,9 @@ def read(
         defaults = {**profile.defaults, **profile.defaults_for(together)}
         given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
         given += _of_file(file)
-        given += meant(profile.variables, variables, str, ignored)
+        given += translate(profile.variables, variables, str, ignored)
         given += _of(environment)
-        given += meant(profile.flags, aliases or {}, _typed, ignored)
+        given += translate(profile.flags, aliases or {}, _typed, ignored)
         given += profile.together(together)
     else:
         given += _of_file(file)
@@ -86,7 +86,7 @@ def read(
         parts[known[name].section][name] = value
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
     found = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
-    return Configured(found, sources, ignored)
+    return ResolvedConfiguration(found, sources, ignored)
 
 
 def checked(setting: Setting, value: Any, source: str) -> Any:
@@ -112,7 +112,7 @@ def _typed(name: str) -> str:
     return settings()[name].flag if name in settings() else flag(name)
 
 
-def _of_file(file: str | Path | None) -> Given:
+def _of_file(file: str | Path | None) -> Settings:
     if file is None:
         return
     import yaml
@@ -126,22 +126,26 @@ def _of_file(file: str | Path | None) -> Given:
     yield from _flat(found or {}, str(file))
 
 
-def _flat(found: Mapping[Any, Any], file: str) -> Given:
+def _flat(found: Mapping[Any, Any], file: str) -> Settings:
     for key, value in found.items():
         name = str(key).replace("-", "_")
         if name in SECTIONS and isinstance(value, dict):
             yield from _flat(value, file)
         elif name not in settings():
-            raise invalid(str(key), f"no such option, in {file}{nearest(name, settings())}")
+            raise invalid(str(key), f"no such option, in {file}{did_you_mean(name, settings())}")
         elif value is not None:
             yield name, value, file
 
 
-def _of(environment: Mapping[str, str]) -> Given:
+def _of(environment: Mapping[str, str]) -> Settings:
     names = {setting.variable: setting.name for setting in settings().values()}
     for variable, text in sorted(environment.items()):
         if variable not in names:
-            if variable.startswith("PENSTOCK_") and variable not in NO_OPTIONS and (hint := nearest(variable, names)):
+            if (
+                variable.startswith("PENSTOCK_")
+                and variable not in NO_OPTIONS
+                and (hint := did_you_mean(variable, names))
+            ):
                 logger.warning("%s in the environment is no option%s", variable, hint)
             continue
         if text.startswith("tcp://"):  # what Kubernetes sets for a service of our name

@@ -3,7 +3,7 @@
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams
 from .lora import LoRARequest
-from .messages import EngineRequest, FinishReason, Logprob, PerfMetrics, Thought, TokenDelta, Vocabulary
+from .messages import EngineRequest, FinishReason, Logprob, PerfMetrics, ReasoningSpan, TokenDelta, Vocabulary
 from .pooling import PoolingParams
 from .sampling import SamplingParams
 
@@ -18,8 +18,8 @@ __all__ = [
     "PenstockError",
     "PerfMetrics",
     "PoolingParams",
+    "ReasoningSpan",
     "SamplingParams",
-    "Thought",
     "TokenDelta",
     "Vocabulary",
 ]

@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the delta's failure says which
 
 
-class Thought(msgspec.Struct, frozen=True, array_like=True):
+class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     """What frames a sequence's thought before its answer, in tokens."""
 
     begin: int
@@ -53,7 +53,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The name of a LoRA adapter that is loaded; nothing for none."""
     cache_salt: str = ""
     """Requests share cached prefixes only with others of the same salt."""
-    thought: Thought | None = None
+    thought: ReasoningSpan | None = None
     """The thought that may come before the output, to which the output's form does not apply, or which is limited."""
 
 

@@ -16,7 +16,7 @@ from penstock.engine.service import wire
 from penstock.engine.service.launcher import EngineProcess
 
 from .gateway import Gateway
-from .input_processor import VOID, Messages, Preparer, Prompt
+from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
 from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput
 
@@ -39,7 +39,7 @@ class AsyncLLM:
     ) -> None:
         self._logs = LogOptions(log_level=log_level)
         own, self.options = read_options(model, compat, options)
-        self._preparer = Preparer(self.options.model, own, self.options.max_output_len)
+        self._input_processor = InputProcessor(self.options.model, own, self.options.max_output_len)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 
@@ -48,7 +48,7 @@ class AsyncLLM:
         self._process = EngineProcess(self.options, self._logs)
         self.ready: wire.Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
-        self._gateway = Gateway(self._process.address, self._preparer)
+        self._gateway = Gateway(self._process.address, self._input_processor)
         self._watch.add_done_callback(self._give_up)
         try:
             await self._gateway.engine.ready()
@@ -72,7 +72,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """How the model's makers sample."""
-        return self._preparer.default_sampling()
+        return self._input_processor.default_sampling()
 
     @property
     def gateway(self) -> Gateway:
@@ -117,8 +117,8 @@ class AsyncLLM:
 
         Raises ``PenstockError`` where the request is wrong or has failed.
         """
-        pooling = pooling_params or self._preparer.pooling
-        async with aclosing(self.generate(prompt, VOID, pooling=pooling, **options)) as outputs:
+        pooling = pooling_params or self._input_processor.pooling
+        async with aclosing(self.generate(prompt, NO_GENERATION, pooling=pooling, **options)) as outputs:
             async for output in outputs:
                 last = output
         return EmbeddingRequestOutput.of(last)
@@ -132,7 +132,7 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; ``options`` are those of ``generate``."""
-        prompt = self._preparer.conversation(messages, tools=tools, **(chat_template_kwargs or {}))
+        prompt = self._input_processor.conversation(messages, tools=tools, **(chat_template_kwargs or {}))
         async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
             async for output in outputs:
                 yield output

@@ -16,12 +16,12 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
 from penstock.engine.service.client import EngineClient
-from penstock.text.template_process import Rendering
+from penstock.text.template_process import RenderRequest
 
-from .input_processor import Messages, Preparer, Prompt
+from .fair_queue import LIGHT, PIECE, DeltaQueue, FairQueue
+from .input_processor import InputProcessor, Messages, Prompt
 from .outputs import RequestOutput
-from .request_templates import ForeignTemplates
-from .turns import LIGHT, PIECE, Inbox, Turns
+from .request_templates import TemplateRenderer
 
 T = TypeVar("T")
 
@@ -43,18 +43,18 @@ class Gateway:
         preparer: the tokenizer, template and defaults of its model.
     """
 
-    def __init__(self, address: str, preparer: Preparer) -> None:
-        self.preparer = preparer
-        self.engine = EngineClient(address, self._deliver, self._lost, preparer.vocabulary, self._cancel)
-        self.turns = Turns()
+    def __init__(self, address: str, input_processor: InputProcessor) -> None:
+        self.input_processor = input_processor
+        self.engine = EngineClient(address, self._deliver, self._lost, input_processor.vocabulary, self._cancel)
+        self.fair_queue = FairQueue()
         """For long work in this event loop."""
-        self._open: dict[str, Inbox] = {}
+        self._open: dict[str, DeltaQueue] = {}
         self._outputs: dict[str, RequestOutput] = {}
         """Of the requests that are open, what they have so far."""
         self._ids = itertools.count()
-        self._foreign = ForeignTemplates()
+        self._template_renderer = TemplateRenderer()
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
-        self._at_once = 0 if preparer.tokenizer.isolated else AT_ONCE
+        self._at_once = 0 if input_processor.tokenizer.isolated else AT_ONCE
 
     @property
     def open(self) -> int:
@@ -62,10 +62,10 @@ class Gateway:
         return len(self._open)
 
     async def close(self) -> None:
-        self._foreign.close()
+        self._template_renderer.close()
         await self.engine.close()
         self._threads.shutdown(wait=False)
-        self.preparer.tokenizer.close()
+        self.input_processor.tokenizer.close()
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True, size: int = 0) -> list[int]:
         """The token ids of a prompt.
@@ -76,7 +76,9 @@ class Gateway:
         Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
         """
         self._check_length(prompt)
-        return await self._prepare(max(size, len(prompt)), lambda: self.preparer.encode(prompt, add_special_tokens))
+        return await self._prepare(
+            max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
+        )
 
     async def conversation(
         self,
@@ -101,13 +103,13 @@ class Gateway:
         if len(messages) > (most := self.engine.check().max_model_len):
             raise too_long("messages", f"{len(messages)} of them are more than {most} tokens hold", len(messages), most)
         if template is None:
-            text = await self._prepare(size, lambda: self.preparer.render(messages, options))
+            text = await self._prepare(size, lambda: self.input_processor.render(messages, options))
         else:
-            special = self.preparer.tokenizer.special
-            text = await self._foreign.render(Rendering(template, special, list(messages), dict(options)))
+            special = self.input_processor.tokenizer.special
+            text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
         token_ids = await self.encode(text, add_special_tokens)
-        reading = self.preparer.reading(text, messages, options, calls, template)
-        return {"prompt": text, "prompt_token_ids": token_ids, "reading": reading}
+        parser_config = self.input_processor.parser_config(text, messages, options, calls, template)
+        return {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
 
     async def generate(
         self,
@@ -149,18 +151,18 @@ class Gateway:
         size = len(prompt) if isinstance(prompt, str) else 0
         try:
             async with asyncio.timeout(None if size <= self._at_once else timeout):
-                assembler = await self._prepare(
+                processor = await self._prepare(
                     size,
-                    lambda: self.preparer.request(
+                    lambda: self.input_processor.request(
                         name, prompt, sampling_params, priority, cache_salt, adapter, pooling
                     ),
                 )
         except TimeoutError as error:
             raise PenstockError.of(TOO_LATE) from error
-        output = assembler.output
+        output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
-        request = msgspec.structs.replace(assembler.request, deadline=deadline, external_id=external_id)
-        inbox = self._open[name] = Inbox(partial(self.engine.pause, name))
+        request = msgspec.structs.replace(processor.request, deadline=deadline, external_id=external_id)
+        inbox = self._open[name] = DeltaQueue(partial(self.engine.pause, name))
         self._outputs[name] = output
         timer = None
         if deadline is not None:
@@ -170,12 +172,12 @@ class Gateway:
             while not output.finished:
                 await inbox.wait()
                 if inbox.size > LIGHT:
-                    await self.turns.next()
+                    await self.fair_queue.next()
                 told = False
                 for delta in inbox.take(PIECE):
                     if isinstance(delta, Failure):
-                        assembler.fail(delta)
-                    elif assembler.add(delta) is not None:
+                        processor.fail(delta)
+                    elif processor.add(delta) is not None:
                         self.engine.stop(name, delta.sequence)
                     told = told or not _is_part(delta)
                 if told:
@@ -212,7 +214,7 @@ class Gateway:
     @cached_property
     def _longest_token(self) -> int:
         """In bytes."""
-        return max(map(len, self.preparer.tokenizer.vocabulary))
+        return max(map(len, self.input_processor.tokenizer.vocabulary))
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -15,7 +15,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
-class GenerationDefaults:
+class GenerationConfig:
     """From ``generation_config.json``.
 
     A text ends with the tokens named there, or else in ``config.json``, and always with the tokenizer's own end: those
@@ -27,7 +27,7 @@ class GenerationDefaults:
     """Values for ``SamplingParams`` that a request does not give."""
 
 
-def read_defaults(folder: Path, tokenizer: Tokenizer, other: Path | None = None) -> GenerationDefaults:
+def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | None = None) -> GenerationConfig:
     """What the model in a folder says.
 
     Args:
@@ -46,7 +46,7 @@ def read_defaults(folder: Path, tokenizer: Tokenizer, other: Path | None = None)
     sampling = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0}
-    return GenerationDefaults(ids, sampling)
+    return GenerationConfig(ids, sampling)
 
 
 def _read(path: Path) -> dict[str, Any]:

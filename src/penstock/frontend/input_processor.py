@@ -12,32 +12,41 @@ import msgspec
 
 from penstock import demo
 from penstock.config.options import ModelOptions
-from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, SamplingParams, Thought, Vocabulary
+from penstock.core import Code, EngineRequest, PenstockError, PoolingParams, ReasoningSpan, SamplingParams, Vocabulary
 from penstock.core.errors import invalid
-from penstock.text import Form, Reading, Stage, ThoughtForm, Tokenizer, stage_of, thought_form, tool_form
+from penstock.text import (
+    ParserConfig,
+    ReasoningFormat,
+    Stage,
+    Tokenizer,
+    ToolCallFormat,
+    initial_stage,
+    reasoning_format,
+    tool_call_format,
+)
 from penstock.text.isolated_tokenizer import IsolatedTokenizer, check
 
-from .generation_config import read_defaults
-from .output_processor import Assembler
+from .generation_config import read_generation_config
+from .output_processor import OutputProcessor
 from .pooling_config import read_pooling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. That of a chat has
-``reading``, too: how its answer is read."""
+``parser_config``, too: how its answer is read."""
 BETWEEN = "\n\n"
 """What models write between thought and answer."""
 Messages = Sequence[Mapping[str, Any]]
 MAX_TOKENS = 16
 """OpenAI's default for completions."""
-VOID = SamplingParams(max_tokens=1, detokenize=False)
+NO_GENERATION = SamplingParams(max_tokens=1, detokenize=False)
 """Of requests that generate nothing."""
 
 
-class Forms(NamedTuple):
+class ResponseFormats(NamedTuple):
     """How a model writes what is not content; None where it does not, or in no way that is known."""
 
-    tools: Form | None
-    thought: ThoughtForm | None
+    tools: ToolCallFormat | None
+    thought: ReasoningFormat | None
 
 
 SCORES = ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits")
@@ -47,13 +56,13 @@ LIMITS = ("reasoning_max_tokens", "response_max_tokens")
 
 
 @lru_cache(16)
-def _forms(options: ModelOptions, template: str) -> Forms:
+def _forms(options: ModelOptions, template: str) -> ResponseFormats:
     reads_tools = re.search(r"\btools\b", template) is not None  # else they would be ignored without a word
-    tools = tool_form(options.tool_call_parser, template) if reads_tools else None
-    return Forms(tools, thought_form(options.reasoning_parser, template))
+    tools = tool_call_format(options.tool_call_parser, template) if reads_tools else None
+    return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
 
-class Preparer:
+class InputProcessor:
     """A model's tokenizer, template and defaults at work.
 
     Args:
@@ -79,9 +88,9 @@ class Preparer:
                 check(source, template)
             self.tokenizer = Tokenizer(source, template)
         other = None if options.generation_config in ("auto", "vllm") else Path(options.generation_config)
-        self._defaults = read_defaults(folder, self.tokenizer, other)
+        self._defaults = read_generation_config(folder, self.tokenizer, other)
 
-    def forms(self, template: str | None = None) -> Forms:
+    def response_formats(self, template: str | None = None) -> ResponseFormats:
         """How calls and thoughts are written where a chat template is used; None is the model's own."""
         return _forms(self._options, self.tokenizer.template_source or "" if template is None else template)
 
@@ -112,7 +121,7 @@ class Preparer:
         cache_salt: str = "",
         adapter: str = "",
         pooling: PoolingParams | None = None,
-    ) -> Assembler:
+    ) -> OutputProcessor:
         """The request for the engine, in the assembler that will put its output together.
 
         Raises ``PenstockError`` where it can never run, or asks for log probabilities where none are given.
@@ -125,14 +134,14 @@ class Preparer:
             if (getattr(sampling, field) or 0) > (most := self._options.max_logprobs):
                 raise invalid(field, f"must be at most {most} here (max_logprobs)", most)
         text, token_ids = self._prompt(prompt)
-        reading = prompt.get("reading") if isinstance(prompt, Mapping) else None
+        parser_config = prompt.get("parser_config") if isinstance(prompt, Mapping) else None
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
         unasked = sampling.told > sampling.n and sampling.logprobs is None
         if unasked:
             sampling = sampling.replace(logprobs=0)  # by which the best are chosen
-        thought = self._thought(sampling, reading)
+        thought = self._thought(sampling, parser_config)
         if thought is None and (limit := sampling.response_max_tokens) is not None:  # all of it is the answer
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
         request = EngineRequest(
@@ -146,8 +155,12 @@ class Preparer:
             adapter=adapter,
             pooling=pooling,
         )
-        return Assembler(
-            _checked(request), text, self.tokenizer if sampling.detokenize else None, reading, with_logprobs=not unasked
+        return OutputProcessor(
+            _checked(request),
+            text,
+            self.tokenizer if sampling.detokenize else None,
+            parser_config,
+            with_logprobs=not unasked,
         )
 
     def vocabulary(self) -> Vocabulary:
@@ -164,12 +177,12 @@ class Preparer:
         return {
             "prompt": text,
             "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
-            "reading": self.reading(text, messages, options, bool(options.get("tools"))),
+            "parser_config": self.parser_config(text, messages, options, bool(options.get("tools"))),
         }
 
-    def reading(
+    def parser_config(
         self, prompt: str, messages: Messages, options: Mapping[str, Any], calls: bool, template: str | None = None
-    ) -> Reading:
+    ) -> ParserConfig:
         """How the answer to a prompt is read.
 
         Args:
@@ -178,11 +191,11 @@ class Preparer:
             calls: whether tools may be called.
             template: the one that was used; None is the model's own.
         """
-        tools, thought = self.forms(template)
+        tools, thought = self.response_formats(template)
         stage, continued = Stage.AFTER, bool(options.get("continue_final_message"))
         if thought:
-            stage = stage_of(thought, prompt, str(messages[-1]["content"]) if continued else "")
-        return Reading(thought, stage, continued, tools if calls else None)
+            stage = initial_stage(thought, prompt, str(messages[-1]["content"]) if continued else "")
+        return ParserConfig(thought, stage, continued, tools if calls else None)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """A conversation as text; ``options`` are those of ``ChatTemplate.render``."""
@@ -194,17 +207,17 @@ class Preparer:
         """The token ids of a prompt."""
         return self._prompt(prompt, add_special_tokens)[1]
 
-    def _thought(self, sampling: SamplingParams, reading: Reading | None) -> Thought | None:
+    def _thought(self, sampling: SamplingParams, parser_config: ParserConfig | None) -> ReasoningSpan | None:
         """What the engine has to know of a thought that comes first, which it does not where no token depends on it.
 
         Raises ``PenstockError`` where a thought is to be limited that cannot be.
         """
         limits = [name for name in LIMITS if getattr(sampling, name) is not None]
-        if limits and reading is None:
+        if limits and parser_config is None:
             raise invalid(limits[0], "goes with chats only")
         if not limits and not sampling.guided_decoding:
             return None
-        form = reading.thought if reading else None
+        form = parser_config.thought if parser_config else None
         if form is None and limits == ["response_max_tokens"]:
             return None
         begin, end = (self.tokenizer.id_of(mark) for mark in (form.opened, form.closed)) if form else (None, None)
@@ -213,12 +226,12 @@ class Preparer:
                 words = "this model's thoughts cannot be limited: there is no token that ends them"
                 raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {words}", limits[0])
             return None
-        assert reading and form
-        if reading.stage is Stage.AFTER:
+        assert parser_config and form
+        if parser_config.stage is Stage.AFTER:
             return None
         between = self.tokenizer.encode(f"{form.closed}{BETWEEN}", add_special_tokens=False)
         answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == BETWEEN else []
-        return Thought(begin, end, tuple(answer), reading.stage is Stage.WITHIN)
+        return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is Stage.WITHIN)
 
     def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

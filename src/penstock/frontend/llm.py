@@ -14,9 +14,9 @@ from penstock.core import LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
-from .input_processor import VOID, Messages, Preparer, Prompt
+from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
 from .options import read_options
-from .output_processor import Assembler
+from .output_processor import OutputProcessor
 from .outputs import EmbeddingRequestOutput, RequestOutput, Score, ScoringOutput, ScoringRequestOutput, cosine
 
 T = TypeVar("T")
@@ -51,17 +51,17 @@ class LLM:
 
     def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
         own, self.options = read_options(model, compat, options)
-        self._preparer = Preparer(self.options.model, own, self.options.max_output_len)
+        self._input_processor = InputProcessor(self.options.model, own, self.options.max_output_len)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Any:
         """The ``penstock.text.Tokenizer`` of the model."""
-        return self._preparer.tokenizer
+        return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """How the model's makers sample."""
-        return self._preparer.default_sampling()
+        return self._input_processor.default_sampling()
 
     def generate(
         self,
@@ -89,15 +89,15 @@ class LLM:
         params = _spread(sampling_params, len(each), "sampling_params")
         adapters = self._adapters(lora_request, len(each))
         ranks = _spread(0 if priority is None else priority, len(each), "priority")
-        assemblers = []
+        processors = []
         for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
-            assemblers.append(
-                self._preparer.request(str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter)
+            processors.append(
+                self._input_processor.request(str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter)
             )
-            if assemblers[-1].request.sampling.guided_decoding:
-                self.engine.learn(self._preparer.vocabulary)
-            self.engine.check(assemblers[-1].request)
-        return self._run(assemblers, use_tqdm)
+            if processors[-1].request.sampling.guided_decoding:
+                self.engine.learn(self._input_processor.vocabulary)
+            self.engine.check(processors[-1].request)
+        return self._run(processors, use_tqdm)
 
     def chat(
         self,
@@ -123,7 +123,7 @@ class LLM:
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        prompts = [self._preparer.conversation(conversation, **options) for conversation in several]
+        prompts = [self._input_processor.conversation(conversation, **options) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
@@ -156,15 +156,19 @@ class LLM:
         each = _each(prompts)
         params = _spread(pooling_params, len(each), "pooling_params")
         adapters = self._adapters(lora_request, len(each))
-        assemblers = [
-            self._preparer.request(
-                str(next(self._ids)), prompt, VOID, adapter=adapter, pooling=pooling or self._preparer.pooling
+        processors = [
+            self._input_processor.request(
+                str(next(self._ids)),
+                prompt,
+                NO_GENERATION,
+                adapter=adapter,
+                pooling=pooling or self._input_processor.pooling,
             )
             for prompt, pooling, adapter in zip(each, params, adapters, strict=True)
         ]
-        for assembler in assemblers:
-            self.engine.check(assembler.request)
-        return [EmbeddingRequestOutput.of(output) for output in self._run(assemblers, use_tqdm)]
+        for processor in processors:
+            self.engine.check(processor.request)
+        return [EmbeddingRequestOutput.of(output) for output in self._run(processors, use_tqdm)]
 
     def similarity(
         self,
@@ -208,7 +212,10 @@ class LLM:
             raise invalid("continuations", f"{len(after)} given for {len(before)} prompts", len(before))
         starts, wholes = [], []
         for prompt, continuation in zip(before, after, strict=True):
-            start, rest = self._preparer.encode(prompt), self._preparer.encode(continuation, add_special_tokens=False)
+            start, rest = (
+                self._input_processor.encode(prompt),
+                self._input_processor.encode(continuation, add_special_tokens=False),
+            )
             if not start or not rest:
                 raise invalid("prompts" if rest else "continuations", "must hold at least one token each")
             starts.append(len(start))
@@ -225,11 +232,11 @@ class LLM:
                 self.load_lora_adapter(request.lora_name, request.lora_path)
         return [request.lora_name if request else "" for request in requests]
 
-    def _run(self, assemblers: list[Assembler], use_tqdm: bool) -> list[RequestOutput]:
-        by_id = {assembler.output.request_id: assembler for assembler in assemblers}
-        left = iter(assemblers)
+    def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
+        by_id = {processor.output.request_id: processor for processor in processors}
+        left = iter(processors)
         following = next(left, None)
-        bar = tqdm(total=len(assemblers), desc="requests", unit="request", disable=not use_tqdm)
+        bar = tqdm(total=len(processors), desc="requests", unit="request", disable=not use_tqdm)
         collecting = gc.get_freeze_count() == 0
         if collecting:
             gc.freeze()  # until the end, what is there now need not be looked through again and again
@@ -238,18 +245,18 @@ class LLM:
                 while following and self.engine.add_where_room(following.request):
                     following = next(left, None)
                 for delta in self.engine.step():
-                    assembler = by_id[delta.request_id]
-                    if assembler.add(delta) is not None:
+                    processor = by_id[delta.request_id]
+                    if processor.add(delta) is not None:
                         self.engine.stop(delta.request_id, delta.sequence)
-                    bar.update(assembler.output.finished)
+                    bar.update(processor.output.finished)
         finally:
             if collecting:
                 gc.unfreeze()
             bar.close()
-            for request_id, assembler in by_id.items():
-                if not assembler.output.finished:
+            for request_id, processor in by_id.items():
+                if not processor.output.finished:
                     self.engine.abort(request_id)
-        return [assembler.output for assembler in assemblers]
+        return [processor.output for processor in processors]
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,9 +12,9 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields
 
 from penstock.config.options import EngineOptions, ModelOptions
-from penstock.config.profiles import flag, load, meant
-from penstock.config.profiles.vllm import UNASKED
-from penstock.config.settings import nearest, settings
+from penstock.config.profiles import flag, load, translate
+from penstock.config.profiles.vllm import DEFAULT_PROFILE
+from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
 
 from .hub import resolve
@@ -38,7 +38,7 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     of_model, of_engine = ([field.name for field in fields(schema)] for schema in (ModelOptions, EngineOptions))
     for name in found:
         if name not in (*of_model, *of_engine):
-            raise invalid(name, f"no such option{nearest(name, (*of_model, *of_engine))}")
+            raise invalid(name, f"no such option{did_you_mean(name, (*of_model, *of_engine))}")
     own = _struct({name: found.pop(name) for name in of_model if name in found}, ModelOptions)
     folder = resolve(model, revision=own.revision, token=own.hf_token or None, cache_dir=own.download_dir or None)
     return own, _struct(found | {"model": str(folder)}, EngineOptions)
@@ -59,7 +59,7 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
     What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
     system, and for values that are wrong or not possible here.
     """
-    profile = load(compat) or UNASKED
+    profile = load(compat) or DEFAULT_PROFILE
     theirs, ours = {}, {}
     for name, value in given.items():
         if name in profile.flags:
@@ -70,7 +70,7 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
     profile.check(together)
     ignored: dict[str, str] = {}
     found = [(name, value, "") for name, value in {**profile.defaults, **profile.defaults_for(together)}.items()]
-    found += [*meant(profile.flags, theirs, str, ignored), *profile.together(together)]
+    found += [*translate(profile.flags, theirs, str, ignored), *profile.together(together)]
     found += [(name, value, name) for name, value in ours.items()]
     options = {}
     for name, value, source in found:

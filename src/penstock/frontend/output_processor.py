@@ -11,12 +11,12 @@ import msgspec
 
 from penstock.core import EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core import Logprob as EngineLogprob
-from penstock.text import Detokenizer, Reader, Reading, StopStrings, Tokenizer
+from penstock.text import Detokenizer, ParserConfig, ResponseParser, StopStrings, Tokenizer
 
-from .outputs import CompletionOutput, Logprob, Position, RequestOutput
+from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 
-class Assembler:
+class OutputProcessor:
     """Puts a request's output together as its deltas come.
 
     Args:
@@ -30,18 +30,18 @@ class Assembler:
         request: EngineRequest,
         prompt: str | None,
         tokenizer: Tokenizer | None,
-        reading: Reading | None = None,
+        parser_config: ParserConfig | None = None,
         with_logprobs: bool = True,
     ) -> None:
         sampling = request.sampling
         self._with_logprobs = with_logprobs
         self.request = request
         self._tokenizer = tokenizer
-        self._texts = [_Text(request, tokenizer, reading) if tokenizer else None for _ in range(sampling.told)]
+        self._texts = [_Text(request, tokenizer, parser_config) if tokenizer else None for _ in range(sampling.told)]
         self._made = [CompletionOutput(index) for index in range(sampling.told)]
         """All sequences, of which ``output`` has the best only once all have ended."""
         for output, text in zip(self._made, self._texts, strict=True):
-            output.message = text.reader.message if text and text.reader else None
+            output.message = text.parser.message if text and text.parser else None
         chosen = self._made if sampling.told == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
         self.output = RequestOutput(request.request_id, prompt, request.prompt, chosen)
         if sampling.logprobs is not None:
@@ -83,8 +83,8 @@ class Assembler:
         if text:
             piece, stop = text.add(delta, len(output.token_ids))
             output.text += piece
-            if text.reader:
-                text.reader.add(piece, last=stop is not None or delta.finished is not None)
+            if text.parser:
+                text.parser.add(piece, last=stop is not None or delta.finished is not None)
                 output.reasoning_tokens = text.thought_tokens(output.token_ids)
         if stop is not None:
             output.finish_reason, output.stop_reason = FinishReason.STOP, stop
@@ -98,12 +98,12 @@ class Assembler:
 
     def _choose(self) -> None:
         """The likeliest of all that were made, the best first. One that failed stands for all."""
-        self.output.untold_tokens = sum(len(made.token_ids) for made in self._made)
+        self.output.num_discarded_tokens = sum(len(made.token_ids) for made in self._made)
         ranked = sorted(self._made, key=lambda made: (made.failure is None, -(made.cumulative_logprob or 0.0)))
         for index, made in enumerate(ranked[: len(self.output.outputs)]):
             told = made.logprobs if self._with_logprobs else None
             self.output.outputs[index] = replace(made, index=index, logprobs=told)
-            self.output.untold_tokens -= len(made.token_ids)
+            self.output.num_discarded_tokens -= len(made.token_ids)
 
     def fail(self, failure: Failure) -> None:
         """End every sequence that has not ended."""
@@ -117,11 +117,11 @@ class Assembler:
         if times.first_token is None:
             times.first_token, times.queued = times.last_token, delta.queued
 
-    def _position(self, found: Sequence[EngineLogprob]) -> Position:
+    def _position(self, found: Sequence[EngineLogprob]) -> PositionLogprobs:
         def spelled(token_id: int) -> str:
             return self._tokenizer.spell(token_id) if self._tokenizer else ""
 
-        position: Position = {}
+        position: PositionLogprobs = {}
         for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in found):
             position.setdefault(token_id, Logprob(logprob, rank, spelled(token_id)))
         return position
@@ -147,15 +147,15 @@ def _nth(rows: bytes | None, i: int, count: int) -> bytes | None:
 class _Text:
     """The text of one sequence, up to its stop string."""
 
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer, reading: Reading | None) -> None:
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer, parser_config: ParserConfig | None) -> None:
         sampling = request.sampling
-        marks = reading.marks if reading else ()
+        marks = parser_config.marks if parser_config else ()
         self._detokenizer: Detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, marks)
-        self.reader: Reader | None = None
-        if reading:
+        self.parser: ResponseParser | None = None
+        if parser_config:
             special = [mark for mark in marks if tokenizer.id_of(mark) in tokenizer.special_ids]
-            self.reader = Reader(reading, special if sampling.skip_special_tokens else ())
-        form = reading.thought if reading else None
+            self.parser = ResponseParser(parser_config, special if sampling.skip_special_tokens else ())
+        form = parser_config.thought if parser_config else None
         self._thought_end = form.closed.encode() if form else b""
         self._thought_tokens: int | None = None
         """Once it has ended."""
@@ -176,9 +176,9 @@ class _Text:
 
     def thought_tokens(self, token_ids: list[int]) -> int:
         """How many of a sequence's tokens are its thought, with what ends it."""
-        if self.reader is None or not self.reader.thought:
+        if self.parser is None or not self.parser.thought:
             return 0
-        if self._thought_tokens is None and not self.reader.thinking:
+        if self._thought_tokens is None and not self.parser.thinking:
             self._thought_tokens = self._until_thought_ends(token_ids)
         return len(token_ids) if self._thought_tokens is None else self._thought_tokens
 

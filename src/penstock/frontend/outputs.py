@@ -23,7 +23,7 @@ class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the gar
     decoded_token: str
 
 
-Position = dict[int, Logprob]
+PositionLogprobs = dict[int, Logprob]
 """By token id: the token itself first, then the likeliest alternatives."""
 
 
@@ -39,7 +39,7 @@ class CompletionOutput:
     """Tokens of the thought, with the one that ends it."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[Position] | None = None
+    logprobs: list[PositionLogprobs] | None = None
     generation_logits: bytearray | None = None
     """The scores that each of ``token_ids`` was chosen by, ``[tokens, vocabulary]`` float32."""
     finish_reason: str | None = None
@@ -74,14 +74,14 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[Position | None] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     """For each prompt token; None for the first, which nothing predicts."""
     context_logits: bytes | None = None
     """Scores of what may follow each prompt token, ``[prompt tokens, vocabulary]`` float32."""
     embedding: bytes | None = None
     """The prompt's vector, float32, where that was asked for."""
     num_cached_tokens: int = 0
-    untold_tokens: int = 0
+    num_discarded_tokens: int = 0
     """Of sequences that were made and not chosen (``best_of``)."""
     times: Times = field(default_factory=Times)
 

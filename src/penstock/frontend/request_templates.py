@@ -10,17 +10,17 @@ import msgspec
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.text.template_process import MOST_RENDERED, SECONDS, Rendered, Rendering
+from penstock.text.template_process import MOST_RENDERED, SECONDS, RenderRequest, RenderResult
 
 
-class ForeignTemplates:
+class TemplateRenderer:
     """A process that renders, one conversation at a time; started when the first one comes, and again when it died."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
 
-    async def render(self, asked: Rendering) -> str:
+    async def render(self, asked: RenderRequest) -> str:
         """Raises ``PenstockError`` (``invalid``) where the template is wrong, or takes too long."""
         try:
             told = msgspec.json.encode(asked) + b"\n"
@@ -35,7 +35,7 @@ class ForeignTemplates:
         if not line:
             self.close()
             raise invalid("chat_template", f"takes longer than {SECONDS:g} seconds, or too much memory", SECONDS)
-        reply = msgspec.json.decode(line, type=Rendered)
+        reply = msgspec.json.decode(line, type=RenderResult)
         if reply.failure:
             raise PenstockError.of(reply.failure)
         return reply.text

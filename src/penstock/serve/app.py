@@ -23,12 +23,18 @@ from .dialects.dispatch import Dialect, add_shared_routes
 from .dialects.vllm import generate as vllm
 from .dialects.vllm import management
 from .http import unknown_fields as unknown
-from .http.error_formats import Shapes
-from .http.middleware import Below, Head, Keys, Log, OnlyState
+from .http.error_formats import ErrorFormats
+from .http.middleware import (
+    ApiKeyMiddleware,
+    HeadMiddleware,
+    HealthPortMiddleware,
+    RequestLogMiddleware,
+    RootPathMiddleware,
+)
 from .http.openapi import components
 from .http.reply import INTERNAL, refuse
 from .http.request_record import record_of
-from .models.registry import Services
+from .models.registry import ModelRegistry
 
 SCHEMAS: dict[str, tuple[type, ...]] = {
     "": (*openai.SCHEMAS, *vllm.SCHEMAS, *fastdeploy.SCHEMAS, *management.SCHEMAS),
@@ -40,7 +46,9 @@ NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics onl
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
-def build(services: Services, models: kserve.Registry, state_ports: frozenset[int] = frozenset()) -> ASGIApp:
+def build(
+    registry: ModelRegistry, models: kserve.ModelRepository, state_ports: frozenset[int] = frozenset()
+) -> ASGIApp:
     """The application that serves it all.
 
     Args:
@@ -48,49 +56,54 @@ def build(services: Services, models: kserve.Registry, state_ports: frozenset[in
         state_ports: on which nothing is told but how the server is doing.
     """
     app = FastAPI(title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", openapi_url=None)
-    blade = BladeLLM(services)
-    usual = openai.OpenAI(services, vllm.check if vllm.asked_for(services) else None)
-    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(services), usual]
-    by_path = {"/v1/messages": anthropic.SHAPE, "/v1/responses": responses.SHAPE, "/v2": kserve.SHAPE, **vllm.SHAPES}
-    shapes = Shapes(usual.shape, by_path, [blade.shape_of, anthropic.shape_of])
-    add_shared_routes(app, services, spoken, openai.shared_paths())
-    anthropic.add_routes(app, services)
-    openai.add_routes(app, services)
-    responses.add_routes(app, services)
-    fastdeploy.add_routes(app, services)
-    vllm.add_routes(app, services)
-    management.add_routes(app, services)
+    blade = BladeLLM(registry)
+    usual = openai.OpenAI(registry, vllm.check if vllm.asked_for(registry) else None)
+    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(registry), usual]
+    by_path = {
+        "/v1/messages": anthropic.ERROR_FORMAT,
+        "/v1/responses": responses.ERROR_FORMAT,
+        "/v2": kserve.ERROR_FORMAT,
+        **vllm.ERROR_FORMATS,
+    }
+    error_formats = ErrorFormats(usual.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
+    add_shared_routes(app, registry, spoken, openai.shared_paths())
+    anthropic.add_routes(app, registry)
+    openai.add_routes(app, registry)
+    responses.add_routes(app, registry)
+    fastdeploy.add_routes(app, registry)
+    vllm.add_routes(app, registry)
+    management.add_routes(app, registry)
     kserve.add_routes(app, models)
-    _add_state(app, services)
+    _add_state(app, registry)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return _Refused(*_told(request, error), shapes)
+        return _Refused(*_told(request, error), error_formats)
 
     async def no_key(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NO_KEY
-        await refuse(send, NO_KEY, shapes.of(scope))
+        await refuse(send, NO_KEY, error_formats.of(scope))
 
     async def not_here(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NOT_HERE
-        await refuse(send, NOT_HERE, shapes.of(scope))
+        await refuse(send, NOT_HERE, error_formats.of(scope))
 
     for kind in (PenstockError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    prefix = services.options.root_path.rstrip("/")
-    _add_document(app, services.options.strict_requests, prefix)
-    front: ASGIApp = Head(app)
-    if services.options.api_key:
-        front = Keys(front, services.options.api_key, no_key)
-    if services.options.allowed_origins:
-        origins = list(services.options.allowed_origins)
+    prefix = registry.options.root_path.rstrip("/")
+    _add_document(app, registry.options.strict_requests, prefix)
+    front: ASGIApp = HeadMiddleware(app)
+    if registry.options.api_key:
+        front = ApiKeyMiddleware(front, registry.options.api_key, no_key)
+    if registry.options.allowed_origins:
+        origins = list(registry.options.allowed_origins)
         seen = ["x-request-id", unknown.HEADER]
         front = CORSMiddleware(
             front, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=seen
         )
     if state_ports:
-        front = OnlyState(front, state_ports, not_here)
-    front = Log(front, services.metrics, shapes, services.options.strict_requests)
-    return Below(front, prefix) if prefix else front
+        front = HealthPortMiddleware(front, state_ports, not_here)
+    front = RequestLogMiddleware(front, registry.metrics, error_formats, registry.options.strict_requests)
+    return RootPathMiddleware(front, prefix) if prefix else front
 
 
 def _add_document(app: FastAPI, strict: bool, root: str) -> None:
@@ -116,25 +129,25 @@ def _add_document(app: FastAPI, strict: bool, root: str) -> None:
     app.add_api_route("/openapi.json", described, include_in_schema=False, response_class=Response)
 
 
-def _add_state(app: FastAPI, services: Services) -> None:
+def _add_state(app: FastAPI, registry: ModelRegistry) -> None:
     """How the server is doing."""
 
     async def live() -> Response:
         return Response()
 
     async def health() -> Response:
-        services.check()
+        registry.check()
         return Response()
 
     async def version() -> Response:
         found: dict[str, Any] = {"version": __version__}
-        for service in services:
+        for service in registry:
             if engine := service.gateway.engine.engine:
                 found |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
         return JSONResponse(found)
 
     async def metrics() -> Response:
-        return Response(services.metrics.page(services.engines), media_type=CONTENT_TYPE_LATEST)
+        return Response(registry.metrics.page(registry.engines), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
@@ -144,16 +157,18 @@ def _add_state(app: FastAPI, services: Services) -> None:
 
 
 class _Refused(Response):
-    def __init__(self, failure: Failure, status: int | None, headers: Mapping[str, str] | None, shapes: Shapes) -> None:
+    def __init__(
+        self, failure: Failure, status: int | None, headers: Mapping[str, str] | None, error_formats: ErrorFormats
+    ) -> None:
         super().__init__()
         self._failure = failure
         self._status = status
         self._more = headers or {}
-        self._shapes = shapes
+        self._error_formats = error_formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).failure = self._failure
-        await refuse(send, self._failure, self._shapes.of(scope), self._status, self._more)
+        await refuse(send, self._failure, self._error_formats.of(scope), self._status, self._more)
 
 
 def _told(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:

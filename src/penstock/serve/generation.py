@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from penstock.core import Code, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.frontend.input_processor import Prompt
-from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
-from .http.request_record import Record
-from .models.service import Service
+from .http.request_record import RequestRecord
+from .models.service import ModelService
 
 AT_ONCE = 64
 """Prompts of one request that are with the engine at the same time, so that it fills no queue by itself."""
@@ -20,8 +20,8 @@ CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 
 
 async def generate(
-    service: Service,
-    record: Record,
+    service: ModelService,
+    record: RequestRecord,
     prompt: Prompt,
     sampling: SamplingParams,
     **options: Any,
@@ -32,7 +32,7 @@ async def generate(
 
     Raises ``PenstockError`` where the request fails, at its beginning or later.
     """
-    service.metrics.came(sampling)
+    service.metrics.record_arrival(sampling)
     record.facts["model"] = service.name
     if adapter := options.get("adapter"):
         record.facts["adapter"] = adapter
@@ -49,22 +49,22 @@ async def generate(
                 if made.failure or made.finish_reason == FinishReason.CANCELLED:
                     raise PenstockError.of(made.failure or CANCELLED)
             if output.embedding:
-                metrics.began(output)
-            tokens = sum([len(made.token_ids) for made in output.outputs]) + output.untold_tokens
+                metrics.record_first_token(output)
+            tokens = sum([len(made.token_ids) for made in output.outputs]) + output.num_discarded_tokens
             if tokens > told:
                 if not told:
-                    metrics.began(output)
+                    metrics.record_first_token(output)
                 now = output.times.last_token
-                metrics.generated(tokens - told, now - last if now and last else None, len(output.outputs))
+                metrics.record_tokens(tokens - told, now - last if now and last else None, len(output.outputs))
                 told, last = tokens, now
             if output.finished:
-                metrics.ended(output)
+                metrics.record_finish(output)
                 record.note(output)
             if output.finished or not quiet:
                 yield output
 
 
-async def together(
+async def merge_streams(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of several requests as they come, each with the number of its stream. The first failure ends all."""
@@ -102,15 +102,15 @@ async def together(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Piece(NamedTuple):
+class SequenceDelta(NamedTuple):
     """What is new of a sequence."""
 
     text: str
     token_ids: list[int]
-    positions: list[Position]
+    positions: list[PositionLogprobs]
 
 
-class Progress:
+class SequenceCursor:
     """How much of a sequence has been told."""
 
     __slots__ = ("finished", "positions", "text", "tokens")
@@ -119,12 +119,12 @@ class Progress:
         self.text = self.tokens = self.positions = 0
         self.finished = False
 
-    def advance(self, made: CompletionOutput) -> Piece | None:
+    def advance(self, made: CompletionOutput) -> SequenceDelta | None:
         """What is new since the last time; None where nothing is."""
         if self.finished or (len(made.token_ids) == self.tokens and not made.finished):
             return None
         positions = made.logprobs[self.positions :] if made.logprobs else []
-        piece = Piece(made.text[self.text :], made.token_ids[self.tokens :], positions)
+        piece = SequenceDelta(made.text[self.text :], made.token_ids[self.tokens :], positions)
         self.text, self.tokens, self.finished = len(made.text), len(made.token_ids), made.finished
         self.positions += len(positions)
         return piece

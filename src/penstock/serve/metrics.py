@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.config.options import EngineOptions
-from penstock.config.profiles import Figure
+from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
 from penstock.engine.service import wire
 from penstock.frontend.outputs import RequestOutput
@@ -57,7 +57,7 @@ class Metrics:
         others: another system's names, as in its profile.
     """
 
-    def __init__(self, others: Mapping[str, str | Figure] | None = None) -> None:
+    def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None) -> None:
         self._others = dict(others or {})
         self.more: list[Callable[[Engines], Iterable[Metric]]] = []
         """What dialects tell besides, of what each model's engine told last."""
@@ -138,7 +138,7 @@ class Metrics:
         """A model's own."""
         return ModelMetrics(self, model)
 
-    def failed(self, failure: Failure) -> None:
+    def record_failure(self, failure: Failure) -> None:
         self.failures.labels(code=failure.code.value).inc()
 
     def page(self, engines: Engines) -> bytes:
@@ -180,14 +180,14 @@ class ModelMetrics:
         self._success = partial(metrics.success.labels, model)
         self.open = metrics.open.labels(model)
 
-    def came(self, sampling: SamplingParams) -> None:
+    def record_arrival(self, sampling: SamplingParams) -> None:
         """A request is there to be answered."""
         self._requests.inc()
         self._sequences.observe(sampling.n)
         if sampling.max_tokens is not None:
             self._asked_for.observe(sampling.max_tokens)
 
-    def began(self, output: RequestOutput) -> None:
+    def record_first_token(self, output: RequestOutput) -> None:
         """The first token of a request is there."""
         times, prompt = output.times, len(output.prompt_token_ids)
         assert times.first_token is not None
@@ -198,13 +198,13 @@ class ModelMetrics:
         self._first_token.observe(times.first_token - times.arrived)
         self._queued.observe(times.queued)
 
-    def generated(self, tokens: int, seconds: float | None, sequences: int) -> None:
+    def record_tokens(self, tokens: int, seconds: float | None, sequences: int) -> None:
         """Some tokens more of a request's sequences together, after so many seconds; None where they are the first."""
         self._generation_tokens.inc(tokens)
         if seconds is not None:
             self._between.observe(seconds / max(tokens / sequences, 1))
 
-    def ended(self, output: RequestOutput) -> None:
+    def record_finish(self, output: RequestOutput) -> None:
         """All sequences of a request have come to their end."""
         times, tokens = output.times, sum(len(made.token_ids) for made in output.outputs)
         for made in output.outputs:
@@ -237,7 +237,7 @@ class _More:
 class _Others:
     """Metrics under other names, and figures that are made of ours."""
 
-    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str | Figure], engines: Engines) -> None:
+    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str | DerivedMetric], engines: Engines) -> None:
         self._registry = registry
         self._names = names
         self._engines = engines

@@ -3,27 +3,27 @@ apart. No torch."""
 
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
-from .reasoning import Stage, ThoughtForm, stage_of, thought_form
-from .response_parser import Message, Reader, Reading
+from .reasoning import ReasoningFormat, Stage, initial_stage, reasoning_format
+from .response_parser import Message, ParserConfig, ResponseParser
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
-from .tool_calls import Form, ToolCall, ToolCalls, forced_calls, tool_form
+from .tool_calls import ToolCall, ToolCallFormat, ToolCallParser, forced_call_tag, tool_call_format
 
 __all__ = [
     "ChatTemplate",
     "Detokenizer",
-    "Form",
     "Message",
-    "Reader",
-    "Reading",
+    "ParserConfig",
+    "ReasoningFormat",
+    "ResponseParser",
     "Stage",
     "StopStrings",
-    "ThoughtForm",
     "Tokenizer",
     "ToolCall",
-    "ToolCalls",
-    "forced_calls",
-    "stage_of",
-    "thought_form",
-    "tool_form",
+    "ToolCallFormat",
+    "ToolCallParser",
+    "forced_call_tag",
+    "initial_stage",
+    "reasoning_format",
+    "tool_call_format",
 ]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from .marks import split
+from .markers import split
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThoughtForm:
+class ReasoningFormat:
     """How a kind of model marks its thoughts."""
 
     parser: str
@@ -25,24 +25,24 @@ class ThoughtForm:
     """Whether the model thinks first even where neither prompt nor answer says so."""
 
 
-THOUGHT_FORMS = (
-    ThoughtForm(
+REASONING_FORMATS = (
+    ReasoningFormat(
         parser="ernie",
         signs=("</think>", "<response>"),
         wrapped=("<response>", "</response>"),
     ),
-    ThoughtForm(parser="deepseek_r1", signs=("</think>", "<｜Assistant｜>"), always=True),
-    ThoughtForm(parser="qwen3", signs=("</think>",)),
+    ReasoningFormat(parser="deepseek_r1", signs=("</think>", "<｜Assistant｜>"), always=True),
+    ReasoningFormat(parser="qwen3", signs=("</think>",)),
 )
 """ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may leave ``<think>`` away; and
 Qwen3 with all others that write ``<think>…</think>``."""
 
 
-def thought_form(parser: str, template: str) -> ThoughtForm | None:
+def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
     """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
     if parser == "auto":
-        return next((form for form in THOUGHT_FORMS if all(sign in template for sign in form.signs)), None)
-    return next((form for form in THOUGHT_FORMS if form.parser == parser), None)
+        return next((form for form in REASONING_FORMATS if all(sign in template for sign in form.signs)), None)
+    return next((form for form in REASONING_FORMATS if form.parser == parser), None)
 
 
 class Stage(Enum):
@@ -53,7 +53,7 @@ class Stage(Enum):
     AFTER = auto()  # the thought has ended, or there is none
 
 
-def stage_of(form: ThoughtForm, prompt: str, continued: str = "") -> Stage:
+def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> Stage:
     """Where a prompt leaves its answer.
 
     Args:
@@ -74,14 +74,14 @@ class Told(NamedTuple):
     answer: str
 
 
-class Thoughts:
+class ReasoningParser:
     """Parts a text into thought and answer, without the marks and the line breaks around them.
 
     Args:
         continued: whether a thought that has begun goes on in the middle.
     """
 
-    def __init__(self, form: ThoughtForm, stage: Stage, continued: bool = False) -> None:
+    def __init__(self, form: ReasoningFormat, stage: Stage, continued: bool = False) -> None:
         self.stage = stage
         self._form = form
         self._held = ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from .marks import split
-from .reasoning import Stage, ThoughtForm, Thoughts
-from .tool_calls import Form, ToolCall, ToolCalls
+from .markers import split
+from .reasoning import ReasoningFormat, ReasoningParser, Stage
+from .tool_calls import ToolCall, ToolCallFormat, ToolCallParser
 
 
 @dataclass(slots=True)
@@ -21,15 +21,15 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParserConfig:
     """How the answer to one prompt is to be read."""
 
-    thought: ThoughtForm | None = None
+    thought: ReasoningFormat | None = None
     stage: Stage = Stage.AFTER
     """Where the prompt leaves the answer."""
     continued: bool = False
     """Whether the answer goes on with the last message's text."""
-    tools: Form | None = None
+    tools: ToolCallFormat | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -38,17 +38,17 @@ class Reading:
         return (*thought, *(self.tools.tokens if self.tools else ()))
 
 
-class Reader:
+class ResponseParser:
     """Reads one answer.
 
     Args:
         hidden: texts of special tokens, which are no content where they turn out to mark nothing.
     """
 
-    def __init__(self, reading: Reading, hidden: Collection[str] = ()) -> None:
+    def __init__(self, reading: ParserConfig, hidden: Collection[str] = ()) -> None:
         self.message = Message()
-        self._thoughts = Thoughts(reading.thought, reading.stage, reading.continued) if reading.thought else None
-        self._calls = ToolCalls(reading.tools) if reading.tools else None
+        self._thoughts = ReasoningParser(reading.thought, reading.stage, reading.continued) if reading.thought else None
+        self._calls = ToolCallParser(reading.tools) if reading.tools else None
         if self._calls:
             self.message.tool_calls = self._calls.calls
         self._dropped = _Dropped((*hidden, *(reading.thought.wrapped if reading.thought else ())))

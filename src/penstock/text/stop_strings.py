@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .marks import beginning
+from .markers import beginning
 
 
 class Found(NamedTuple):

@@ -30,7 +30,7 @@ KEPT = 16
 """Compiled templates."""
 
 
-class Rendering(msgspec.Struct):
+class RenderRequest(msgspec.Struct):
     """A request."""
 
     source: str
@@ -40,7 +40,7 @@ class Rendering(msgspec.Struct):
     """Those of ``ChatTemplate.render``."""
 
 
-class Rendered(msgspec.Struct):
+class RenderResult(msgspec.Struct):
     """A reply: the text, or why there is none."""
 
     text: str = ""
@@ -52,7 +52,7 @@ def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate
     return ChatTemplate(source, dict(special))
 
 
-def _render(asked: Rendering) -> Rendered:
+def _render(asked: RenderRequest) -> RenderResult:
     try:
         template = _compiled(asked.source, tuple(asked.special.items()))
         text = template.render(asked.messages, **asked.options)
@@ -60,16 +60,16 @@ def _render(asked: Rendering) -> Rendered:
             raise invalid("chat_template", f"makes more than {MOST_RENDERED} characters", MOST_RENDERED)
         text.encode()
     except PenstockError as error:
-        return Rendered(failure=error.failure)
+        return RenderResult(failure=error.failure)
     except Exception as error:
-        return Rendered(failure=invalid("chat_template", f"cannot be used: {error!r:.200}").failure)
-    return Rendered(text)
+        return RenderResult(failure=invalid("chat_template", f"cannot be used: {error!r:.200}").failure)
+    return RenderResult(text)
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
-    decode, encode = msgspec.json.Decoder(Rendering).decode, msgspec.json.Encoder().encode
+    decode, encode = msgspec.json.Decoder(RenderRequest).decode, msgspec.json.Encoder().encode
     for line in sys.stdin.buffer:
         asked = decode(line)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Talk until told to stop. Returns 1 where a pipe's question was not answered."""
     from .commands import COMMANDS
     from .conversation import Conversation
-    from .loop_thread import Background
+    from .loop_thread import LoopThread
     from .session import Session
     from .terminal import Terminal
 
@@ -49,14 +49,14 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, flag)) is not None:
             conversation.set(name, value)
     terminal = Terminal()
-    voice = _voice(args)
+    backend = _backend(args)
     with ExitStack() as stack:
-        with terminal.waiting(f"loading {voice.about}" if args.url is None else f"asking {args.url}"):
-            background = stack.enter_context(Background(voice))
-        return Session(voice, background, conversation, terminal, COMMANDS).run()
+        with terminal.waiting(f"loading {backend.about}" if args.url is None else f"asking {args.url}"):
+            loop_thread = stack.enter_context(LoopThread(backend))
+        return Session(backend, loop_thread, conversation, terminal, COMMANDS).run()
 
 
-def _voice(args: argparse.Namespace) -> Engine | Server:
+def _backend(args: argparse.Namespace) -> Engine | Server:
     if args.url is None:
         if args.model_name is not None or args.key is not None:
             raise invalid("url", "is missing: --model-name and --api-key are a server's")

@@ -25,7 +25,7 @@ class ContextFull(Exception):
     """A conversation is longer than the model can read."""
 
 
-class Voice(Protocol):
+class Backend(Protocol):
     """Something that answers."""
 
     about: str

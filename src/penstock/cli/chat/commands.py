@@ -53,9 +53,9 @@ def _load(session: Session, rest: str) -> None:
 
 
 def _info(session: Session, rest: str) -> None:
-    tally, of = session.tally, f" of {session.voice.context}" if session.voice.context else ""
+    tally, of = session.tally, f" of {session.backend.context}" if session.backend.context else ""
     used = "unknown" if session.used is None else f"{session.used}{of} tokens after the last answer"
-    session.terminal.tell(f"{'model':<10}{session.voice.about}")
+    session.terminal.tell(f"{'model':<10}{session.backend.about}")
     session.terminal.tell(f"{'context':<10}{used}")
     session.terminal.tell(f"{'answers':<10}{tally.answers}, {tally.tokens} tokens, {tally.speed:.1f} tokens/s")
 

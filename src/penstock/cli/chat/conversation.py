@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 
@@ -76,7 +76,7 @@ class Conversation:
         Raises ``PenstockError`` (``invalid``) for an unknown field, with the nearest known one, or a wrong value.
         """
         if name not in FIELDS:
-            raise invalid("set", f"no such field as {name}{nearest(name, FIELDS)}")
+            raise invalid("set", f"no such field as {name}{did_you_mean(name, FIELDS)}")
         rest = {other: kept for other, kept in self.sampling.items() if other != name}
         value = [value] if name in LISTS and not isinstance(value, list | None) else value
         changed = rest if value is None else rest | {name: value}

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 T = TypeVar("T")
 
 
-class Background:
+class LoopThread:
     """The loop and what lives in it.
 
     Args:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 
-from .backend import Answer, ContextFull, Voice
+from .backend import Answer, Backend, ContextFull
 from .conversation import Conversation
-from .loop_thread import Background
+from .loop_thread import LoopThread
 from .terminal import Terminal
 
 FULL = "the context is full; /undo drops the last turn, /clear begins anew"
@@ -51,26 +51,26 @@ class Session:
 
     def __init__(
         self,
-        voice: Voice,
-        background: Background,
+        backend: Backend,
+        loop_thread: LoopThread,
         conversation: Conversation,
         terminal: Terminal,
         commands: Mapping[str, Command],
     ) -> None:
-        self.voice = voice
+        self.backend = backend
         self.conversation = conversation
         self.terminal = terminal
         self.tally = Tally()
         self.used: int | None = None
         """Tokens of the context after the last answer; None where nobody told."""
         self.leaving = False
-        self._background = background
+        self._loop_thread = loop_thread
         self._commands = commands
         self._unanswered = 0
 
     def run(self) -> int:
         """Returns 1 where a pipe's question was not answered, else 0."""
-        self.terminal.note(f"{self.voice.about}; /help tells what can be done here")
+        self.terminal.note(f"{self.backend.about}; /help tells what can be done here")
         for line in self.terminal.lines():
             try:
                 if line.startswith("/"):
@@ -88,7 +88,7 @@ class Session:
         """Ask and print the answer as it comes; raises ``PenstockError`` where there is none, or not all of it."""
         messages = self.conversation.ask(question)
         answer, said, begun = Answer(), 0, time.monotonic()
-        stream = self._background.stream(self.voice.answer(messages, self.conversation.sampling))
+        stream = self._loop_thread.stream(self.backend.answer(messages, self.conversation.sampling))
         try:
             with stream, self.terminal.interruptible(stream.stop):
                 for answer in stream:
@@ -121,6 +121,6 @@ class Session:
     def _command(self, line: str) -> None:
         name, _, rest = line.removeprefix("/").partition(" ")
         if name not in self._commands:
-            words = f"there is no /{name}{nearest(name, self._commands)} (to say it, put a space before it)"
+            words = f"there is no /{name}{did_you_mean(name, self._commands)} (to say it, put a space before it)"
             raise PenstockError(Code.NOT_FOUND, words)
         self._commands[name].run(self, rest.strip())

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from string import Template
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 
@@ -38,7 +38,7 @@ def _fill(arguments: list[str]) -> None:
         if not colon:
             raise invalid(name, "has no value: write name:value")
         if name not in known:
-            words = f"{given.file} does not ask for it{nearest(name, known)}"
+            words = f"{given.file} does not ask for it{did_you_mean(name, known)}"
             print(f"fill_template.py: {name}: {words}", file=sys.stderr)
         values[name] = value.replace("\\,", ",")
     filled = Template(text).safe_substitute(values)

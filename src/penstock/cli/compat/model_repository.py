@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.profiles.triton import ONE_ENGINE
-from penstock.config.settings import nearest, settings
+from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
 
 from .engine_folder import settings_of
@@ -180,7 +180,7 @@ def _add(found: Found, file: File) -> None:
             continue
         source = f"{file.path}: {key}"
         if key not in known:
-            raise invalid(source, f"no such parameter of {file.kind}{nearest(key, known)}")
+            raise invalid(source, f"no such parameter of {file.kind}{did_you_mean(key, known)}")
         if known[key].why:
             _say(source, known[key].why)
             continue

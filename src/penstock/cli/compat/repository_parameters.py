@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.profiles import chosen
+from penstock.config.profiles import one_of
 from penstock.config.profiles.triton import switched
 
 POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
@@ -77,8 +77,8 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
     },
     "tensorrt_llm": {
         "gpt_model_path": setting("engine_dir"),
-        "gpt_model_type": setting("batching_type", chosen(BATCHING)),
-        "batch_scheduler_policy": setting("batch_scheduler_policy", chosen(POLICIES)),
+        "gpt_model_type": setting("batching_type", one_of(BATCHING)),
+        "batch_scheduler_policy": setting("batch_scheduler_policy", one_of(POLICIES)),
         "kv_cache_free_gpu_mem_fraction": setting("kv_cache_free_memory_fraction"),
         "max_tokens_in_paged_kv_cache": setting("num_gpu_blocks_override", _blocks),
         "enable_chunked_context": setting("enable_chunked_prefill", switched),

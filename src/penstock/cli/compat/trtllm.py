@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock import __version__
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 
@@ -121,7 +121,7 @@ def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], s
     try:
         if unknown:
             name = unknown[0].partition("=")[0]
-            raise invalid(name, f"unknown argument{nearest(name, parser._option_string_actions)}")
+            raise invalid(name, f"unknown argument{did_you_mean(name, parser._option_string_actions)}")
         print(f"{parser.prog}: {work(args)}")
     except PenstockError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -135,7 +135,7 @@ def _convert(args: argparse.Namespace) -> str:
 
 def _quantize(args: argparse.Namespace) -> str:
     if args.qformat not in ALGORITHMS:
-        hint = f"; {INSTEAD[args.qformat]}" if args.qformat in INSTEAD else nearest(args.qformat, ALGORITHMS)
+        hint = f"; {INSTEAD[args.qformat]}" if args.qformat in INSTEAD else did_you_mean(args.qformat, ALGORITHMS)
         raise invalid("--qformat", f"{args.qformat!r} is not there, only {', '.join(ALGORITHMS)}{hint}")
     if args.kv_cache_dtype not in CACHES:
         raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not there, only int8 and fp8")

@@ -18,12 +18,12 @@ from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EngineProcess
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.hub import resolve
-from penstock.frontend.input_processor import Preparer
+from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from ..flags import add_options, configure
 from ..served_models import DEMO
@@ -93,22 +93,22 @@ async def _answer(configuration: Configuration, path: Path, results: Results, fo
 
 
 @asynccontextmanager
-async def _engine(configuration: Configuration) -> AsyncIterator[tuple[Service, asyncio.Task[None]]]:
+async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelService, asyncio.Task[None]]]:
     """A running engine as the server's dialects see it, and the task that starts it again while it is worth it."""
     model, source = configuration.engine.model, configuration.model
     folder = resolve(
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
     )
-    preparer = Preparer(folder, source, configuration.engine.max_output_len)
+    input_processor = InputProcessor(folder, source, configuration.engine.max_output_len)
     process = EngineProcess(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
     await process.start()
-    gateway = Gateway(process.address, preparer)
+    gateway = Gateway(process.address, input_processor)
     watch = asyncio.create_task(process.watch())
     names = configuration.server.served_model_name or (model or DEMO,)
     try:
         await gateway.engine.ready()
-        services = Services(configuration.server, Metrics())
-        yield services.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
+        registry = ModelRegistry(configuration.server, Metrics())
+        yield registry.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
     finally:
         await process.close()
         await watch

@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.core import Code, Failure
 from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchResponse, answer
-from penstock.serve.http.request_record import Record
-from penstock.serve.http.unknown_fields import Once, Unknown
-from penstock.serve.models.service import Service
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
+from penstock.serve.models.service import ModelService
 
 TRIES = 3
 """Engines that a request may see dying. It may be what kills them."""
@@ -28,12 +28,12 @@ class Work:
         tell: called with each line's custom_id, response and error as they come.
     """
 
-    def __init__(self, service: Service, watch: asyncio.Task[None], tell: Tell) -> None:
+    def __init__(self, service: ModelService, watch: asyncio.Task[None], tell: Tell) -> None:
         self._service = service
         self._watch = watch
         self._tell = tell
         self._open = 0
-        self._once = Once()
+        self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
         self.answered = self.failed = 0
         """Lines with a good result, and with another."""
@@ -74,7 +74,7 @@ class Work:
         """None where there is no engine any more."""
         request_id, deaths = uuid4().hex, 0
         while True:
-            record = Record(request_id, unknown=Unknown(self._service.options.strict_requests))
+            record = RequestRecord(request_id, unknown=UnknownFields(self._service.options.strict_requests))
             self._open += 1
             status, body = await answer(self._service, record, line.url, bytes(line.body))
             self._open -= 1

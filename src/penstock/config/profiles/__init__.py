@@ -12,15 +12,15 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from penstock.config.options import EngineOptions
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
 
 NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton", "vllm")
-Given = Iterator[tuple[str, Any, str]]
+Settings = Iterator[tuple[str, Any, str]]
 """Settings here and their values, with where each was found."""
 
 
-class Figure(NamedTuple):
+class DerivedMetric(NamedTuple):
     """A gauge of another system that is made of ours."""
 
     help: str
@@ -28,14 +28,14 @@ class Figure(NamedTuple):
     """From our counters and gauges, by name without ``penstock:``."""
 
 
-def share(help: str, part: str, whole: str) -> Figure:
+def share(help: str, part: str, whole: str) -> DerivedMetric:
     """What one of our metrics is of another; 0 where there is nothing yet."""
-    return Figure(help, lambda ours, options: ours[part] / max(ours[whole], 1))
+    return DerivedMetric(help, lambda ours, options: ours[part] / max(ours[whole], 1))
 
 
-def same(help: str, name: str) -> Figure:
+def same(help: str, name: str) -> DerivedMetric:
     """One of our metrics, as a gauge."""
-    return Figure(help, lambda ours, options: ours[name])
+    return DerivedMetric(help, lambda ours, options: ours[name])
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def ignored(why: str, switch: bool = False, short: str = "") -> Alias:
     return Alias(why=why, switch=switch, short=short)
 
 
-WITH_OTHERS = Alias(read=lambda text: {})
+COMBINED = Alias(read=lambda text: {})
 """A name that means something only together with others."""
 
 
-def only(value: str, why: str, short: str = "") -> Alias:
+def only_value(value: str, why: str, short: str = "") -> Alias:
     """A name that can have one value, which changes nothing; others are refused by name for a reason."""
 
     def read(text: str) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ def refused(why: str, switch: bool = False) -> Alias:
     return Alias(read=read, switch=switch)
 
 
-def chosen(table: Mapping[str, Any]) -> Callable[[str], Any]:
+def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
     """How a value among few is read, in capitals or not."""
 
     def read(text: str) -> Any:
@@ -101,7 +101,7 @@ def chosen(table: Mapping[str, Any]) -> Callable[[str], Any]:
 
 def on(text: str) -> bool:
     """A switch; in Python it may also be given as off."""
-    return chosen({"true": True, "false": False})(text)  # type: ignore[no-any-return]
+    return one_of({"true": True, "false": False})(text)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -119,20 +119,20 @@ class Profile:
     """By the name in the environment."""
     check: Callable[[Mapping[str, str]], None] = lambda given: None
     """Looks at all that was given, by name, together. Raises ``PenstockError`` (``invalid``) for what contradicts."""
-    together: Callable[[Mapping[str, str]], Given] = lambda given: iter(())
+    together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
     """Settings that several names tell together, from all that was given. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
     """Values of settings where they are not given, which depend on what is."""
-    metrics: Mapping[str, str | Figure] = field(default_factory=dict)
+    metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
     """By its names: those of ours, without ``penstock:``, or how to make them of ours. ``name.label`` is a sample of
     ``name`` that has the label ``label="label"``."""
-    greeting: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
+    ready_message: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
     """What it says in the log once it is ready, with so many KV blocks."""
 
 
-def meant(
+def translate(
     table: Mapping[str, Alias], given: Mapping[str, str], source: Callable[[str], str], ignored: dict[str, str]
-) -> Given:
+) -> Settings:
     """The settings that another system's names mean; what means nothing here is noted."""
     for name, text in given.items():
         if table[name].why:
@@ -155,6 +155,6 @@ def load(name: str) -> Profile | None:
     if not name:
         return None
     if name not in NAMES:
-        raise invalid("compat", f"{name!r} is none of {', '.join(NAMES)}{nearest(name, NAMES)}")
+        raise invalid("compat", f"{name!r} is none of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
     found: Profile = import_module(f"{__name__}.{name.replace('-', '_')}").PROFILE
     return found

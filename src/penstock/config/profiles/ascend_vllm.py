@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, refused
+from . import COMBINED, Alias, Profile, Settings, ignored, one_of, refused
 from .vllm import FLAGS, GRAPHS, ONE_DEVICE, ROLES
 
 
-def _speculative(given: Mapping[str, str]) -> Given:
+def _speculative(given: Mapping[str, str]) -> Settings:
     model = given.get("--speculative_model")
     numbers = {
         "num_speculative_tokens": given.get("--num_speculative_tokens"),
@@ -44,16 +44,16 @@ PROFILE = Profile(
     },
     flags={
         **FLAGS,
-        "speculative_model": WITH_OTHERS,
-        "num_speculative_tokens": WITH_OTHERS,
-        "ngram_prompt_lookup_max": WITH_OTHERS,
-        "ngram_prompt_lookup_min": WITH_OTHERS,
+        "speculative_model": COMBINED,
+        "num_speculative_tokens": COMBINED,
+        "ngram_prompt_lookup_max": COMBINED,
+        "ngram_prompt_lookup_min": COMBINED,
         "worker_use_ray": ignored(ONE_DEVICE, switch=True),
         "max_context_len_to_capture": ignored(GRAPHS),
         "use_v2_block_manager": ignored("there is one manager of blocks", switch=True),
     },
     variables={
-        "USE_OPENAI": Alias("require_model", chosen({"0": False, "1": True})),
+        "USE_OPENAI": Alias("require_model", one_of({"0": False, "1": True})),
         "GLOBAL_RANK_TABLE_FILE_PATH": refused(ROLES),
         "RANK_TABLE_FILE_PATH": refused(ROLES),
         "NODE_PORTS": refused(ROLES),

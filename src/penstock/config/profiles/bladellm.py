@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, on, only
+from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of, only_value
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """Who guesses: a draft model, or the text so far."""
@@ -17,7 +17,7 @@ ONE_DEVICE = "a model runs on one device here"
 GRAPHS = "a step is recorded once for batches of every size"
 
 
-def _speculative(given: Mapping[str, str]) -> Given:
+def _speculative(given: Mapping[str, str]) -> Settings:
     algorithm = given.get("--decode_algo", "normal")
     if algorithm.lower() not in ALGORITHMS:
         raise invalid("--decode_algo", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
@@ -43,22 +43,22 @@ PROFILE = Profile(
     defaults={"port": 8081, "kv_cache_free_memory_fraction": 0.85},
     flags={
         "tokenizer_dir": Alias("tokenizer"),
-        "tensor_parallel_size": only("1", ONE_DEVICE),
-        "pipeline_parallel_size": only("1", ONE_DEVICE),
+        "tensor_parallel_size": only_value("1", ONE_DEVICE),
+        "pipeline_parallel_size": only_value("1", ONE_DEVICE),
         "max_gpu_memory_utilization": Alias("kv_cache_free_memory_fraction"),
         "preempt_strategy": Alias(
-            "preemption_mode", chosen({"auto": "recompute", "recompute": "recompute", "swap": "swap"})
+            "preemption_mode", one_of({"auto": "recompute", "recompute": "recompute", "swap": "swap"})
         ),
         "ragged_flash_max_batch_tokens": Alias("max_num_batched_tokens"),
-        "decode_algo": WITH_OTHERS,
-        "gamma": WITH_OTHERS,
-        "draft.model": WITH_OTHERS,
+        "decode_algo": COMBINED,
+        "gamma": COMBINED,
+        "draft.model": COMBINED,
         "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: not on(text), switch=True),
         "prompt_cache_enable_swap": ignored(
             "cached prompts are kept in the KV cache alone, and computed again once they had to leave it", switch=True
         ),
-        "dtype": Alias("dtype", chosen(DTYPES)),
-        "kv_cache_quant": Alias("kv_cache_dtype", chosen({"no_quant": "auto", "int8": "int8"})),
+        "dtype": Alias("dtype", one_of(DTYPES)),
+        "kv_cache_quant": Alias("kv_cache_dtype", one_of({"no_quant": "auto", "int8": "int8"})),
         "log_level": Alias("log_level", str.lower),
         "disable_cuda_graph": ignored(GRAPHS, switch=True),
         "cuda_graph_max_batch_size": ignored(GRAPHS),

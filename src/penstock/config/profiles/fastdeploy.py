@@ -8,7 +8,7 @@ from typing import Any
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 
-from . import Alias, Figure, Profile, chosen, ignored, on, only, refused, share
+from . import Alias, DerivedMetric, Profile, ignored, on, one_of, only_value, refused, share
 
 LENGTH = 2048
 LONG = 0.04
@@ -17,7 +17,9 @@ PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "er
 ONE_DEVICE = "a model runs on one device here"
 GRAPHS = "a step is recorded once for batches of every size"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
-NONE_IN_HOST_MEMORY = Figure("Prompt tokens found in host memory, where no prefixes are kept.", lambda ours, options: 0)
+NONE_IN_HOST_MEMORY = DerivedMetric(
+    "Prompt tokens found in host memory, where no prefixes are kept.", lambda ours, options: 0
+)
 OF_TEXT = "models here read text; images and videos are refused in requests"
 
 
@@ -73,12 +75,12 @@ PROFILE = Profile(
         "engine_worker_queue_port": ignored("the engine is reached by a socket that is no port"),
         "cache_queue_port": ignored("the KV cache is the engine's own"),
         "max_model_len": Alias("max_model_len"),
-        "tensor_parallel_size": only("1", ONE_DEVICE),
-        "data_parallel_size": only("1", ONE_DEVICE),
+        "tensor_parallel_size": only_value("1", ONE_DEVICE),
+        "data_parallel_size": only_value("1", ONE_DEVICE),
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
-        "use_warmup": Alias("use_warmup", chosen({"0": False, "1": True, "false": False, "true": True})),
+        "use_warmup": Alias("use_warmup", one_of({"0": False, "1": True, "false": False, "true": True})),
         "max_num_batched_tokens": Alias("max_num_batched_tokens"),
         "enable_prefix_caching": Alias("enable_prefix_caching", on, switch=True),
         "swap_space": Alias(read=_swap),
@@ -87,10 +89,10 @@ PROFILE = Profile(
         "use_cudagraph": ignored(GRAPHS, switch=True),
         "graph_optimization_config": ignored(GRAPHS),
         "enable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
-        "splitwise_role": only("mixed", "separate prefill and decode instances are not there yet"),
+        "splitwise_role": only_value("mixed", "separate prefill and decode instances are not there yet"),
         "innode_prefill_ports": refused("separate prefill and decode instances are not there yet"),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
-        "dynamic_load_weight": only("0", "weights are loaded once, at the start"),
+        "dynamic_load_weight": only_value("0", "weights are loaded once, at the start"),
         "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
         "enable_logprob": Alias("enable_logprob", on, switch=True),
         "workers": Alias("api_server_count"),
@@ -100,8 +102,10 @@ PROFILE = Profile(
         "fastdeploy:num_requests_running": "num_requests_running",
         "fastdeploy:num_requests_waiting": "num_requests_waiting",
         "fastdeploy:batch_size": "num_requests_running",
-        "fastdeploy:max_batch_size": Figure("Sequences that may run.", lambda ours, options: options.max_num_seqs),
-        "fastdeploy:available_batch_size": Figure(
+        "fastdeploy:max_batch_size": DerivedMetric(
+            "Sequences that may run.", lambda ours, options: options.max_num_seqs
+        ),
+        "fastdeploy:available_batch_size": DerivedMetric(
             "Sequences that could run besides those that do.",
             lambda ours, options: options.max_num_seqs - ours["num_requests_running"],
         ),
@@ -137,5 +141,5 @@ PROFILE = Profile(
         "fastdeploy:generation_tokens": "generation_tokens",
         "fastdeploy:request_success": "request_success",
     },
-    greeting=_greeting,
+    ready_message=_greeting,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.errors import Code, PenstockError, invalid
 
-from . import Alias, Figure, Profile, ignored, same, share
+from . import Alias, DerivedMetric, Profile, ignored, same, share
 
 OLD = {
     "HTTP_PORT": "HEALTH_HTTP_PORT",
@@ -172,7 +172,7 @@ PROFILE = Profile(
         f"inference_server_metrics.{name}": figure
         for name, figure in {
             "batch_size": same(BATCH_AND_BLOCKS, "num_requests_running"),
-            "max_batch_size": Figure(BATCH_AND_BLOCKS, lambda ours, options: options.max_num_seqs),
+            "max_batch_size": DerivedMetric(BATCH_AND_BLOCKS, lambda ours, options: options.max_num_seqs),
             "block_num": same(BATCH_AND_BLOCKS, "kv_blocks_free"),
             "max_block_num": same(BATCH_AND_BLOCKS, "kv_blocks"),
             "available_resource": share(BATCH_AND_BLOCKS, "kv_blocks_free", "kv_blocks"),

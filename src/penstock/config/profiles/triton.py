@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import WITH_OTHERS, Alias, Given, Profile, chosen, ignored, only, refused
+from . import COMBINED, Alias, Profile, Settings, ignored, one_of, only_value, refused
 
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
@@ -43,7 +43,7 @@ def _one_address(given: Mapping[str, str]) -> None:
             raise invalid(name, f"{given[name]!r} is wrong: all listen on one address, --http-address ({host})")
 
 
-def _log(given: Mapping[str, str]) -> Given:
+def _log(given: Mapping[str, str]) -> Settings:
     """The file that a switch may tell, and the one level that three switches and a number tell."""
     if "--log" in given and "--log_file" not in given:
         yield "log_file", LOG_FILE, "--log"
@@ -65,10 +65,10 @@ PROFILE = Profile(
         "http_address": Alias("host"),
         "allow_http": Alias(read=off("port")),
         "grpc_port": Alias("grpc_port"),
-        "grpc_address": WITH_OTHERS,
+        "grpc_address": COMBINED,
         "allow_grpc": Alias(read=off("grpc_port")),
         "metrics_port": Alias("metrics_port"),
-        "metrics_address": WITH_OTHERS,
+        "metrics_address": COMBINED,
         "allow_metrics": Alias(read=off("metrics_port")),
         "allow_gpu_metrics": ignored("of a GPU nothing is told"),
         "allow_cpu_metrics": ignored("of a CPU nothing is told"),
@@ -77,13 +77,13 @@ PROFILE = Profile(
         "http_thread_count": ignored("--api-server-count says how many processes answer"),
         "grpc_infer_thread_count": ignored("--api-server-count says how many processes answer"),
         "grpc_infer_response_compression_level": ignored("clients decide what is compressed"),
-        "log_info": WITH_OTHERS,
-        "log_warning": WITH_OTHERS,
-        "log_error": only("true", "errors are always told"),
-        "log_verbose": WITH_OTHERS,
+        "log_info": COMBINED,
+        "log_warning": COMBINED,
+        "log_error": only_value("true", "errors are always told"),
+        "log_verbose": COMBINED,
         "log": Alias(read=lambda text: {}, switch=True),
         "log_file": Alias("log_file"),
-        "log_format": Alias("log_format", chosen(LOG_FORMATS)),
+        "log_format": Alias("log_format", one_of(LOG_FORMATS)),
         "id": ignored("the server is called triton"),
         "exit_timeout_secs": Alias("drain_timeout"),
         "exit_on_error": ignored("a model that cannot be served always ends the start"),
@@ -102,13 +102,13 @@ PROFILE = Profile(
         "buffer_manager_thread_count": ignored("tensors lie in requests and answers alone"),
         "model_load_thread_count": ignored(ONE_ENGINE),
         "min_supported_compute_capability": ignored("--device says where models run"),
-        "rate_limit": only("off", "requests wait in one queue (--max-waiting)"),
+        "rate_limit": only_value("off", "requests wait in one queue (--max-waiting)"),
         "trace_config": refused("no traces are written yet"),
-        "world_size": only("1", ONE_DEVICE),
+        "world_size": only_value("1", ONE_DEVICE),
         "tritonserver": ignored("this is the server"),
         "force": ignored("several servers may run beside each other, each on its own ports", True),
         "multi_model": ignored("all models of a repository are served, however many they are", True),
-        "tensorrt_llm_model_name": only("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
+        "tensorrt_llm_model_name": only_value("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
         "oversubscribe": ignored("there is no MPI", True),
         "no_mpi": ignored("there is no MPI", True),
         "exit_timeout": Alias("drain_timeout"),

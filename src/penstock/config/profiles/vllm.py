@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import Alias, Profile, chosen, ignored, only, refused
+from . import Alias, Profile, ignored, one_of, only_value, refused
 
 DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
 LEVELS = {"trace": "debug", "debug": "debug", "info": "info", "warning": "warning", "error": "error"}
@@ -65,7 +65,7 @@ def origins(text: str) -> tuple[str, ...]:
 
 def _structured(text: str) -> Mapping[str, Any]:
     found = _object(text)
-    backend = chosen(BACKENDS)(str(found.pop("backend", "auto")))
+    backend = one_of(BACKENDS)(str(found.pop("backend", "auto")))
     if unknown := set(found) - set(OF_BACKENDS):
         raise ValueError(f"{min(unknown)} has no counterpart; backend, {' and '.join(OF_BACKENDS)} have")
     return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in found.items()}
@@ -84,31 +84,31 @@ def _also(table: Mapping[str, str]) -> Callable[[str], str]:
 
 
 FLAGS: Mapping[str, Alias] = {
-    "dtype": Alias("dtype", chosen(DTYPES)),
+    "dtype": Alias("dtype", one_of(DTYPES)),
     "max_model_len": Alias("max_model_len", _length),
     "max_num_batched_tokens": Alias("max_num_batched_tokens", size),
     "kv_cache_memory_bytes": Alias("kv_cache_memory_bytes", size),
     "tool_call_parser": Alias("tool_call_parser", _also({"ernie45": "ernie"})),
     "reasoning_parser": Alias("reasoning_parser", _also({"ernie45": "ernie"})),
     "override_generation_config": Alias(read=_generation),
-    "guided_decoding_backend": Alias("guided_decoding_backend", chosen(BACKENDS)),
+    "guided_decoding_backend": Alias("guided_decoding_backend", one_of(BACKENDS)),
     "structured_outputs_config": Alias(read=_structured),
-    "uvicorn_log_level": Alias("log_level", chosen(LEVELS)),
+    "uvicorn_log_level": Alias("log_level", one_of(LEVELS)),
     "allowed_origins": Alias("allowed_origins", origins),
-    "tensor_parallel_size": only("1", ONE_DEVICE, short="-tp"),
-    "pipeline_parallel_size": only("1", ONE_DEVICE, short="-pp"),
-    "data_parallel_size": only("1", ONE_DEVICE, short="-dp"),
-    "decode_context_parallel_size": only("1", ONE_DEVICE, short="-dcp"),
-    "nnodes": only("1", ONE_DEVICE),
-    "cpu_offload_gb": only("0", "a model's weights are in the memory of its device"),
-    "tokenizer_mode": only("auto", "there is one kind of tokenizer"),
-    "config_format": only("auto", "config.json says what a model is"),
-    "model_impl": only("auto", "there is one implementation of a model"),
-    "response_role": only("assistant", "answers are the assistant's"),
-    "chat_template_content_format": only("auto", "a chat template tells how it reads content"),
-    "logprobs_mode": only("raw_logprobs", "log probabilities are the model's own"),
-    "stream_interval": only("1", "a token is sent when it is there"),
-    "lora_dtype": only("auto", "adapters are computed as their model is"),
+    "tensor_parallel_size": only_value("1", ONE_DEVICE, short="-tp"),
+    "pipeline_parallel_size": only_value("1", ONE_DEVICE, short="-pp"),
+    "data_parallel_size": only_value("1", ONE_DEVICE, short="-dp"),
+    "decode_context_parallel_size": only_value("1", ONE_DEVICE, short="-dcp"),
+    "nnodes": only_value("1", ONE_DEVICE),
+    "cpu_offload_gb": only_value("0", "a model's weights are in the memory of its device"),
+    "tokenizer_mode": only_value("auto", "there is one kind of tokenizer"),
+    "config_format": only_value("auto", "config.json says what a model is"),
+    "model_impl": only_value("auto", "there is one implementation of a model"),
+    "response_role": only_value("assistant", "answers are the assistant's"),
+    "chat_template_content_format": only_value("auto", "a chat template tells how it reads content"),
+    "logprobs_mode": only_value("raw_logprobs", "log probabilities are the model's own"),
+    "stream_interval": only_value("1", "a token is sent when it is there"),
+    "lora_dtype": only_value("auto", "adapters are computed as their model is"),
     "kv_transfer_config": refused(ROLES),
     "tool_parser_plugin": refused(NO_CODE),
     "reasoning_parser_plugin": refused(NO_CODE),
@@ -154,5 +154,5 @@ FLAGS: Mapping[str, Alias] = {
 
 PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS)
 
-UNASKED = Profile(name="", title="vLLM, which are taken without --compat", flags=FLAGS)
+DEFAULT_PROFILE = Profile(name="", title="vLLM, which are taken without --compat", flags=FLAGS)
 """What the command line knows where no profile is asked for."""

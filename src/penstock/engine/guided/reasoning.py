@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from penstock.core import EngineRequest, Failure, Thought
+from penstock.core import EngineRequest, Failure, ReasoningSpan
 
 from . import Grammar, Guide
 
@@ -28,7 +28,7 @@ class Thinking(Guide):
     """
 
     def __init__(
-        self, thought: Thought, limit: int | None, form: Guide | None, answer_limit: int | None = None
+        self, thought: ReasoningSpan, limit: int | None, form: Guide | None, answer_limit: int | None = None
     ) -> None:
         self._thought = thought
         self._left = limit

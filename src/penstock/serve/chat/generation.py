@@ -8,14 +8,14 @@ from contextlib import aclosing
 from penstock.core.errors import invalid
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.generation import generate
-from penstock.serve.http.request_record import Record
-from penstock.serve.models.service import Service
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
 from penstock.text import Message
 
 from .prompt import ChatPrompt
 from .request import ChatRequest
 from .sampling import chat_sampling
-from .stream_cursor import News, Telling
+from .stream_cursor import Delta, StreamCursor
 from .structured_outputs import calls_of
 
 
@@ -28,14 +28,14 @@ class ChatGeneration:
     Raises ``PenstockError`` where the request is wrong, or asks for what this model or server does not support.
     """
 
-    def __init__(self, service: Service, record: Record, request: ChatRequest, size: int) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
         self._service = service
         self._record = record
         self._request = request
         self._adapter = service.adapter_of(request.model)
         self.model = self._adapter or service.name
         """The model's name in the answer: the adapter's, or else the base model's."""
-        self.sampling = chat_sampling(request, service.gateway.preparer.default_sampling())
+        self.sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
         self.prompt = ChatPrompt(service, request, size, record.unknown)
         if (calls := calls_of(request, self.prompt.tools)) is not None:
             if self.sampling.guided_decoding:
@@ -59,13 +59,13 @@ class ChatGeneration:
                 last = output
         return last
 
-    async def deltas(self, cursor: Telling) -> AsyncGenerator[tuple[RequestOutput, News], None]:
+    async def deltas(self, cursor: StreamCursor) -> AsyncGenerator[tuple[RequestOutput, Delta], None]:
         """The output after every step, and what the step added to the first sequence's message."""
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 made = output.outputs[0]
                 advanced = cursor.progress.advance(made) is not None
-                yield output, cursor.news(self.message(made)) if advanced else News()
+                yield output, cursor.news(self.message(made)) if advanced else Delta()
 
     def message(self, made: CompletionOutput) -> Message:
         """A sequence's message: without reasoning where ``include_reasoning`` is false, and with the first call alone

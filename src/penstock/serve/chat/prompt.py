@@ -7,8 +7,8 @@ from typing import Any
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
-from penstock.serve.http.unknown_fields import Unknown
-from penstock.serve.models.service import Service
+from penstock.serve.http.unknown_fields import UnknownFields
+from penstock.serve.models.service import ModelService
 
 from .messages import messages_of, template_options
 from .request import ChatRequest, Truncated
@@ -21,7 +21,7 @@ TAIL = 32
 """Tokens at the end of a prompt that may say where its answer begins."""
 
 
-async def count_tokens(service: Service, request: ChatRequest, size: int, unknown: Unknown) -> int:
+async def count_tokens(service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> int:
     """How many tokens a chat's prompt has.
 
     Raises ``PenstockError`` as ``ChatPrompt`` does, and for an unknown model.
@@ -42,7 +42,7 @@ class ChatPrompt:
     or this server does not do.
     """
 
-    def __init__(self, service: Service, request: ChatRequest, size: int, unknown: Unknown) -> None:
+    def __init__(self, service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> None:
         self._gateway = service.gateway
         self._request = request
         self._size = size
@@ -55,8 +55,8 @@ class ChatPrompt:
         if request.chat_template is not None and not service.options.trust_request_chat_template:
             words = "chat_template: this server takes none from requests (trust_request_chat_template)"
             raise PenstockError(Code.UNSUPPORTED, words, "chat_template")
-        preparer = self._gateway.preparer
-        self.tools = preparer.forms(request.chat_template).tools
+        input_processor = self._gateway.input_processor
+        self.tools = input_processor.response_formats(request.chat_template).tools
         """The form of calls; None where there is none."""
         self._calls = bool(request.tools) and request.tool_choice != "none"
         self._messages = messages_of(request.messages)
@@ -73,8 +73,8 @@ class ChatPrompt:
         if request.disable_chat_template and request.prompt_token_ids is None:
             text = self._messages[0]["content"]
             token_ids = await gateway.encode(text, size=self._size)
-            reading = gateway.preparer.reading(text, [], {}, calls=False)
-            prompt = {"prompt": text, "prompt_token_ids": token_ids, "reading": reading}
+            parser_config = gateway.input_processor.parser_config(text, [], {}, calls=False)
+            prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         elif request.prompt_token_ids is None:
             prompt = await gateway.conversation(
                 self._messages,
@@ -85,22 +85,22 @@ class ChatPrompt:
                 bool(request.add_special_tokens),
             )
         else:
-            preparer = gateway.preparer
-            end = preparer.tokenizer.decode(request.prompt_token_ids[-TAIL:], skip_special_tokens=False)
-            reading = preparer.reading(end, [], {}, self._calls)
-            prompt = {"prompt_token_ids": request.prompt_token_ids, "reading": reading}
+            input_processor = gateway.input_processor
+            end = input_processor.tokenizer.decode(request.prompt_token_ids[-TAIL:], skip_special_tokens=False)
+            parser_config = input_processor.parser_config(end, [], {}, self._calls)
+            prompt = {"prompt_token_ids": request.prompt_token_ids, "parser_config": parser_config}
         if request.truncate_prompt_tokens is None:
             return prompt
         most = gateway.engine.check().max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
         return prompt | {"prompt_token_ids": truncated(prompt["prompt_token_ids"], request, most)}
 
-    def _read_by_template(self, request: ChatRequest, unknown: Unknown) -> dict[str, Any]:
+    def _read_by_template(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
         """What the template is given. Where the model's own does not read it, documents are refused, and an effort,
         which clients send to any model, is ignored."""
         wanted = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         given = {name: value for name, value in wanted.items() if value is not None}
         if request.chat_template is None:
-            for name in given.keys() - self._gateway.preparer.tokenizer.template.variables:
+            for name in given.keys() - self._gateway.input_processor.tokenizer.template.variables:
                 if name == "documents" or unknown.strict:
                     words = f"{name}: this model's chat template does not read it"
                     raise PenstockError(Code.UNSUPPORTED, words, name)

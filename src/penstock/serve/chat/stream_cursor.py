@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from penstock.text import Message, ToolCall
 
-from ..generation import Progress
+from ..generation import SequenceCursor
 
 
 @dataclass(slots=True)
-class CallPart:
+class CallDelta:
     """What is new of a call."""
 
     index: int
@@ -22,22 +22,22 @@ class CallPart:
 
 
 @dataclass(slots=True)
-class News:
+class Delta:
     """What a step brought to a message."""
 
     thought: str = ""
     content: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.thought or self.content or self.calls)
 
 
-class Telling:
+class StreamCursor:
     """How much of a sequence has been told."""
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.progress = SequenceCursor()
         self._content = self._thought = 0
         self._arguments: list[int] = []
         """Of each call that was begun."""
@@ -46,20 +46,20 @@ class Telling:
     def calls(self) -> int:
         return len(self._arguments)
 
-    def news(self, message: Message) -> News:
+    def news(self, message: Message) -> Delta:
         """What is new of a message."""
         thought, content = message.reasoning_content[self._thought :], message.content[self._content :]
         self._thought += len(thought)
         self._content += len(content)
         begun = max(self.calls - 1, 0)
         parts = [self._part(i, call) for i, call in enumerate(message.tool_calls[begun:], begun)]
-        return News(thought, content, [part for part in parts if part])
+        return Delta(thought, content, [part for part in parts if part])
 
-    def _part(self, index: int, call: ToolCall) -> CallPart | None:
+    def _part(self, index: int, call: ToolCall) -> CallDelta | None:
         """What is new of the last call that was begun, or of one that has not been."""
         if index == self.calls:
             self._arguments.append(len(call.arguments))
-            return CallPart(index, call.arguments, call.id, call.name)
+            return CallDelta(index, call.arguments, call.id, call.name)
         new = call.arguments[self._arguments[index] :]
         self._arguments[index] += len(new)
-        return CallPart(index, new) if new else None
+        return CallDelta(index, new) if new else None

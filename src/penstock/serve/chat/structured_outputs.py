@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
 from penstock.core.guided import as_json, check_schema, closed
-from penstock.text import Form, forced_calls
+from penstock.text import ToolCallFormat, forced_call_tag
 
 from .request import ChatRequest, GenerationRequest, NamedTool, ResponseFormat
 
@@ -39,7 +39,7 @@ def form_of(request: GenerationRequest) -> GuidedDecodingParams | None:
     return GuidedDecodingParams(**wanted, asked_as=asked_as)
 
 
-def calls_of(request: ChatRequest, form: Form | None) -> GuidedDecodingParams | None:
+def calls_of(request: ChatRequest, form: ToolCallFormat | None) -> GuidedDecodingParams | None:
     """The form of an answer that must call a tool, in the model's own form of calls.
 
     Raises ``PenstockError`` (``invalid``) where there is no such tool.
@@ -66,7 +66,7 @@ def calls_of(request: ChatRequest, form: Form | None) -> GuidedDecodingParams | 
     several = not one and request.parallel_tool_calls is not False
     wanted = {one: known[one]} if one else known
     assert form, "or tools would have been refused"
-    return GuidedDecodingParams(structural_tag=forced_calls(form, wanted, several), asked_as="tools")
+    return GuidedDecodingParams(structural_tag=forced_call_tag(form, wanted, several), asked_as="tools")
 
 
 def _structured(request: GenerationRequest) -> dict[str, Any]:

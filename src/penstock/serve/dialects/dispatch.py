@@ -9,9 +9,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ..http.body import read_object
-from ..http.error_format import Shape
+from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
-from ..models.registry import Services
+from ..models.registry import ModelRegistry
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
 CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
@@ -22,7 +22,7 @@ PaddleNLP's document has it."""
 class Dialect(Protocol):
     """One that is spoken on these paths."""
 
-    shape: Shape
+    error_format: ErrorFormat
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
         """Whether a request is in it; ``found`` is its body."""
@@ -38,7 +38,7 @@ class Dialect(Protocol):
 
 
 def add_shared_routes(
-    app: FastAPI, services: Services, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
+    app: FastAPI, registry: ModelRegistry, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
 ) -> None:
     """Let dialects answer; the first that a request speaks takes it.
 
@@ -47,10 +47,10 @@ def add_shared_routes(
     """
 
     async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await services.read(request)
+        body = await registry.read(request)
         found = read_object(body)
         spoken = next(dialect for dialect in dialects if dialect.speaks(request, found))
-        record_of(request.scope).shape = spoken.shape
+        record_of(request.scope).error_format = spoken.error_format
         return spoken, found, len(body)
 
     async def create_completion(request: Request) -> Response:

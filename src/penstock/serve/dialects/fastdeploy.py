@@ -14,7 +14,7 @@ from penstock.core.errors import invalid
 from ..http.body import convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
-from ..models.registry import Services
+from ..models.registry import ModelRegistry
 from .openai.responses import ErrorAnswer
 
 PREFIXES = ("chatcmpl-", "cmpl-")
@@ -30,21 +30,21 @@ class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 SCHEMAS = (Abort,)
 
 
-def add_routes(app: FastAPI, services: Services) -> None:
+def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """``/config-info`` and ``/v1/abort_requests``."""
 
     async def config_info() -> Response:
-        models = {model.name: _shown(model.configuration) for model in services.models}
+        models = {model.name: _shown(model.configuration) for model in registry.models}
         first = next(iter(models.values()), {})
         return _json(first | {"models": models} if len(models) > 1 else first)
 
     async def abort_requests(request: Request) -> Response:
-        wanted = convert(read_object(await services.read(request)), Abort, record_of(request.scope).unknown)
+        wanted = convert(read_object(await registry.read(request)), Abort, record_of(request.scope).unknown)
         if not wanted.abort_all and not wanted.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
         asked = {_own(name): name for name in wanted.req_ids or ()}
         aborted, found = [], set()
-        for service in services:
+        for service in registry:
             running = service.gateway.running()
             names = list(running if wanted.abort_all else asked)
             service.gateway.engine.cancel(names)

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from .unknown_fields import Unknown
+from .unknown_fields import UnknownFields
 
 T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
@@ -60,7 +60,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def convert(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
+def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     """A request from its JSON, of which nothing else is left.
 
     Args:

@@ -11,7 +11,7 @@ from penstock.core import Failure
 from .status import STATUS
 
 
-def renamed(failure: Failure, names: Mapping[str, str]) -> Failure:
+def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
     """The same with its field, at the beginning of its words, too, as a dialect calls it.
 
     Args:
@@ -25,7 +25,7 @@ def renamed(failure: Failure, names: Mapping[str, str]) -> Failure:
     return msgspec.structs.replace(failure, field=theirs, message=words)
 
 
-class Shape:
+class ErrorFormat:
     """How a dialect says that something failed."""
 
     dialect = "openai"
@@ -35,7 +35,7 @@ class Shape:
         """The body of a response that failed."""
         raise NotImplementedError
 
-    def late_error(self, failure: Failure) -> bytes:
+    def stream_error(self, failure: Failure) -> bytes:
         """The end of a stream that failed."""
         raise NotImplementedError
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from starlette.types import Scope
 
-from .error_format import Shape
+from .error_format import ErrorFormat
 from .request_record import record_of
 
 
-class Shapes:
+class ErrorFormats:
     """Those of all dialects.
 
     Args:
@@ -20,17 +20,23 @@ class Shapes:
     """
 
     def __init__(
-        self, usual: Shape, by_path: Mapping[str, Shape], by_head: Sequence[Callable[[Scope], Shape | None]] = ()
+        self,
+        usual: ErrorFormat,
+        by_path: Mapping[str, ErrorFormat],
+        by_head: Sequence[Callable[[Scope], ErrorFormat | None]] = (),
     ) -> None:
         self._usual = usual
         self._by_path = by_path
         self._by_head = by_head
 
-    def of(self, scope: Scope) -> Shape:
+    def of(self, scope: Scope) -> ErrorFormat:
         """What a request is to be told in."""
-        if spoken := record_of(scope).shape:
+        if spoken := record_of(scope).error_format:
             return spoken
         for told in self._by_head:
             if found := told(scope):
                 return found
-        return next((shape for path, shape in self._by_path.items() if scope["path"].startswith(path)), self._usual)
+        return next(
+            (error_format for path, error_format in self._by_path.items() if scope["path"].startswith(path)),
+            self._usual,
+        )

@@ -16,21 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock import __version__
 
 from ..metrics import Metrics
-from .error_formats import Shapes
+from .error_formats import ErrorFormats
 from .reply import INTERNAL, refuse
-from .request_record import Record
+from .request_record import RequestRecord
 from .status import STATUS
-from .unknown_fields import HEADER, Once, Unknown
+from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
 logger = logging.getLogger("penstock.requests")
 
-OPEN_TO_ALL = frozenset(
+PUBLIC_PATHS = frozenset(
     ("/health", "/ready", "/live", "/v2/health/live", "/v2/health/ready", "/version", "/metrics", "/ping")
 )
 """Needs no key, and leaves no line in the log unless it fails."""
 SERVER = (b"server", f"penstock/{__version__}".encode())
 """A header of every response: Triton's paths, whose clients want to find Triton there, do not say who this is."""
-STATE = OPEN_TO_ALL | {"/config-info"}
+HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
 """What ports answer that are for how the server is doing."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
 MOST_AGENT = 200
@@ -38,7 +38,7 @@ MOST_AGENT = 200
 GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Log:
+class RequestLogMiddleware:
     """Gives each request its id, in ``X-Request-Id`` both ways, and a line in the log when it has ended. Fields that
     nobody knows are named in a header of the answer, and once a client in the log.
 
@@ -48,20 +48,20 @@ class Log:
         strict: refuse requests with unknown fields.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, shapes: Shapes, strict: bool = False) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, error_formats: ErrorFormats, strict: bool = False) -> None:
         self._app = app
         self._metrics = metrics
-        self._shapes = shapes
+        self._error_formats = error_formats
         self._strict = strict
-        self._once = Once()
+        self._once = UnknownFieldLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        record = Record(
-            given if GOOD_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=Unknown(self._strict)
+        record = RequestRecord(
+            given if GOOD_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=UnknownFields(self._strict)
         )
         scope["penstock.record"] = record
         begun, status = time.monotonic(), 0
@@ -82,26 +82,26 @@ class Log:
             logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
             record.failure = INTERNAL
             if not status:
-                await refuse(passed, INTERNAL, self._shapes.of(scope))
+                await refuse(passed, INTERNAL, self._error_formats.of(scope))
         finally:
             self._tell(scope, record, status, time.monotonic() - begun)
 
-    def _tell(self, scope: Scope, record: Record, status: int, seconds: float) -> None:
+    def _tell(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path=route, status=str(status or 499)).inc()
         facts = {"id": record.request_id, "status": status, "seconds": seconds}
         facts["client"] = (scope.get("client") or ("",))[0]
-        if route not in OPEN_TO_ALL:
-            facts["dialect"] = self._shapes.of(scope).dialect
+        if route not in PUBLIC_PATHS:
+            facts["dialect"] = self._error_formats.of(scope).dialect
         facts |= record.facts
         if record.unknown.places and not record.failure:
             self._once.log(record.request_id, _client(scope), record.unknown)
         failed = STATUS[record.failure.code] if record.failure else status  # which the response may not say
         level = logging.ERROR if failed >= 500 else logging.INFO
-        if route in OPEN_TO_ALL and status in (200, 503):
+        if route in PUBLIC_PATHS and status in (200, 503):
             level = logging.DEBUG  # probes, which ask every second
-        if record.failure and route not in OPEN_TO_ALL:
-            self._metrics.failed(record.failure)
+        if record.failure and route not in PUBLIC_PATHS:
+            self._metrics.record_failure(record.failure)
         if record.failure:
             facts |= {"error": record.failure.code.value, "reason": record.failure.message}
         logger.log(level, "%s %s", scope["method"], quote(scope["path"][:200]), extra={"facts": facts})
@@ -113,7 +113,7 @@ def _client(scope: Scope) -> str:
     return f"{(scope.get('client') or ('', 0))[0]} {agent[:MOST_AGENT]}".strip()
 
 
-class Below:
+class RootPathMiddleware:
     """Takes a prefix off paths, which a proxy in front may leave there or not.
 
     Args:
@@ -130,7 +130,7 @@ class Below:
         await self._app(scope, receive, send)
 
 
-class Head:
+class HeadMiddleware:
     """Answers HEAD where there is GET, with the same headers; the HTTP protocol leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -147,7 +147,7 @@ class Head:
             scope["route"] = inner.get("route")
 
 
-class OnlyState:
+class HealthPortMiddleware:
     """Lets nothing through on some ports but questions for how the server is doing."""
 
     def __init__(self, app: ASGIApp, ports: frozenset[int], refuse: Refuse) -> None:
@@ -156,13 +156,13 @@ class OnlyState:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["server"][1] in self._ports and scope["path"] not in STATE:
+        if scope["type"] == "http" and scope["server"][1] in self._ports and scope["path"] not in HEALTH_PATHS:
             await self._refuse(scope, send)
         else:
             await self._app(scope, receive, send)
 
 
-class Keys:
+class ApiKeyMiddleware:
     """Lets in who has one of the keys, as ``Authorization``, with ``Bearer`` before it or not, or as ``x-api-key``."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse) -> None:
@@ -171,7 +171,7 @@ class Keys:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._fits(scope):
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or self._fits(scope):
             await self._app(scope, receive, send)
         else:
             await self._refuse(scope, send)
@@ -179,10 +179,10 @@ class Keys:
     def _fits(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        return fits(given.encode("latin-1"), self._keys)  # as it came
+        return matches_key(given.encode("latin-1"), self._keys)  # as it came
 
 
-def fits(given: bytes, keys: Iterable[bytes]) -> bool:
+def matches_key(given: bytes, keys: Iterable[bytes]) -> bool:
     """Whether ``Authorization`` has one of the keys; the time it takes does not tell which or how much of it."""
     given = given.strip()
     scheme, _, rest = given.partition(b" ")

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.core import Code, Failure, PenstockError
 
-from .error_format import Shape
+from .error_format import ErrorFormat
 from .request_record import record_of
 from .status import headers
 
@@ -26,7 +26,7 @@ INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
 class Admission(Protocol):
     """Limits the requests that are open at the same time."""
 
-    def place(self) -> AbstractContextManager[None]:
+    def admit(self) -> AbstractContextManager[None]:
         """Held while a request is open. Raises ``PenstockError`` (``overloaded``) where too many are."""
         ...
 
@@ -52,17 +52,19 @@ class Reply(Response):
     A failure before the first piece becomes an error response, a later one the end of the stream.
     """
 
-    def __init__(self, service: Admission, pieces: AsyncGenerator[bytes, None], shape: Shape, streamed: bool) -> None:
+    def __init__(
+        self, service: Admission, pieces: AsyncGenerator[bytes, None], error_format: ErrorFormat, streamed: bool
+    ) -> None:
         super().__init__()
         self._service = service
         self._pieces = pieces
-        self._shape = shape
+        self._error_format = error_format
         self._streamed = streamed
 
     @classmethod
-    def of(cls, service: Admission, handler: Handler, shape: Shape, streamed: bool | None) -> Reply:
+    def of(cls, service: Admission, handler: Handler, error_format: ErrorFormat, streamed: bool | None) -> Reply:
         """The reply to a request: a stream where the client asks for one."""
-        return cls(service, handler.stream() if streamed else handler.full(), shape, bool(streamed))
+        return cls(service, handler.stream() if streamed else handler.full(), error_format, bool(streamed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, worker, left = record_of(scope), asyncio.current_task(), False
@@ -90,7 +92,7 @@ class Reply(Response):
     async def _run(self, send: Send) -> Failure | None:
         begun = False
         try:
-            with self._service.place():
+            with self._service.admit():
                 async with aclosing(self._pieces) as pieces:
                     async for piece in pieces:
                         if not begun:
@@ -105,9 +107,9 @@ class Reply(Response):
             logger.exception("a request failed")
             failure = INTERNAL
         if begun:
-            await send({"type": "http.response.body", "body": self._shape.late_error(failure)})
+            await send({"type": "http.response.body", "body": self._error_format.stream_error(failure)})
         else:
-            await refuse(send, failure, self._shape)
+            await refuse(send, failure, self._error_format)
         return failure
 
     def _start(self, status: int, whole: bytes | None) -> Message:
@@ -119,15 +121,15 @@ class Reply(Response):
 async def refuse(
     send: Send,
     failure: Failure,
-    shape: Shape,
+    error_format: ErrorFormat,
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
     """Send an error response, by default with the shape's own status; ``more`` are further headers."""
-    body = shape.error(failure)
+    body = error_format.error(failure)
     given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
-    await send({"type": "http.response.start", "status": status or shape.status(failure), "headers": raw})
+    await send({"type": "http.response.start", "status": status or error_format.status(failure), "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -11,12 +11,12 @@ from starlette.types import Scope
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 
-from .error_format import Shape
-from .unknown_fields import Unknown
+from .error_format import ErrorFormat
+from .unknown_fields import UnknownFields
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     request_id: str
     path: str = ""
     """That was asked for."""
@@ -28,9 +28,9 @@ class Record:
     """Its connection, where what is asked of it may end others of its requests."""
     failure: Failure | None = None
     """What its client was told, or would have been."""
-    shape: Shape | None = None
+    error_format: ErrorFormat | None = None
     """Of the dialect that it speaks, once that is known."""
-    unknown: Unknown = field(default_factory=Unknown)
+    unknown: UnknownFields = field(default_factory=UnknownFields)
     """Its fields that nobody here knows."""
 
     def note(self, output: RequestOutput) -> None:
@@ -50,6 +50,6 @@ class Record:
         facts["finish"] = output.outputs[0].finish_reason
 
 
-def record_of(scope: Scope) -> Record:
-    record: Record = scope["penstock.record"]
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope["penstock.record"]
     return record

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
 
 logger = logging.getLogger("penstock.requests")
@@ -28,7 +28,7 @@ UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
 """What a name may not bring into a header: spaces, commas, control characters, anything but ASCII."""
 
 
-class Unknown:
+class UnknownFields:
     """The unknown fields of one request.
 
     Args:
@@ -54,7 +54,7 @@ class Unknown:
         """
         if self.strict:
             place = path + name[:100]
-            raise invalid(place, f"no such field{nearest(name[:100], known)}")
+            raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
         kind, name = path if kind is None else kind, name[:MOST_NAME]
         if kind + name in self._seen:  # as often as a request has messages
             return
@@ -65,7 +65,7 @@ class Unknown:
         safe = UNSAFE.sub("?", name)
         self.places.setdefault(kind + safe, path + safe)
 
-    def join(self, other: Unknown) -> None:
+    def join(self, other: UnknownFields) -> None:
         """Note what was ignored of another request, too."""
         self._more |= other._more
         for kind, place in other.places.items():
@@ -91,13 +91,13 @@ class Unknown:
         return ", ".join([*told, "..."] if more else told)
 
 
-class Once:
+class UnknownFieldLog:
     """Logs each unknown field once a client. What was logged longest ago is forgotten, and then logged again."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, str], None] = {}
 
-    def log(self, request_id: str, client: str, unknown: Unknown) -> None:
+    def log(self, request_id: str, client: str, unknown: UnknownFields) -> None:
         """Log the fields of a request that are ignored and that this client has not sent before."""
         new = [kind for kind in unknown.places if (client, kind) not in self._told]
         if not new:
@@ -124,7 +124,7 @@ class _Node:
     """The known fields that have nodes themselves."""
 
 
-def _remove(found: Any, node: _Node, path: str, kind: str, unknown: Unknown) -> None:
+def _remove(found: Any, node: _Node, path: str, kind: str, unknown: UnknownFields) -> None:
     if isinstance(found, dict) and (known := node.known) is not None:
         if not known.keys() >= found.keys():
             for name in [name for name in found if name not in known]:

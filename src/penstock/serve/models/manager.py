@@ -1,4 +1,4 @@
-"""An API process's line to the supervisor: which models there are, and clients' wishes for others."""
+"""An API process's connection to the supervisor: serves the models that it announces, forwards loads and unloads."""
 
 from __future__ import annotations
 
@@ -15,62 +15,67 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError
 from penstock.frontend.gateway import Gateway
-from penstock.frontend.input_processor import Preparer
+from penstock.frontend.input_processor import InputProcessor
 
-from .messages import Done, Left, Load, Met, Models, ServedModel, Unfit, Unload, decode_to_worker, line
-from .registry import Services
-from .service import Service
+from .messages import Done, Drained, Failed, Load, Models, Ready, ServedModel, Unload, decode_to_worker, line
+from .registry import ModelRegistry
+from .service import ModelService
 
 logger = logging.getLogger(__name__)
 
-LONGEST_LINE = 2**26
-"""Bytes."""
+MAX_LINE_SIZE = 2**26
+"""Bytes of one message."""
 UNLOADED = Failure(Code.UNAVAILABLE, "the model has been unloaded")
 
 
-class Keeper:
-    """Has the models that the supervisor tells of served, and no others.
+class ModelManager:
+    """Serves exactly the models that the supervisor announces.
 
     Args:
-        report: where the supervisor listens.
+        report: pipe to the supervisor.
     """
 
-    def __init__(self, services: Services, report: BinaryIO) -> None:
-        self._services = services
+    def __init__(self, registry: ModelRegistry, report: BinaryIO) -> None:
+        self._registry = registry
         self._report = report
         self._gateways: dict[str, Gateway] = {}
-        """By the address of the engine."""
+        """By engine address."""
         self._numbers = itertools.count()
-        self._wanted: dict[int, asyncio.Future[None]] = {}
+        self._pending: dict[int, asyncio.Future[None]] = {}
+        """Loads and unloads that the supervisor has not answered, by number."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def listen(self, heard: bytes) -> None:
-        """Do what the supervisor says, until it says no more; ``heard`` was read already."""
-        reader = asyncio.StreamReader(LONGEST_LINE)
-        reader.feed_data(heard)
+    async def listen(self, buffered: bytes) -> None:
+        """Handle the supervisor's messages until it closes the pipe.
+
+        Args:
+            buffered: bytes of standard input that were read together with the first message.
+        """
+        reader = asyncio.StreamReader(MAX_LINE_SIZE)
+        reader.feed_data(buffered)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while said := await reader.readline():
-            match decode_to_worker(said):
+        while message := await reader.readline():
+            match decode_to_worker(message):
                 case Models(models):
                     await self._follow({model.engine: model for model in models if model.engine}, models)
                     gc.enable()
-                    self._tell(Met())
+                    self._send(Ready())
                 case Done(number, failure):
-                    wanted = self._wanted.pop(number)
-                    if not wanted.done():
-                        wanted.set_exception(PenstockError.of(failure)) if failure else wanted.set_result(None)
+                    pending = self._pending.pop(number)
+                    if not pending.done():
+                        pending.set_exception(PenstockError.of(failure)) if failure else pending.set_result(None)
 
     async def load(self, name: str) -> None:
-        """Returns once every API process serves the model. Raises ``PenstockError`` where it cannot be."""
-        await self._ask(Load(next(self._numbers), name))
+        """Load a model; returns once every API process serves it. Raises ``PenstockError`` where it cannot be."""
+        await self._request(Load(next(self._numbers), name))
 
     async def unload(self, name: str) -> None:
-        """Returns once the model's engine has ended. Raises ``PenstockError`` where it cannot be."""
-        await self._ask(Unload(next(self._numbers), name))
+        """Unload a model; returns once its engine has exited. Raises ``PenstockError`` where it cannot be."""
+        await self._request(Unload(next(self._numbers), name))
 
     def refuse(self, failure: Failure) -> None:
-        """Take no requests any more, and end what is open."""
+        """Fail open requests with ``failure`` and refuse new ones."""
         for gateway in self._gateways.values():
             gateway.engine.refuse(failure)
 
@@ -81,90 +86,93 @@ class Keeper:
 
     @property
     def explicit(self) -> bool:
-        """Whether clients may have models loaded and unloaded."""
-        return self._services.options.model_control_mode == "explicit"
+        """Whether clients may load and unload models (``model_control_mode``)."""
+        return self._registry.options.model_control_mode == "explicit"
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``unsupported``) where models stay as they are."""
+        """Raises ``PenstockError`` (``unsupported``) where clients may not load and unload models."""
         if not self.explicit:
             words = "models are loaded at the start and stay; --model-control-mode explicit lets them come and go"
             raise PenstockError(Code.UNSUPPORTED, words, "model_control_mode")
 
-    async def _ask(self, wish: Load | Unload) -> None:
+    async def _request(self, request: Load | Unload) -> None:
         self.check()
-        done = self._wanted[wish.number] = asyncio.get_running_loop().create_future()
-        self._tell(wish)
+        done = self._pending[request.number] = asyncio.get_running_loop().create_future()
+        self._send(request)
         await done
 
     async def _follow(self, running: Mapping[str, ServedModel], models: tuple[ServedModel, ...]) -> None:
-        self._services.know(models)
-        serving = {service.gateway: service for service in self._services}
+        self._registry.set_models(models)
+        serving = {service.gateway: service for service in self._registry}
         for address, gateway in list(self._gateways.items()):
             model = running.get(address)
-            if gateway in serving and (model is None or model.leaving):
-                service = self._services.remove(serving[gateway].name)
+            if gateway in serving and (model is None or model.draining):
+                service = self._registry.remove(serving[gateway].name)
                 if model:
-                    self._spawn(self._leave(service, model))
+                    self._spawn(self._drain(service, model))
             if model is None:
                 del self._gateways[address]
                 self._spawn(gateway.close())
         for address, model in running.items():
             if address not in self._gateways:
-                if model.leaving:
-                    self._tell(Left(address))
+                if model.draining:
+                    self._send(Drained(address))
                 else:
                     await self._serve(model)
 
     async def _serve(self, model: ServedModel) -> None:
         try:
-            preparer = await asyncio.to_thread(_prepared, model)
+            input_processor = await asyncio.to_thread(_load_input_processor, model)
         except PenstockError as error:
-            self._tell(Unfit(model.engine, error.failure))
+            self._send(Failed(model.engine, error.failure))
             return
-        except Exception as error:  # what is wrong with a file may be anything, and is no reason to serve no others
-            logger.exception("the text of %s cannot be served", model.name)
+        except Exception as error:  # a broken tokenizer file can raise anything, and must not end the other models
+            logger.exception("the tokenizer or chat template of %s cannot be used", model.name)
             words = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
-            self._tell(Unfit(model.engine, Failure(Code.INVALID, words, "model")))
+            self._send(Failed(model.engine, Failure(Code.INVALID, words, "model")))
             return
-        gateway = self._gateways[model.engine] = Gateway(model.engine, preparer)
-        if model.wanted:
-            self._services.add(model, gateway)
-            gc.freeze()  # what is there now stays, and need not be looked through again and again
-        self._spawn(self._meet(gateway, model))
+        gateway = self._gateways[model.engine] = Gateway(model.engine, input_processor)
+        if model.required:
+            self._registry.add(model, gateway)
+            gc.freeze()  # long-lived objects need not be traversed by every collection
+        self._spawn(self._announce(gateway, model))
 
-    async def _meet(self, gateway: Gateway, model: ServedModel) -> None:
-        with contextlib.suppress(PenstockError):  # it ended before it was ready
+    async def _announce(self, gateway: Gateway, model: ServedModel) -> None:
+        """Tell the supervisor once the engine is ready."""
+        with contextlib.suppress(PenstockError):  # the engine exited before it was ready
             await gateway.engine.ready()
             if self._gateways.get(model.engine) is not gateway:
                 return
-            if not model.wanted:
-                self._services.add(model, gateway)
-            self._tell(Met(model.engine))
+            if not model.required:
+                self._registry.add(model, gateway)
+            self._send(Ready(model.engine))
 
-    async def _leave(self, service: Service, model: ServedModel) -> None:
-        """Let what is open come to its end, for as long as it may take."""
+    async def _drain(self, service: ModelService, model: ServedModel) -> None:
+        """Wait for open requests, at most ``drain_timeout``, and fail those that are left."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.idle.wait(), model.configuration.engine.drain_timeout)
         service.gateway.engine.refuse(UNLOADED)
-        self._tell(Left(model.engine))
+        self._send(Drained(model.engine))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _tell(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._report.write(line(message))
             self._report.flush()
 
 
-def _prepared(model: ServedModel) -> Preparer:
+def _load_input_processor(model: ServedModel) -> InputProcessor:
     """Raises ``PenstockError`` where there is no tokenizer, or its chat template cannot be used."""
-    # What is there from the start is read here, before anything streams.
     engine = model.configuration.engine
-    preparer = Preparer(engine.model, model.configuration.model, engine.max_output_len, isolated=not model.wanted)
-    preparer.tokenizer.check_template()
-    _ = preparer.tokenizer.vocabulary  # made now, while the engine reads its weights, not when the first request comes
-    _ = preparer.vocabulary()
-    return preparer
+    # A model loaded at the start is read in this process, before any stream could be held up; a later one in its own.
+    processor = InputProcessor(
+        engine.model, model.configuration.model, engine.max_output_len, isolated=not model.required
+    )
+    processor.tokenizer.check_template()
+    _ = processor.tokenizer.vocabulary  # computed while the engine loads its weights, not with the first request
+    _ = processor.vocabulary()
+    return processor

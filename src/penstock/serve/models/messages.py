@@ -1,5 +1,7 @@
-"""What the supervisor and its API processes tell each other, a JSON document a line. Apart, so that the supervisor need
-not load what it serves with."""
+"""Messages between the supervisor and its API processes, one JSON document a line.
+
+The module imports nothing else of the server, so that the supervisor does not load FastAPI and uvicorn.
+"""
 
 from __future__ import annotations
 
@@ -11,53 +13,54 @@ import msgspec
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core import Failure
 
-WRONG = 2
-"""Exit status of a worker that no other start would help."""
+EXIT_MISCONFIGURED = 2
+"""Exit status of an API process whose configuration is wrong: a restart would not help."""
 DEFAULT_NAME = "default"
 ANY_MODEL = (DEFAULT_NAME, "null")
-"""A model's name that every server knows: the first one's."""
+"""Names that clients may use for the first model, whatever it is called."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a server has or could have."""
+    """A model that the server serves or can load."""
 
     names: tuple[str, ...]
-    """Under which clients ask for it; the first is its own."""
+    """Names that clients use for it (``--served-model-name``); the first is in its answers."""
     configuration: Configuration
-    """Its model is a folder once it is loaded."""
+    """Its ``engine.model`` is a local folder once the model is loaded."""
     kserve: Mapping[str, str]
-    """The models of the KServe v2 protocol over it: of which kind each is, by name."""
-    wanted: bool = True
-    """Whether the server is not ready without it: it is loaded at the start, or has been since, and not unloaded."""
+    """Models of the KServe v2 protocol over it: name → kind (``ensemble``, ``tensorrt_llm`` …)."""
+    required: bool = True
+    """Whether the server is ready only with it: it was loaded at the start or by a client, and not unloaded since."""
     engine: str = ""
-    """Its engine's address; nothing where it is not loaded."""
-    leaving: bool = False
-    """Whether it is being unloaded: what is open comes to its end, and nothing new begins."""
+    """Address of its engine; empty while it is not loaded."""
+    draining: bool = False
+    """Whether it is being unloaded: open requests finish, new ones are refused."""
     reason: str = "not loaded"
-    """Why it is not there."""
+    """Why it is not served."""
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
-    def coming(self) -> bool:
-        """Whether it is there, or will be."""
-        return not self.leaving and (self.wanted or bool(self.engine))
+    def expected(self) -> bool:
+        """Whether it is served, or will be shortly."""
+        return not self.draining and (self.required or bool(self.engine))
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line to an API process."""
+    """The first message to an API process."""
 
     parent: int
-    """The process without which this one must not be."""
+    """Process id of the supervisor; the API process dies with it."""
     number: int
+    """Index of the API process, from 0."""
     configuration: Configuration
     sockets: tuple[int, ...]
-    """File descriptors to accept connections on: the first for everything, unless HTTP is off, others for how the
-    server is doing."""
+    """File descriptors of listening sockets: the first serves every path (unless ``port`` is -1), the others health
+    and metrics only."""
     grpc_address: str = ""
-    """Host and port for gRPC, which the supervisor keeps free; nothing for none."""
+    """Host and port to serve gRPC on, which the supervisor has reserved; empty for none."""
 
     @property
     def options(self) -> ServerOptions:
@@ -65,53 +68,54 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Models(msgspec.Struct, frozen=True, tag=True):
-    """All there are, in the order in which they were given; the first one serving answers where nobody names one."""
+    """To the API processes: all models, in the order of the command line. A request that names no model gets the first
+    that is served."""
 
     models: tuple[ServedModel, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """What became of a ``Load`` or ``Unload``."""
+    """To an API process: the ``Load`` or ``Unload`` of this number has ended."""
 
     number: int
     failure: Failure | None = None
 
 
-class Met(msgspec.Struct, frozen=True, tag=True):
-    """This API process takes requests for the model whose engine has this address; without one, it takes requests."""
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Acknowledgement: this process now serves the model of ``engine``; without one, it accepts requests."""
 
     engine: str = ""
 
 
-class Unfit(msgspec.Struct, frozen=True, tag=True):
-    """This API process cannot serve it."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """This process cannot serve the model of ``engine``."""
 
     engine: str
     failure: Failure
 
 
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """What this API process had open for a model that is being unloaded has ended."""
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """This process has no open request left for the model of ``engine``, which is being unloaded."""
 
     engine: str
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """A client wants a model."""
+    """A client asks to load a model."""
 
     number: int
     name: str
 
 
 class Unload(msgspec.Struct, frozen=True, tag=True):
-    """A client wants it gone."""
+    """A client asks to unload a model."""
 
     number: int
     name: str
 
 
 ToWorker = Models | Done
-FromWorker = Met | Unfit | Left | Load | Unload
+FromWorker = Ready | Failed | Drained | Load | Unload
 decode_to_worker: Any = msgspec.json.Decoder(ToWorker).decode
 decode_from_worker: Any = msgspec.json.Decoder(FromWorker).decode
 

@@ -1,4 +1,4 @@
-"""The models that an API process serves, and what they have in common."""
+"""The models that an API process serves, by name."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ from penstock.frontend.gateway import Gateway
 from ..http.body import read_body
 from ..metrics import Engines, Metrics
 from .messages import ANY_MODEL, ServedModel
-from .service import Service
+from .service import ModelService
 
-LEAST_BODY, BYTES_A_TOKEN = 2**20, 64
-"""Of what a context can hold, with all there is around it in JSON."""
+MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
+"""Default of ``max_body_size``: bytes for each token of the longest context, JSON syntax included, and its minimum."""
 
 
-class Services:
-    """Models by name. Where a request names none, it is for the first of those that are there."""
+class ModelRegistry:
+    """Served models by name. A request that names no model gets the first one."""
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         self.options = options
         self.metrics = metrics
         self.created = int(time.time())
         self._models: tuple[ServedModel, ...] = ()
-        self._told = False
-        self._found: dict[str, Service] = {}
+        self._received = False
+        self._found: dict[str, ModelService] = {}
         self._open = 0
 
-    def __iter__(self) -> Iterator[Service]:
+    def __iter__(self) -> Iterator[ModelService]:
         return (self._found[model.name] for model in self._models if model.name in self._found)
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
-        """All there are, those that are not loaded, too."""
+        """All models of the server, loaded or not."""
         return self._models
 
-    def know(self, models: tuple[ServedModel, ...]) -> None:
-        """These are the models that there are."""
-        self._models, self._told = models, True
+    def set_models(self, models: tuple[ServedModel, ...]) -> None:
+        """Replace the list of models, as the supervisor announced it."""
+        self._models, self._received = models, True
 
-    def add(self, model: ServedModel, gateway: Gateway) -> Service:
-        """Serve a model."""
+    def add(self, model: ServedModel, gateway: Gateway) -> ModelService:
+        """Start serving a model."""
         metrics = self.metrics.of(model.name)
-        service = Service(gateway, self.options, model.names, model.kserve, metrics, self._place)
+        service = ModelService(gateway, self.options, model.names, model.kserve, metrics, self._admit)
         self._found[model.name] = service
         return service
 
-    def remove(self, name: str) -> Service:
-        """Serve it no more; what is open goes on."""
+    def remove(self, name: str) -> ModelService:
+        """Stop serving a model; open requests go on."""
         return self._found.pop(name)
 
-    def find(self, name: str | None = None) -> Service:
-        """The model that a client asks for, by its own name or an adapter's.
+    def find(self, name: str | None = None) -> ModelService:
+        """The model that a request's ``model`` names, by one of its names or an adapter's.
 
-        Raises ``PenstockError``: ``not_found`` where it is not there, ``unavailable`` where it soon is, or no model is.
+        Raises ``PenstockError``: ``not_found`` where it is not served, ``unavailable`` where it is being loaded, or no
+        model is.
         """
         if name is None or name in ANY_MODEL:
             return self._first()
@@ -72,43 +73,43 @@ class Services:
         if model is None:
             self.check()  # it may be an adapter of one that is not there yet
         else:
-            self.check_coming(model)
+            self.check_expected(model)
             words = f"the model {name!r} is not served: {model.reason}; there is {known or 'none'}"
             raise PenstockError(Code.NOT_FOUND, words, "model")
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known or 'none'}", "model")
 
-    def find_or_first(self, name: str | None) -> Service:
-        """Likewise, for dialects in which a model's name may be any."""
+    def find_or_first(self, name: str | None) -> ModelService:
+        """Likewise, but the first model for an unknown name, in dialects that do not check it."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
 
-    def check_coming(self, model: ServedModel | None) -> None:
-        """Raises ``PenstockError`` (``unavailable``) where one that is not there soon is, or nobody knows yet."""
-        if not self._told or (model and model.coming):
+    def check_expected(self, model: ServedModel | None) -> None:
+        """Raises ``PenstockError`` (``unavailable``) where the model is being loaded, or the list is not known yet."""
+        if not self._received or (model and model.expected):
             raise PenstockError.of(STARTING)
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``unavailable``) where a model's engine is not there, or not yet."""
-        if not self._told or any(model.wanted and model.name not in self._found for model in self._models):
+        """Raises ``PenstockError`` (``unavailable``) unless every required model is served by a live engine."""
+        if not self._received or any(model.required and model.name not in self._found for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
             service.gateway.engine.check()
 
     @property
     def open(self) -> int:
-        """Requests for any model that have not ended."""
+        """Number of open requests, of all models."""
         return self._open
 
     @property
     def engines(self) -> Engines:
-        """What the engines told last, and their options, by model."""
+        """By model: the last statistics of its engine, and its options."""
         serving = [(model, self._found[model.name]) for model in self._models if model.name in self._found]
         return {model.name: (service.gateway.engine.stats, model.configuration.engine) for model, service in serving}
 
     @property
     def max_body_size(self) -> int:
-        """Bytes a request may have.
+        """Largest request body, bytes.
 
-        Raises ``PenstockError`` (``unavailable``) while there is no engine to tell how long its context is.
+        Raises ``PenstockError`` (``unavailable``) where it depends on the context length and no engine is ready.
         """
         if self.options.max_body_size:
             return self.options.max_body_size
@@ -116,24 +117,25 @@ class Services:
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
         if not lengths:
             self.check()
-        return max([LEAST_BODY, *(BYTES_A_TOKEN * length for length in lengths)])
+        return max([MIN_BODY_SIZE, *(BYTES_PER_TOKEN * length for length in lengths)])
 
     async def read(self, request: Request) -> bytes:
-        """The body of a request for any model.
+        """Read a request's body.
 
-        Raises ``PenstockError`` where it is too large, or its client falls silent or goes in the middle of it.
+        Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
+        disconnects.
         """
         return await read_body(request, self.max_body_size, self.options.client_timeout)
 
-    def _first(self) -> Service:
+    def _first(self) -> ModelService:
         if (first := next(iter(self), None)) is None:
             self.check()
             raise PenstockError(Code.UNAVAILABLE, "no model is loaded")
         return first
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Raises ``PenstockError`` (``overloaded``) where all are taken."""
+    def _admit(self) -> Iterator[None]:
+        """Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` requests are open."""
         most = self.options.max_concurrency
         if self._open >= most:
             raise PenstockError(Code.OVERLOADED, f"{most} requests are open", "max_concurrency", most)

@@ -1,4 +1,4 @@
-"""What every dialect serves from: one model at work, its names, and its figures."""
+"""One served model, as the dialects see it: its gateway, names, options and metrics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..metrics import ModelMetrics
 from .messages import ANY_MODEL
 
 
-class Service:
-    """One model at work.
+class ModelService:
+    """One served model.
 
     Args:
-        names: under which clients ask for it, the first being the one it answers with.
-        kserve: the models of the KServe v2 protocol over it: of which kind each is, by name.
-        door: gives a request its place among those of all models.
+        names: names that clients use for it; the first is in its answers.
+        kserve: models of the KServe v2 protocol over it: name → kind.
+        admission: context manager that counts a request among those of all models.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class Service:
         names: tuple[str, ...],
         kserve: Mapping[str, str],
         metrics: ModelMetrics,
-        door: Callable[[], AbstractContextManager[None]],
+        admission: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.gateway = gateway
         self.options = options
         self.names = names
         self.kserve = kserve
         self.metrics = metrics
-        self._door = door
+        self._admission = admission
         self._open = 0
         self.idle = asyncio.Event()
-        """Set while it has no request open."""
+        """Set while no request is open."""
         self.idle.set()
 
     @property
@@ -49,20 +49,20 @@ class Service:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """What the model's chat template reads."""
-        return self.gateway.preparer.tokenizer.template.variables
+        """Names that the model's chat template reads."""
+        return self.gateway.input_processor.tokenizer.template.variables
 
     @property
     def timeout(self) -> float | None:
-        """Seconds a request may take."""
+        """Longest duration of a request, seconds; None is any."""
         return self.options.request_timeout or None
 
     def has(self, name: str) -> bool:
-        """Whether it is this model, or one of its adapters."""
+        """Whether ``name`` is one of the model's names or of its LoRA adapters."""
         return name in self.names or name in self.gateway.engine.adapters
 
     def adapter_of(self, name: str | None) -> str:
-        """The adapter that a client asks for as a model, nothing for the model as it is.
+        """The LoRA adapter that a request's ``model`` names; empty for the base model.
 
         Raises ``PenstockError`` (``not_found``) for a model that is not here.
         """
@@ -75,12 +75,12 @@ class Service:
         return name
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """A request's place among those open at the same time.
+    def admit(self) -> Iterator[None]:
+        """Count a request as open.
 
-        Raises ``PenstockError`` (``overloaded``) where all are taken.
+        Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` are open.
         """
-        with self._door():
+        with self._admission():
             self.metrics.open.inc()
             self._open += 1
             self.idle.clear()

@@ -19,9 +19,9 @@ from ..app import build
 from ..dialects import kserve, paddlenlp
 from ..http.protocol import protocol
 from ..metrics import Metrics
-from ..models.manager import Keeper
+from ..models.manager import ModelManager
 from ..models.messages import WorkerStart
-from ..models.registry import Services
+from ..models.registry import ModelRegistry
 from .loop_watchdog import Watchdog
 
 TO_ACCEPT = 0.2
@@ -49,15 +49,15 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
     metrics = Metrics(profile.metrics if profile else None)
-    services = Services(options, metrics)
-    keeper = Keeper(services, report)
-    models = kserve.Registry(services, keeper, [paddlenlp.OverGrpc(services)])
+    registry = ModelRegistry(options, metrics)
+    model_manager = ModelManager(registry, report)
+    models = kserve.ModelRepository(registry, model_manager, [paddlenlp.PaddleNLPModel(registry)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     only_state = listeners if options.port < 0 else listeners[1:]
     state_ports = frozenset(listener.getsockname()[1] for listener in only_state)
     server = Server(
         uvicorn.Config(
-            build(services, models, state_ports),
+            build(registry, models, state_ports),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",
@@ -88,13 +88,13 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
         loop.call_later(TO_ACCEPT, setattr, server, "should_exit", True)
         if rpc:
             loop.call_later(TO_ACCEPT, rpc.stop, drain + LAST_WORDS)
-        loop.call_later(drain, keeper.refuse, STOPPING)
+        loop.call_later(drain, model_manager.refuse, STOPPING)
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's goes to the whole group; the supervisor decides
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(keeper.listen(heard)), group.create_task(models.follow())]
+        tasks = [group.create_task(model_manager.listen(heard)), group.create_task(models.follow())]
         watchdog = Watchdog(metrics.event_loop_holds)
         await server.serve(sockets=listeners)
         watchdog.close()
@@ -102,4 +102,4 @@ async def run(start: WorkerStart, report: BinaryIO, heard: bytes) -> None:
             task.cancel()
     if rpc:
         await rpc.stopped()
-    await keeper.close()
+    await model_manager.close()

@@ -49,11 +49,11 @@ class Engines:
         self._closing = False
         self.lost = asyncio.Event()
         """Set when an engine has died too often, and there is no other."""
-        workers.tell(Models(tuple(models)))
+        workers.set_models(Models(tuple(models)))
 
     @property
     def serving(self) -> list[ServedModel]:
-        return [model for model in self._models.values() if model.engine and not model.leaving]
+        return [model for model in self._models.values() if model.engine and not model.draining]
 
     async def load(self, name: str) -> Ready | None:
         """Returns once all API processes serve the model; nothing where it was loaded already.
@@ -68,8 +68,8 @@ class Engines:
             async with self._starting:
                 ready = await self._start(name, configuration)
             profile = load(configuration.server.compat)
-            if profile and (greeting := profile.greeting(ready.blocks, configuration.engine)):
-                logger.info(greeting)
+            if profile and (ready_message := profile.ready_message(ready.blocks, configuration.engine)):
+                logger.info(ready_message)
             return ready
 
     async def unload(self, name: str) -> None:
@@ -82,13 +82,13 @@ class Engines:
             if name not in self._running:
                 return
             engine = self._running[name]
-            self._tell(name, wanted=False, leaving=True, reason="it is being unloaded")
+            self._tell(name, required=False, draining=True, reason="it is being unloaded")
             with contextlib.suppress(TimeoutError):  # a process that stands still is not waited for
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + TO_END):
-                    await self._workers.left(engine.address)
+                    await self._workers.wait_drained(engine.address)
             await engine.close()
             del self._running[name]
-            self._tell(name, engine="", leaving=False, reason="unloaded")
+            self._tell(name, engine="", draining=False, reason="unloaded")
 
     async def close(self) -> None:
         self._closing = True
@@ -108,14 +108,14 @@ class Engines:
         self._tell(name, configuration=configuration, engine=engine.address)
         starting = asyncio.create_task(engine.start())
         try:
-            ready, _ = await asyncio.gather(starting, self._workers.met(engine.address))
+            ready, _ = await asyncio.gather(starting, self._workers.wait_ready(engine.address))
         except BaseException as error:  # text that cannot be served ends an engine that could be
             starting.cancel()
             await asyncio.gather(starting, engine.close(), return_exceptions=True)
             del self._running[name]
             self._tell(name, engine="", reason=str(error) or "not loaded")
             raise
-        self._tell(name, wanted=True)
+        self._tell(name, required=True)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
         return ready
 
@@ -127,7 +127,7 @@ class Engines:
             logger.error("%s is not served any more", name)
             await engine.close()
             del self._running[name]
-            self._tell(name, wanted=False, engine="", reason="its engine has died too often")
+            self._tell(name, required=False, engine="", reason="its engine has died too often")
         if not self._running:
             self.lost.set()
 
@@ -137,7 +137,7 @@ class Engines:
 
     def _tell(self, name: str, **changes: object) -> None:
         self._models[name] = msgspec.structs.replace(self._models[name], **changes)
-        self._workers.tell(Models(tuple(self._models.values())))
+        self._workers.set_models(Models(tuple(self._models.values())))
 
 
 async def _unhurried(work: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from prometheus_client import Counter as Metric
 
-from ..http.request_record import Record
+from ..http.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,11 @@ class Watchdog:
             code = frame.f_code
             if len(calls) < FRAMES and (code.co_filename.startswith(ROOT) or not calls):
                 calls.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
-            if not who and "record" in code.co_varnames and isinstance(record := frame.f_locals.get("record"), Record):
+            if (
+                not who
+                and "record" in code.co_varnames
+                and isinstance(record := frame.f_locals.get("record"), RequestRecord)
+            ):
                 who = f"request {record.request_id} ({record.path}), "
             frame = frame.f_back
         return f"{who}in {' < '.join(calls)}"

@@ -75,7 +75,7 @@ class Supervisor:
             told: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
                 told,
-                asyncio.create_task(self._workers.keep()),
+                asyncio.create_task(self._workers.run()),
                 asyncio.create_task(self._serve(listeners)),
             ]
             try:
@@ -84,7 +84,7 @@ class Supervisor:
                     task.result()
                 if told in done:
                     return 0
-                return 2 if self._workers.wrong else 1
+                return 2 if self._workers.misconfigured else 1
             finally:
                 self._stop.set()
                 for listener in listeners:
@@ -109,9 +109,9 @@ class Supervisor:
         """Load what is wanted at the start; returns when no engine can live any more."""
         facts: dict[str, object] = {}
         for model in self._models:
-            if model.wanted and (ready := await self._engines.load(model.name)):
+            if model.required and (ready := await self._engines.load(model.name)):
                 facts = facts or {"kv_blocks": ready.blocks, "kernels": ready.fingerprint}
-        await self._workers.met()
+        await self._workers.wait_ready()
         facts = {"seconds": time.monotonic() - self._begun, **facts}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]

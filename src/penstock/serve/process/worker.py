@@ -16,7 +16,7 @@ from penstock.config import logs
 from penstock.core import PenstockError
 from penstock.engine.service.server import die_with
 
-from ..models.messages import WRONG, WorkerStart
+from ..models.messages import EXIT_MISCONFIGURED, WorkerStart
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         uvloop.run(run(start, report, rest))
     except PenstockError as error:
         print(f"penstock serve: {error}", file=sys.stderr)
-        sys.exit(WRONG)
+        sys.exit(EXIT_MISCONFIGURED)
 
 
 def _first_line() -> tuple[bytes, bytes]:
@@ -42,7 +42,7 @@ def _first_line() -> tuple[bytes, bytes]:
     found = b""
     while b"\n" not in found:
         if not (more := os.read(0, 2**16)):
-            sys.exit(WRONG)
+            sys.exit(EXIT_MISCONFIGURED)
         found += more
     first, _, rest = found.partition(b"\n")
     return first, rest

@@ -1,7 +1,7 @@
 """Tool calls: the forms in which models write them, read from their texts, and made where they must be."""
 
-from .forced import forced_calls
-from .forms import FORMS, Form, tool_form
-from .parser import ToolCall, ToolCalls
+from .formats import FORMS, ToolCallFormat, tool_call_format
+from .parser import ToolCall, ToolCallParser
+from .structural_tag import forced_call_tag
 
-__all__ = ["FORMS", "Form", "ToolCall", "ToolCalls", "forced_calls", "tool_form"]
+__all__ = ["FORMS", "ToolCall", "ToolCallFormat", "ToolCallParser", "forced_call_tag", "tool_call_format"]

@@ -6,10 +6,10 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from penstock.text.marks import split
+from penstock.text.markers import split
 
-from .braces import Braces
-from .forms import Form
+from .brace_scanner import BraceScanner
+from .formats import ToolCallFormat
 
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)')
 """An object of name and arguments up to the latter, as models write it."""
@@ -27,7 +27,7 @@ class ToolCall:
     """A JSON object as the model wrote it."""
 
 
-class ToolCalls:
+class ToolCallParser:
     """Takes calls out of a text, with the space around them.
 
     A call is one from the moment that its name and the opening brace of its arguments have been read: from there on its
@@ -37,14 +37,14 @@ class ToolCalls:
     name does not come first is held back until it is complete.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: ToolCallFormat) -> None:
         self.calls: list[ToolCall] = []
         """Those found so far; the last one may still grow."""
         self._form = form
         self._held = self._said = ""
         self._gap = self._mark = ""
         """The mark at hand, and the space before it."""
-        self._braces = Braces(form.stops)
+        self._braces = BraceScanner(form.stops)
         self._scanned = 0
         """How much of what is held the braces have seen, of an object that is read as a whole."""
         self._in_object = False
@@ -76,7 +76,7 @@ class ToolCalls:
         if not ahead and not last:
             return False
         if ahead.startswith("{"):
-            self._scanned, self._braces, self._step = 0, Braces(form.stops), self._object
+            self._scanned, self._braces, self._step = 0, BraceScanner(form.stops), self._object
             return True
         at = self._held.find("{")
         if form.named is None:
@@ -117,7 +117,7 @@ class ToolCalls:
         self._held = self._held[length:]
         if not ended:
             return False
-        self._braces = Braces(self._form.stops, depth=1)
+        self._braces = BraceScanner(self._form.stops, depth=1)
         self._step = self._rest if self._in_object else self._after
         return True
 
@@ -148,7 +148,7 @@ class ToolCalls:
 
     def _begin(self, name: str, in_object: bool) -> None:
         self.calls.append(ToolCall(self._form.new_id(), name))
-        self._in_object, self._braces, self._step = in_object, Braces(self._form.stops), self._arguments
+        self._in_object, self._braces, self._step = in_object, BraceScanner(self._form.stops), self._arguments
 
     def _give_back(self) -> bool:
         """The mark at hand was none."""

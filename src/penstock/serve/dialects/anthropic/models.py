@@ -13,8 +13,8 @@ from starlette.types import Scope
 
 from penstock.core.errors import invalid
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from .responses import ModelInfo, ModelList, encode
 
@@ -38,24 +38,24 @@ class ClientRoute(Route):
         return super().matches(scope)
 
 
-def add_model_routes(app: FastAPI, services: Services) -> None:
+def add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """To be added before OpenAI's, which match any request."""
-    created = datetime.fromtimestamp(services.created, UTC).isoformat().replace("+00:00", "Z")
+    created = datetime.fromtimestamp(registry.created, UTC).isoformat().replace("+00:00", "Z")
 
-    def info(service: Service, name: str) -> ModelInfo:
+    def info(service: ModelService, name: str) -> ModelInfo:
         engine = service.gateway.engine.engine
         length = engine.max_model_len if engine else None
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
 
     async def list_models(request: Request) -> Response:
         models = [
-            info(service, name) for service in services for name in [*service.names, *service.gateway.engine.adapters]
+            info(service, name) for service in registry for name in [*service.names, *service.gateway.engine.adapters]
         ]
         return _json(_page(models, request.query_params))
 
     async def retrieve_model(request: Request) -> Response:
         name = request.path_params["name"]
-        service = services.find(name)
+        service = registry.find(name)
         return _json(info(service, service.name if name == DEFAULT_NAME else name))
 
     app.router.routes.append(ClientRoute("/v1/models", list_models, methods=["GET"]))

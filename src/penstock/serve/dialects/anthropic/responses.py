@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core import Code, Failure
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
-from penstock.serve.chat.stream_cursor import CallPart, News
+from penstock.serve.chat.stream_cursor import CallDelta, Delta
 from penstock.text import Message
 
 KINDS = {
@@ -110,7 +110,7 @@ def error_of(failure: Failure) -> ErrorAnswer:
 
 def usage_of(output: RequestOutput) -> Usage:
     cached = output.num_cached_tokens
-    made = sum(len(made.token_ids) for made in output.outputs) + output.untold_tokens
+    made = sum(len(made.token_ids) for made in output.outputs) + output.num_discarded_tokens
     thought = sum(made.reasoning_tokens for made in output.outputs)
     return Usage(
         input_tokens=len(output.prompt_token_ids) - cached,
@@ -150,7 +150,7 @@ class Blocks:
         self._open = ""
         """The type of the block that is being told."""
 
-    def tell(self, news: News) -> bytes:
+    def tell(self, news: Delta) -> bytes:
         """The events of what is new."""
         events = b""
         if news.thought:
@@ -169,7 +169,7 @@ class Blocks:
         self._open = ""
         return ended
 
-    def _call(self, part: CallPart) -> bytes:
+    def _call(self, part: CallDelta) -> bytes:
         events = b""
         if part.id:
             events += self.end() + self._begin("tool_use", {"id": CALL_ID + part.id, "name": part.name, "input": {}})

@@ -14,14 +14,14 @@ from starlette.types import Scope
 from penstock.core import Failure
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.chat.prompt import count_tokens as count_prompt
-from penstock.serve.chat.stream_cursor import Telling
+from penstock.serve.chat.stream_cursor import StreamCursor
 from penstock.serve.http.body import check_supported, convert, read_object
-from penstock.serve.http.error_format import Shape, renamed
+from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import operation, reference
 from penstock.serve.http.reply import Reply
-from penstock.serve.http.request_record import Record, record_of
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from .models import add_model_routes, from_client
 from .parse import chat_of
@@ -48,7 +48,7 @@ NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "out
 """Fields of messages, by the names that they have in chats."""
 
 
-class AnthropicShape(Shape):
+class AnthropicErrorFormat(ErrorFormat):
     """How a message is told that it failed.
 
     Args:
@@ -61,26 +61,26 @@ class AnthropicShape(Shape):
         self._names = names
 
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(renamed(failure, self._names)))
+        return encode(error_of(rename_field(failure, self._names)))
 
-    def late_error(self, failure: Failure) -> bytes:
-        return event("error", error=error_of(renamed(failure, self._names)).error)
+    def stream_error(self, failure: Failure) -> bytes:
+        return event("error", error=error_of(rename_field(failure, self._names)).error)
 
 
-SHAPE = AnthropicShape({})
+ERROR_FORMAT = AnthropicErrorFormat({})
 """Until a request has been read."""
-READ = AnthropicShape(NAMES)
+READ = AnthropicErrorFormat(NAMES)
 
 
-def shape_of(scope: Scope) -> Shape | None:
+def error_format_of(scope: Scope) -> ErrorFormat | None:
     """How to tell one of Anthropic's clients what went wrong at a path that it shares with OpenAI's."""
-    return SHAPE if scope["path"].startswith("/v1/models") and from_client(scope) else None
+    return ERROR_FORMAT if scope["path"].startswith("/v1/models") and from_client(scope) else None
 
 
 class MessageHandler:
     """One request, from its messages to a message."""
 
-    def __init__(self, service: Service, record: Record, request: MessagesRequest, size: int) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: MessagesRequest, size: int) -> None:
         self._chat = ChatGeneration(service, record, chat_of(request, service.template_variables), size)
         self._id = f"msg_{record.request_id}"
         self._max_tokens = request.max_tokens
@@ -96,7 +96,7 @@ class MessageHandler:
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        telling, blocks = Telling(), Blocks()
+        telling, blocks = StreamCursor(), Blocks()
         begun = False
         async with aclosing(self._chat.deltas(telling)) as deltas:
             async for output, delta in deltas:
@@ -115,31 +115,31 @@ class MessageHandler:
         yield event("message_stop")
 
 
-def add_routes(app: FastAPI, services: Services) -> None:
+def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """What Anthropic's clients call."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await services.read(request)
+        body = await registry.read(request)
         found = read_object(body)
         check_supported(found, NOT_HERE)
         record = record_of(request.scope)
         wanted = convert(found, schema, record.unknown)
-        record.shape = READ
+        record.error_format = READ
         return wanted, len(body)
 
     async def create_message(request: Request) -> Response:
         wanted, size = await read(request, MessagesRequest)
-        service = services.find(wanted.model)
+        service = registry.find(wanted.model)
         return Reply.of(service, MessageHandler(service, record_of(request.scope), wanted, size), READ, wanted.stream)
 
     async def count_tokens(request: Request) -> Response:
         wanted, size = await read(request, Counted)
-        service = services.find(wanted.model)
+        service = registry.find(wanted.model)
         chat = chat_of(wanted, service.template_variables)
         count = await count_prompt(service, chat, size, record_of(request.scope).unknown)
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
-    add_model_routes(app, services)
+    add_model_routes(app, registry)
     for path, endpoint, asked, answer in (
         ("/v1/messages", create_message, MessagesRequest, MessageAnswer),
         ("/v1/messages/count_tokens", count_tokens, Counted, TokenCount),

@@ -10,12 +10,12 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.frontend.outputs import RequestOutput
-from penstock.serve.chat.stream_cursor import Telling
+from penstock.serve.chat.stream_cursor import StreamCursor
 from penstock.serve.dialects.openai.chat import ChatHandler
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.responses import ChatDelta, ChatMessage, ChunkChoice
 from penstock.serve.dialects.openai.responses import CompletionChoice as Told
-from penstock.serve.generation import Progress
+from penstock.serve.generation import SequenceCursor
 
 from .responses import DONE, Answer, ChatChoice, CompletionChoice, Usage, encode, event
 
@@ -46,12 +46,12 @@ class BladeCompletionHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         last: dict[int, RequestOutput] = {}
-        progress: dict[tuple[int, int], Progress] = {}
+        progress: dict[tuple[int, int], SequenceCursor] = {}
         async with aclosing(self._openai.outputs()) as outputs:
             async for i, output in outputs:
                 last[i] = output
                 for made in output.outputs:
-                    so_far = progress.setdefault((i, made.index), Progress())
+                    so_far = progress.setdefault((i, made.index), SequenceCursor())
                     told = await self._openai.new(i, output, made, so_far)
                     for choice in self._chunks(told) if told else ():
                         yield event(self._answer([choice], last))
@@ -91,13 +91,13 @@ class BladeChatHandler:
         yield encode(Answer(id=self._id, choices=choices, object="chat.completion", usage=usage))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        telling: dict[int, Telling] = {}
+        telling: dict[int, StreamCursor] = {}
         async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 usage = Usage.of([output])
                 for made in output.outputs:
                     begins = made.index not in telling
-                    new = self._openai.new(made, telling.setdefault(made.index, Telling()))
+                    new = self._openai.new(made, telling.setdefault(made.index, StreamCursor()))
                     for choice in self._chunks(new, begins):
                         chunk = Answer(id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage)
                         yield event(chunk)

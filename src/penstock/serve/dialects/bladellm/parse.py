@@ -10,8 +10,8 @@ from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.dialects.openai.parse import parse
 from penstock.serve.dialects.openai.requests import CompletionRequest
-from penstock.serve.http.unknown_fields import Unknown
-from penstock.serve.models.service import Service
+from penstock.serve.http.unknown_fields import UnknownFields
+from penstock.serve.models.service import ModelService
 
 T = TypeVar("T", CompletionRequest, ChatRequest)
 
@@ -24,7 +24,7 @@ NOWHERE = ("return_token_ids", "prompt_logprobs")
 AS_WORDS = {"true": True, "false": False}
 
 
-def read(found: dict[str, Any], schema: type[T], service: Service, unknown: Unknown) -> T:
+def read(found: dict[str, Any], schema: type[T], service: ModelService, unknown: UnknownFields) -> T:
     """A request. Its model is an adapter, or means nothing.
 
     Raises ``PenstockError`` as OpenAI's ``parse`` does.
@@ -41,7 +41,7 @@ def read(found: dict[str, Any], schema: type[T], service: Service, unknown: Unkn
     own = given.get("use_beam_search") is True
     defaults = {name: value for name, value in DEFAULTS.items() if not (own and name in SEARCHING)}
     if "max_completion_tokens" not in given:
-        defaults["max_tokens"] = service.gateway.preparer.default_max_tokens
+        defaults["max_tokens"] = service.gateway.input_processor.default_max_tokens
     return parse(defaults | given, schema, unknown)
 
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.dialects.openai.responses import ChatDelta, ChatLogprobs, ChatMessage, CompletionLogprobs, usage_of
-from penstock.serve.http.error_format import Shape
+from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.status import STATUS
 
 DONE = b"data: [DONE]\n\n"
@@ -75,17 +75,17 @@ def event(answer: msgspec.Struct) -> bytes:
     return b"data: " + encode(answer) + b"\n\n"
 
 
-class BladeShape(Shape):
+class BladeLLMErrorFormat(ErrorFormat):
     dialect = "bladellm"
 
     def error(self, failure: Failure) -> bytes:
         return encode(_error(failure))
 
-    def late_error(self, failure: Failure) -> bytes:
+    def stream_error(self, failure: Failure) -> bytes:
         return event(_error(failure)) + DONE
 
 
-SHAPE = BladeShape()
+ERROR_FORMAT = BladeLLMErrorFormat()
 
 
 def _error(failure: Failure) -> ErrorAnswer:

@@ -14,44 +14,44 @@ from penstock.serve.dialects.dispatch import CHATS, COMPLETIONS, Dialect
 from penstock.serve.dialects.openai.chat import ChatHandler
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.requests import CompletionRequest
-from penstock.serve.http.error_format import Shape
+from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
-from penstock.serve.models.registry import Services
+from penstock.serve.models.registry import ModelRegistry
 
 from .handler import BladeChatHandler, BladeCompletionHandler
 from .parse import named, read
-from .responses import SHAPE
+from .responses import ERROR_FORMAT
 
 
 class BladeLLM(Dialect):
     """Spoken by whoever sends a token without a scheme, as Alibaba's EAS has it, and under the profile by everybody."""
 
-    shape = SHAPE
+    error_format = ERROR_FORMAT
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._by_everybody = services.options.compat == "bladellm"
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
+        self._by_everybody = registry.options.compat == "bladellm"
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
-        return self.shape_of(request.scope) is not None
+        return self.error_format_of(request.scope) is not None
 
-    def shape_of(self, scope: Scope) -> Shape | None:
+    def error_format_of(self, scope: Scope) -> ErrorFormat | None:
         """How to answer a request whose body nobody has read; None where it is not BladeLLM's."""
         if scope["path"] not in (*COMPLETIONS, *CHATS):
             return None
         token = Headers(scope=scope).get("authorization", "").strip()
         bare = bool(token) and " " not in token and token.lower() not in ("bearer", "basic")
-        return SHAPE if bare or self._by_everybody else None
+        return ERROR_FORMAT if bare or self._by_everybody else None
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        service, record = self._services.find_or_first(named(found)), record_of(request.scope)
+        service, record = self._registry.find_or_first(named(found)), record_of(request.scope)
         wanted = read(found, CompletionRequest, service, record.unknown)
         handler = BladeCompletionHandler(CompletionHandler(service, record, wanted), record.request_id)
-        return Reply.of(service, handler, SHAPE, wanted.stream)
+        return Reply.of(service, handler, ERROR_FORMAT, wanted.stream)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        service, record = self._services.find_or_first(named(found)), record_of(request.scope)
+        service, record = self._registry.find_or_first(named(found)), record_of(request.scope)
         wanted = read(found, ChatRequest, service, record.unknown)
         handler = BladeChatHandler(ChatHandler(service, record, wanted, size), record.request_id)
-        return Reply.of(service, handler, SHAPE, wanted.stream)
+        return Reply.of(service, handler, ERROR_FORMAT, wanted.stream)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.core.errors import invalid
-from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.http.unknown_fields import UnknownFields
 
-from .inference import Asked
-from .model import VERSION, Answer, Model
+from .inference import InferenceRequest
+from .model import VERSION, Model, ModelResponse
 from .tensors import Tensor, from_json, in_json, to_json
 
 
-def from_fields(model: Model, found: dict[str, Any], unknown: Unknown) -> Asked:
+def from_fields(model: Model, found: dict[str, Any], unknown: UnknownFields) -> InferenceRequest:
     """A request whose inputs are fields, or fields of its ``parameters``.
 
     Args:
@@ -37,15 +37,15 @@ def from_fields(model: Model, found: dict[str, Any], unknown: Unknown) -> Asked:
         if name in model.not_yet:
             model.check_not_yet(name, bool(value))
             continue
-        if (own := model.renamed.get(name, name)) not in types:
+        if (own := model.aliases.get(name, name)) not in types:
             unknown.ignore("", name, types)
         elif value is not None:
             shape = [len(value)] if isinstance(value, list) else [1]
             inputs.append(from_json(name, types[own], shape, value))
-    return Asked(inputs, str(asked_as))
+    return InferenceRequest(inputs, str(asked_as))
 
 
-async def to_fields(model: Model, asked: Asked, answer: Answer) -> dict[str, Any]:
+async def to_fields(model: Model, asked: InferenceRequest, answer: ModelResponse) -> dict[str, Any]:
     """An answer with outputs as fields: those of one element as it is, others as a list."""
     found: dict[str, Any] = {"id": asked.id} if asked.id else {}
     found |= {"model_name": model.name, "model_version": VERSION}

@@ -10,9 +10,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from penstock.core.errors import invalid
 
-from .inference import Asked
-from .model import VERSION, Answer, Model
-from .shared_memory import Memory, in_memory
+from .inference import InferenceRequest
+from .model import VERSION, Model, ModelResponse
+from .shared_memory import SharedMemory, in_memory
 from .tensors import from_bytes, from_elements, to_bytes
 
 CONTENTS = {
@@ -39,7 +39,7 @@ def parameters(given: Any) -> dict[str, Any]:
     return {name: getattr(value, one) for name, value in given.items() if (one := value.WhichOneof("parameter_choice"))}
 
 
-def asked_of(request: Any, memory: Memory) -> Asked:
+def asked_of(request: Any, memory: SharedMemory) -> InferenceRequest:
     """A ``ModelInferRequest``'s parts. Raises ``PenstockError`` (``invalid``) where they are wrong."""
     where = [parameters(given.parameters) for given in request.inputs]
     shared = [in_memory(given.name, found) for given, found in zip(request.inputs, where, strict=True)]
@@ -58,10 +58,10 @@ def asked_of(request: Any, memory: Memory) -> Asked:
             elements = getattr(given.contents, CONTENTS.get(given.datatype, ""), ())
             inputs.append(from_elements(given.name, given.datatype, shape, list(elements)))
     outputs = {output.name: parameters(output.parameters) for output in request.outputs}
-    return Asked(inputs, request.id, outputs, parameters(request.parameters))
+    return InferenceRequest(inputs, request.id, outputs, parameters(request.parameters))
 
 
-def response_of(model: Model, asked: Asked, answer: Answer, memory: Memory) -> Any:
+def response_of(model: Model, asked: InferenceRequest, answer: ModelResponse, memory: SharedMemory) -> Any:
     """A ``ModelInferResponse``, whose outputs may lie in shared memory.
 
     Raises ``PenstockError`` (``invalid``) where there is no room for them.

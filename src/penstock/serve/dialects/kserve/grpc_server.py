@@ -22,15 +22,15 @@ from penstock import __version__
 from penstock.config.options import ServerOptions
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.middleware import GOOD_ID, fits
+from penstock.serve.http.middleware import GOOD_ID, matches_key
 from penstock.serve.http.reply import GONE, INTERNAL
-from penstock.serve.http.request_record import Record
-from penstock.serve.http.unknown_fields import HEADER, Once, Unknown
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
 from . import grpc_messages as messages
 from . import server_state as state
 from .inference import answers
-from .registry import Registry
+from .repository import ModelRepository
 from .shared_memory import NO_CUDA
 
 logger = logging.getLogger("penstock.requests")
@@ -67,12 +67,12 @@ class Server:
         options: whose keys and certificate are asked for and shown.
     """
 
-    def __init__(self, registry: Registry, address: str, options: ServerOptions) -> None:
+    def __init__(self, repository: ModelRepository, address: str, options: ServerOptions) -> None:
         self._stopping = asyncio.Event()
         self._stopped: asyncio.Task[None] | None = None
         limits = [("grpc.max_receive_message_length", MOST_MESSAGE), ("grpc.max_send_message_length", -1)]
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 1), *limits])
-        self._server.add_generic_rpc_handlers((_handlers(Inference(registry, options.api_key, self._stopping)),))
+        self._server.add_generic_rpc_handlers((_handlers(Inference(repository, options.api_key, self._stopping)),))
         try:
             if options.ssl_certfile:
                 certificate = Path(options.ssl_certfile).read_bytes()
@@ -97,7 +97,7 @@ class Server:
             await self._stopped
 
 
-Method = Callable[["Inference", Any, Record], Awaitable[Any]]
+Method = Callable[["Inference", Any, RequestRecord], Awaitable[Any]]
 
 
 def unary(method: Method) -> Any:
@@ -124,70 +124,70 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         stopping: set when no further request of a stream is to be read.
     """
 
-    def __init__(self, registry: Registry, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
-        self._registry = registry
+    def __init__(self, repository: ModelRepository, keys: tuple[str, ...], stopping: asyncio.Event) -> None:
+        self._repository = repository
         self._keys = [key.encode() for key in keys]
         self._stopping = stopping
-        self._once = Once()
+        self._once = UnknownFieldLog()
 
     @unary
-    async def ServerLive(self, request: Any, record: Record) -> Any:
+    async def ServerLive(self, request: Any, record: RequestRecord) -> Any:
         return pb.ServerLiveResponse(live=True)
 
     @unary
-    async def ServerReady(self, request: Any, record: Record) -> Any:
-        return pb.ServerReadyResponse(ready=_passes(self._registry.services.check))
+    async def ServerReady(self, request: Any, record: RequestRecord) -> Any:
+        return pb.ServerReadyResponse(ready=_passes(self._repository.registry.check))
 
     @unary
-    async def ServerMetadata(self, request: Any, record: Record) -> Any:
+    async def ServerMetadata(self, request: Any, record: RequestRecord) -> Any:
         return pb.ServerMetadataResponse(**state.server())
 
     @unary
-    async def ModelReady(self, request: Any, record: Record) -> Any:
+    async def ModelReady(self, request: Any, record: RequestRecord) -> Any:
         def check() -> None:
-            self._registry.find(request.name, request.version).check()
+            self._repository.find(request.name, request.version).check()
 
         return pb.ModelReadyResponse(ready=_passes(check))
 
     @unary
-    async def ModelMetadata(self, request: Any, record: Record) -> Any:
-        return messages.metadata_of(self._registry.find(request.name, request.version))
+    async def ModelMetadata(self, request: Any, record: RequestRecord) -> Any:
+        return messages.metadata_of(self._repository.find(request.name, request.version))
 
     @unary
-    async def ModelConfig(self, request: Any, record: Record) -> Any:
-        return messages.config_of(self._registry.find(request.name, request.version))
+    async def ModelConfig(self, request: Any, record: RequestRecord) -> Any:
+        return messages.config_of(self._repository.find(request.name, request.version))
 
     @unary
-    async def ModelStatistics(self, request: Any, record: Record) -> Any:
-        models = [self._registry.find(request.name, request.version)] if request.name else [*self._registry]
-        return messages.statistics_of([self._registry.counts.statistics(model) for model in models])
+    async def ModelStatistics(self, request: Any, record: RequestRecord) -> Any:
+        models = [self._repository.find(request.name, request.version)] if request.name else [*self._repository]
+        return messages.statistics_of([self._repository.counts.statistics(model) for model in models])
 
     @unary
-    async def RepositoryIndex(self, request: Any, record: Record) -> Any:
-        found = state.index(self._registry, request.ready)
+    async def RepositoryIndex(self, request: Any, record: RequestRecord) -> Any:
+        found = state.index(self._repository, request.ready)
         return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in found])
 
     @unary
-    async def RepositoryModelLoad(self, request: Any, record: Record) -> Any:
-        await state.load(self._registry, request.model_name, messages.parameters(request.parameters))
+    async def RepositoryModelLoad(self, request: Any, record: RequestRecord) -> Any:
+        await state.load(self._repository, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
     @unary
-    async def RepositoryModelUnload(self, request: Any, record: Record) -> Any:
-        await state.unload(self._registry, request.model_name, messages.parameters(request.parameters))
+    async def RepositoryModelUnload(self, request: Any, record: RequestRecord) -> Any:
+        await state.unload(self._repository, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
     @unary
-    async def TraceSetting(self, request: Any, record: Record) -> Any:
+    async def TraceSetting(self, request: Any, record: RequestRecord) -> Any:
         wanted = messages.wanted_trace(request)
-        return messages.trace_of(state.trace_settings(self._registry, wanted, request.model_name))
+        return messages.trace_of(state.trace_settings(self._repository, wanted, request.model_name))
 
     @unary
-    async def LogSettings(self, request: Any, record: Record) -> Any:
-        return messages.log_of(state.log_settings(self._registry, messages.wanted_log(request)))
+    async def LogSettings(self, request: Any, record: RequestRecord) -> Any:
+        return messages.log_of(state.log_settings(self._repository, messages.wanted_log(request)))
 
     @unary
-    async def ModelInfer(self, request: Any, record: Record) -> Any:
+    async def ModelInfer(self, request: Any, record: RequestRecord) -> Any:
         async with aclosing(self._responses(request, record, streamed=False)) as responses:
             (response,) = [response async for response in responses]
             return response
@@ -243,46 +243,46 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                 await asyncio.gather(running, *tasks, return_exceptions=True)
 
     @unary
-    async def SystemSharedMemoryStatus(self, request: Any, record: Record) -> Any:
+    async def SystemSharedMemoryStatus(self, request: Any, record: RequestRecord) -> Any:
         found = pb.SystemSharedMemoryStatusResponse()
-        for region in self._registry.memory.status(request.name):
+        for region in self._repository.memory.status(request.name):
             found.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
         return found
 
     @unary
-    async def SystemSharedMemoryRegister(self, request: Any, record: Record) -> Any:
-        self._registry.memory.register(request.name, request.key, request.offset, request.byte_size)
+    async def SystemSharedMemoryRegister(self, request: Any, record: RequestRecord) -> Any:
+        self._repository.memory.register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     @unary
-    async def SystemSharedMemoryUnregister(self, request: Any, record: Record) -> Any:
-        self._registry.memory.unregister(request.name)
+    async def SystemSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
+        self._repository.memory.unregister(request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     @unary
-    async def CudaSharedMemoryStatus(self, request: Any, record: Record) -> Any:
+    async def CudaSharedMemoryStatus(self, request: Any, record: RequestRecord) -> Any:
         return pb.CudaSharedMemoryStatusResponse()
 
     @unary
-    async def CudaSharedMemoryRegister(self, request: Any, record: Record) -> Any:
+    async def CudaSharedMemoryRegister(self, request: Any, record: RequestRecord) -> Any:
         raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
 
     @unary
-    async def CudaSharedMemoryUnregister(self, request: Any, record: Record) -> Any:
+    async def CudaSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
         return pb.CudaSharedMemoryUnregisterResponse()  # there is none
 
-    async def _responses(self, request: Any, record: Record, streamed: bool) -> AsyncGenerator[Any, None]:
+    async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """A request's ``ModelInferResponse`` messages."""
         _check_read(request)
-        if (size := request.ByteSize()) > (most := self._registry.services.max_body_size):
+        if (size := request.ByteSize()) > (most := self._repository.registry.max_body_size):
             raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)
-        model = self._registry.find(request.model_name, request.model_version)
-        asked = messages.asked_of(request, self._registry.memory)
+        model = self._repository.find(request.model_name, request.model_version)
+        asked = messages.asked_of(request, self._repository.memory)
         empty_last = bool(asked.parameters.get(messages.EMPTY_FINAL, False))
-        with model.service.place():
-            async with aclosing(answers(self._registry, model, asked, record, streamed)) as found:
+        with model.service.admit():
+            async with aclosing(answers(self._repository, model, asked, record, streamed)) as found:
                 async for answer in found:
-                    response = messages.response_of(model, asked, answer, self._registry.memory)
+                    response = messages.response_of(model, asked, answer, self._repository.memory)
                     if streamed:
                         response.parameters[messages.FINAL].bool_param = answer.last and not empty_last
                     yield response
@@ -292,7 +292,9 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             yield last
 
     @asynccontextmanager
-    async def told(self, context: Any, method: str, model: str = "", quiet: bool = False) -> AsyncIterator[Record]:
+    async def told(
+        self, context: Any, method: str, model: str = "", quiet: bool = False
+    ) -> AsyncIterator[RequestRecord]:
         """A call on its way: its key is looked at, what fails becomes its status, and the log has a line.
 
         Args:
@@ -301,19 +303,21 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         try:
             async with self.recorded(context, method, model, quiet or method in OPEN_TO_ALL) as record:
                 given = dict(context.invocation_metadata() or ()).get("authorization", "")
-                if self._keys and method not in OPEN_TO_ALL and not fits(given.encode(), self._keys):
+                if self._keys and method not in OPEN_TO_ALL and not matches_key(given.encode(), self._keys):
                     raise PenstockError.of(NO_KEY)
                 yield record
         except PenstockError as error:
             await context.abort(STATUS[error.failure.code], error.failure.message)
 
     @asynccontextmanager
-    async def recorded(self, context: Any, method: str, model: str, quiet: bool = False) -> AsyncIterator[Record]:
+    async def recorded(
+        self, context: Any, method: str, model: str, quiet: bool = False
+    ) -> AsyncIterator[RequestRecord]:
         """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        unknown = Unknown(self._registry.services.options.strict_requests)
+        unknown = UnknownFields(self._repository.registry.options.strict_requests)
         given_id = given if GOOD_ID.fullmatch(given) else uuid4().hex
-        record = Record(given_id, client=context.peer(), unknown=unknown)
+        record = RequestRecord(given_id, client=context.peer(), unknown=unknown)
         try:
             yield record
         except PenstockError as error:
@@ -329,14 +333,14 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         finally:
             self._tell(record, f"{method} {model[:100]!r}" if model else method, quiet)
 
-    def _tell(self, record: Record, what: str, quiet: bool) -> None:
+    def _tell(self, record: RequestRecord, what: str, quiet: bool) -> None:
         failure = record.failure
         if record.unknown.places and not failure:
             self._once.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
         facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
         level = logging.INFO
         if failure:
-            self._registry.services.metrics.failed(failure)
+            self._repository.registry.metrics.record_failure(failure)
             facts |= {"error": failure.code.value, "reason": failure.message}
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:
@@ -371,7 +375,7 @@ def _check_read(request: Any) -> None:
         raise invalid("body", "is no message of this method")
 
 
-def _trailing(unknown: Unknown) -> tuple[tuple[str, str], ...]:
+def _trailing(unknown: UnknownFields) -> tuple[tuple[str, str], ...]:
     return (SERVER, (HEADER, names)) if (names := unknown.header) else (SERVER,)
 
 

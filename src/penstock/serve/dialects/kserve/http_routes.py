@@ -15,19 +15,19 @@ from starlette.types import Message
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.body import convert, read_body, read_object
-from penstock.serve.http.error_format import Shape
+from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
-from penstock.serve.http.unknown_fields import Unknown
-from penstock.serve.models.registry import LEAST_BODY
+from penstock.serve.http.unknown_fields import UnknownFields
+from penstock.serve.models.registry import MIN_BODY_SIZE
 
 from . import server_state as state
 from .generate_extension import from_fields, to_fields
-from .inference import Asked, answers
-from .model import VERSION, Answer, Model
-from .registry import Registry
-from .shared_memory import NO_CUDA, Memory, in_memory
+from .inference import InferenceRequest, answers
+from .model import VERSION, Model, ModelResponse
+from .repository import ModelRepository
+from .shared_memory import NO_CUDA, SharedMemory, in_memory
 from .tensors import from_bytes, from_json, in_json, to_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -37,17 +37,17 @@ SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-class KServeShape(Shape):
+class KServeErrorFormat(ErrorFormat):
     dialect = "kserve"
 
     def error(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})
 
-    def late_error(self, failure: Failure) -> bytes:
+    def stream_error(self, failure: Failure) -> bytes:
         return event({"error": failure.message})
 
 
-SHAPE = KServeShape()
+ERROR_FORMAT = KServeErrorFormat()
 
 
 def event(found: object) -> bytes:
@@ -82,94 +82,94 @@ class Json(Response):
         super().__init__(msgspec.json.encode(found))
 
 
-def add_routes(app: FastAPI, registry: Registry) -> None:
+def add_routes(app: FastAPI, repository: ModelRepository) -> None:
     """Everything below ``/v2``."""
-    services, memory = registry.services, registry.memory
+    registry, memory = repository.registry, repository.memory
 
     async def body_of(request: Request) -> bytes:
-        return await _body(request, services.max_body_size, services.options.client_timeout)
+        return await _body(request, registry.max_body_size, registry.options.client_timeout)
 
     async def wish_of(request: Request) -> dict[str, Any]:
         """Of whoever looks after the server, whether its engines live or not."""
-        body = await _body(request, LEAST_BODY, services.options.client_timeout)
+        body = await _body(request, MIN_BODY_SIZE, registry.options.client_timeout)
         return read_object(body) if body else {}
 
     async def change_of(request: Request, schema: type[T]) -> T:
         """What changes the server is read to the letter: with a field ignored it would be another change."""
-        return convert(await wish_of(request), schema, Unknown(strict=True))
+        return convert(await wish_of(request), schema, UnknownFields(strict=True))
 
     async def live() -> Response:
         return Response()
 
     async def ready() -> Response:
-        services.check()
+        registry.check()
         return Response()
 
     async def server() -> Response:
         return Json(state.server())
 
     async def model_metadata(name: str, version: str = "") -> Response:
-        return Json(registry.find(name, version).metadata())
+        return Json(repository.find(name, version).metadata())
 
     async def model_config(name: str, version: str = "") -> Response:
-        return Json(registry.find(name, version).config())
+        return Json(repository.find(name, version).config())
 
     async def model_ready(name: str, version: str = "") -> Response:
         try:
-            registry.find(name, version).check()
+            repository.find(name, version).check()
         except PenstockError as error:  # 400 whatever the reason, as Triton has it
             raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
     async def model_stats(name: str, version: str = "") -> Response:
-        return Json({"model_stats": [registry.counts.statistics(registry.find(name, version))]})
+        return Json({"model_stats": [repository.counts.statistics(repository.find(name, version))]})
 
     async def all_stats() -> Response:
-        return Json({"model_stats": [registry.counts.statistics(model) for model in registry]})
+        return Json({"model_stats": [repository.counts.statistics(model) for model in repository]})
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
         length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
         asked = parse(await body_of(request), length, memory, unknown)
-        model = registry.find(name, version)
-        return InferReply(registry, model, asked, request)
+        model = repository.find(name, version)
+        return InferReply(repository, model, asked, request)
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
             found = read_object(await body_of(request))
-            model = registry.find(name, version)
+            model = repository.find(name, version)
             asked = from_fields(model, found, record_of(request.scope).unknown)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
-                stream = answers(registry, model, asked, record_of(request.scope), streamed)
+                stream = answers(repository, model, asked, record_of(request.scope), streamed)
                 async with aclosing(stream):
                     async for answer in stream:
                         told = await to_fields(model, asked, answer)
                         yield event(told) if streamed else msgspec.json.encode(told)
 
-            return Reply(model.service, pieces(), SHAPE, streamed)
+            return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
 
         return generate
 
     async def index(request: Request) -> Response:
         wish = convert(await wish_of(request), Index, record_of(request.scope).unknown)
-        return Json(state.index(registry, wish.ready))
+        return Json(state.index(repository, wish.ready))
 
     async def load(request: Request, name: str) -> Response:
         wish = await change_of(request, Change)
-        await state.load(registry, name, wish.parameters)
+        await state.load(repository, name, wish.parameters)
         return Response()
 
     async def unload(request: Request, name: str) -> Response:
         wish = await change_of(request, Change)
-        await state.unload(registry, name, wish.parameters)
+        await state.unload(repository, name, wish.parameters)
         return Response()
 
     async def logging(request: Request) -> Response:
-        return Json(state.log_settings(registry, await wish_of(request) if request.method == "POST" else {}))
+        return Json(state.log_settings(repository, await wish_of(request) if request.method == "POST" else {}))
 
     async def tracing(request: Request, name: str = "") -> Response:
         wanted = await wish_of(request) if request.method == "POST" else {}
-        return Json(state.trace_settings(registry, wanted, name))
+        return Json(state.trace_settings(repository, wanted, name))
 
     async def memory_status(name: str = "") -> Response:
         return Json(memory.status(name))
@@ -250,18 +250,18 @@ WITH_BODY = ("/infer", "/generate", "/generate_stream")
 class InferReply(Reply):
     """The answer to ``infer``: JSON, and behind it the outputs that were wanted in bytes."""
 
-    def __init__(self, registry: Registry, model: Model, asked: Asked, request: Request) -> None:
+    def __init__(self, repository: ModelRepository, model: Model, asked: InferenceRequest, request: Request) -> None:
         self._header: int | None = None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            found = answers(registry, model, asked, record_of(request.scope), streamed=False)
+            found = answers(repository, model, asked, record_of(request.scope), streamed=False)
             async with aclosing(found):
                 async for answer in found:
-                    head, binary = await written(model, asked, answer, registry.memory)
+                    head, binary = await written(model, asked, answer, repository.memory)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
-        super().__init__(model.service, pieces(), SHAPE, streamed=False)
+        super().__init__(model.service, pieces(), ERROR_FORMAT, streamed=False)
 
     def _start(self, status: int, whole: bytes | None) -> Message:
         message = super()._start(status, whole)
@@ -272,7 +272,7 @@ class InferReply(Reply):
         return message
 
 
-def parse(body: bytes, header_length: str | None, memory: Memory, unknown: Unknown) -> Asked:
+def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown: UnknownFields) -> InferenceRequest:
     """A request to ``infer``.
 
     Args:
@@ -313,10 +313,12 @@ def parse(body: bytes, header_length: str | None, memory: Memory, unknown: Unkno
         in_memory(name, parameters)
         if parameters.get("classification"):
             raise invalid(name, "classification is for models that classify")
-    return Asked(inputs, found.get("id", ""), outputs, found.get("parameters", {}))
+    return InferenceRequest(inputs, found.get("id", ""), outputs, found.get("parameters", {}))
 
 
-async def written(model: Model, asked: Asked, answer: Answer, memory: Memory) -> tuple[bytes, bytes | None]:
+async def written(
+    model: Model, asked: InferenceRequest, answer: ModelResponse, memory: SharedMemory
+) -> tuple[bytes, bytes | None]:
     """The JSON of an answer, and the bytes behind it; None where nothing was wanted so. Outputs that are wanted in
     shared memory are put there.
 

@@ -7,12 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
-from penstock.serve.http.request_record import Record
+from penstock.serve.http.request_record import RequestRecord
 
-from .model import Answer, Model
-from .registry import Registry
+from .model import Model, ModelResponse
+from .repository import ModelRepository
 from .tensors import Tensor
 
 PARAMETERS = frozenset(
@@ -23,7 +23,7 @@ PARAMETERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferenceRequest:
     """A request's parts."""
 
     inputs: list[Tensor]
@@ -35,8 +35,8 @@ class Asked:
 
 
 async def answers(
-    registry: Registry, model: Model, asked: Asked, record: Record, streamed: bool
-) -> AsyncGenerator[Answer, None]:
+    repository: ModelRepository, model: Model, asked: InferenceRequest, record: RequestRecord, streamed: bool
+) -> AsyncGenerator[ModelResponse, None]:
     """A model's answers to a request, one unless it is ``streamed``, with the outputs that are wanted.
 
     Raises ``PenstockError`` where the request is wrong or fails.
@@ -44,7 +44,7 @@ async def answers(
     names = [spec.name for spec in model.outputs]
     for name in asked.outputs:
         if name not in names:
-            words = f"unexpected inference output for model '{model.name}'{nearest(name, names)}"
+            words = f"unexpected inference output for model '{model.name}'{did_you_mean(name, names)}"
             raise invalid(name[:100], words)
     if asked.parameters.get("sequence_id"):
         raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests")
@@ -54,10 +54,10 @@ async def answers(
     for name in asked.parameters.keys() - PARAMETERS:
         record.unknown.ignore("parameters.", name, PARAMETERS)
     call = model.call(record, asked.inputs, streamed, priority, asked.id)
-    with registry.counts.counted(model, record, call):
+    with repository.counts.counted(model, record, call):
         async with aclosing(model.answers(call)) as found:
             async for answer in found:
                 if asked.outputs:
                     wanted = [tensor for tensor in answer.outputs if tensor.name in asked.outputs]
-                    answer = Answer(wanted, answer.last)
+                    answer = ModelResponse(wanted, answer.last)
                 yield answer

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.request_record import Record
-from penstock.serve.models.service import Service
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
 
 from .tensors import BYTES, LARGEST, REAL, WHOLE, Spec, Tensor, kind
 
@@ -21,10 +21,10 @@ MOST_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """One request to a model, its inputs checked against the model's."""
 
-    record: Record
+    record: RequestRecord
     inputs: Mapping[str, Tensor]
     """By name. With a batch, each has its dimension first."""
     batch: int | None
@@ -52,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelResponse:
     outputs: list[Tensor]
     last: bool = True
     """Whether no other follows."""
@@ -65,7 +65,7 @@ class Model:
     platform: ClassVar[str] = "python"
     inputs: ClassVar[tuple[Spec, ...]]
     outputs: ClassVar[tuple[Spec, ...]]
-    renamed: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of its inputs."""
     not_yet: ClassVar[Mapping[str, str]] = {}
     """Inputs that are known and refused, with the reason."""
@@ -73,10 +73,10 @@ class Model:
     """Rows that a request may have; 0 where inputs have no dimension for them."""
     decoupled: ClassVar[bool] = False
     """Whether a request may have other than one answer."""
-    _service: Service
+    _service: ModelService
 
     @property
-    def service(self) -> Service:
+    def service(self) -> ModelService:
         """The model of ours that it is over. Raises ``PenstockError`` (``unavailable``) where there is none."""
         return self._service
 
@@ -84,7 +84,7 @@ class Model:
         """Raises ``PenstockError`` (``unavailable``) where it cannot answer."""
         self.service.gateway.engine.check()
 
-    def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+    def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         """Answer a request. Raises ``PenstockError`` where it is wrong or fails."""
         raise NotImplementedError
 
@@ -125,8 +125,8 @@ class Model:
         }
 
     def call(
-        self, record: Record, given: Iterable[Tensor], streamed: bool, priority: int = 0, asked_as: str = ""
-    ) -> Call:
+        self, record: RequestRecord, given: Iterable[Tensor], streamed: bool, priority: int = 0, asked_as: str = ""
+    ) -> ModelCall:
         """A request with these inputs.
 
         Raises ``PenstockError``: ``invalid`` for inputs that are unknown, missing, or of a wrong type or shape,
@@ -136,13 +136,13 @@ class Model:
         found: dict[str, Tensor] = {}
         batches = set()
         for tensor in given:
-            if (own := self.renamed.get(tensor.name)) is not None:
+            if (own := self.aliases.get(tensor.name)) is not None:
                 tensor = replace(tensor, name=own)
             if tensor.name in self.not_yet:
                 self.check_not_yet(tensor.name, any(tensor.elements))
                 continue
             if (spec := specs.get(tensor.name)) is None:
-                words = f"unexpected inference input for model '{self.name}'{nearest(tensor.name, specs)}"
+                words = f"unexpected inference input for model '{self.name}'{did_you_mean(tensor.name, specs)}"
                 raise invalid(tensor.name[:100], words)
             if tensor.name in found:
                 raise invalid(tensor.name, "is given twice")
@@ -153,7 +153,7 @@ class Model:
         if len(batches) > 1:
             told = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
             raise invalid("shape", f"inputs differ in their batch's dimension: {told}")
-        return Call(record, found, batches.pop() if batches else None, streamed, priority, asked_as)
+        return ModelCall(record, found, batches.pop() if batches else None, streamed, priority, asked_as)
 
     def check_not_yet(self, name: str, asked: bool) -> None:
         """Raise ``PenstockError`` (``unsupported``) where an input that is not there yet is more than zeros."""

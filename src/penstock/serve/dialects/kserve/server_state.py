@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from penstock import __version__
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.models.messages import ServedModel
 
 from .model import MOST_BATCH, VERSION
-from .registry import Registry
+from .repository import ModelRepository
 from .settings import change_trace, check_trace
 from .settings import trace_settings as current_trace
 
@@ -51,14 +51,14 @@ def server() -> dict[str, Any]:
     return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def index(registry: Registry, ready: bool = False) -> list[dict[str, str]]:
+def index(repository: ModelRepository, ready: bool = False) -> list[dict[str, str]]:
     """As ``/v2/repository/index`` tells it; ``ready`` leaves out what cannot be asked."""
     states = [
-        (name, *_state(registry, model))
-        for model in registry.services.models
+        (name, *_state(repository, model))
+        for model in repository.registry.models
         for name in model.kserve or model.names[:1]
     ]
-    states += [(model.name, "READY", "") for model in registry.others]
+    states += [(model.name, "READY", "") for model in repository.others]
     return [
         {"name": name, "version": VERSION, "state": state, "reason": reason}
         for name, state, reason in states
@@ -66,10 +66,10 @@ def index(registry: Registry, ready: bool = False) -> list[dict[str, str]]:
     ]
 
 
-def _state(registry: Registry, model: ServedModel) -> tuple[str, str]:
+def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
     """And the reason of it."""
-    service = next((service for service in registry.services if service.name == model.name), None)
-    if model.leaving:
+    service = next((service for service in repository.registry if service.name == model.name), None)
+    if model.draining:
         return "UNLOADING", ""
     if service is None:
         return ("LOADING", "") if model.engine else ("UNAVAILABLE", model.reason)
@@ -80,13 +80,13 @@ def _state(registry: Registry, model: ServedModel) -> tuple[str, str]:
     return "READY", ""
 
 
-async def load(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
+async def load(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Load the model that this one is over; nothing is left to do where it is here.
 
     Raises ``PenstockError`` where there is none, it cannot be loaded, or it is to be loaded in another way.
     """
-    if (model := registry.owner(name)) is None:
-        known = ", ".join(each for model in registry.services.models for each in model.kserve)
+    if (model := repository.owner(name)) is None:
+        known = ", ".join(each for model in repository.registry.models for each in model.kserve)
         words = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
         raise PenstockError(Code.INVALID, words, "model_name")
     try:
@@ -94,24 +94,24 @@ async def load(registry: Registry, name: str, parameters: Mapping[str, Any] | No
     except PenstockError as error:
         failure = error.failure
         raise PenstockError(failure.code, f"failed to load '{name}', {failure.message}", failure.field) from error
-    if registry.keeper.explicit or _state(registry, model)[0] != "READY":
-        await _done("load", name, registry.keeper.load(model.name))
-    sizes = registry.shared.read().max_batch_size
+    if repository.model_manager.explicit or _state(repository, model)[0] != "READY":
+        await _done("load", name, repository.model_manager.load(model.name))
+    sizes = repository.shared.read().max_batch_size
     if sizes.get(name) != most_batch:
-        with registry.shared.changing() as state:
+        with repository.shared.changing() as state:
             state.max_batch_size.pop(name, None)
             if most_batch is not None:
                 state.max_batch_size[name] = most_batch
 
 
-async def unload(registry: Registry, name: str, parameters: Mapping[str, Any] | None) -> None:
+async def unload(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Unload the model that this one is over, and with it all that are.
 
     Raises ``PenstockError`` where there is none, or it is one of several over an engine that are not to go.
     """
-    if (model := registry.owner(name)) is None:
+    if (model := repository.owner(name)) is None:
         raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
-    registry.keeper.check()
+    repository.model_manager.check()
     if unknown := sorted((parameters or {}).keys() - {DEPENDENTS}):
         raise PenstockError(Code.INVALID, f"{unknown[0][:100]}: no such parameter; there is {DEPENDENTS}", "parameters")
     if not isinstance((parameters or {}).get(DEPENDENTS, False), bool):
@@ -121,7 +121,7 @@ async def unload(registry: Registry, name: str, parameters: Mapping[str, Any] | 
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
         words = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
         raise PenstockError(Code.UNSUPPORTED, f"{words}, or set {DEPENDENTS}", "model_name")
-    await _done("unload", name, registry.keeper.unload(model.name))
+    await _done("unload", name, repository.model_manager.unload(model.name))
 
 
 def overriding(parameters: Mapping[str, Any]) -> int | None:
@@ -145,7 +145,7 @@ def overriding(parameters: Mapping[str, Any]) -> int | None:
     most_batch = None
     for name, value in config.items():
         if name not in MODEL_CONFIG:
-            raise invalid("config", f"no such field: {name[:100]}{nearest(name[:100], MODEL_CONFIG)}")
+            raise invalid("config", f"no such field: {name[:100]}{did_you_mean(name[:100], MODEL_CONFIG)}")
         if name == "parameters" and value:
             raise PenstockError(Code.UNSUPPORTED, "config.parameters: set when the server starts", "config")
         if name == "max_batch_size":
@@ -171,26 +171,26 @@ async def _done(what: str, name: str, work: Awaitable[None]) -> None:
         raise PenstockError(failure.code, f"failed to {what} '{name}': {failure.message}", "model_name") from error
 
 
-def log_settings(registry: Registry, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def log_settings(repository: ModelRepository, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Change the log settings as a client wants them, and return all, as ``/v2/logging`` does.
 
     Raises ``PenstockError`` where one of them cannot be so; then none is changed.
     """
-    if changes := registry.log.check(wanted):
-        with registry.shared.changing() as state:
+    if changes := repository.log.check(wanted):
+        with repository.shared.changing() as state:
             state.log |= changes
-        registry.log.apply(registry.shared.read().log)
-    return registry.log.current(registry.shared.read().log)
+        repository.log.apply(repository.shared.read().log)
+    return repository.log.current(repository.shared.read().log)
 
 
-def trace_settings(registry: Registry, wanted: Mapping[str, Any], model: str = "") -> dict[str, Any]:
+def trace_settings(repository: ModelRepository, wanted: Mapping[str, Any], model: str = "") -> dict[str, Any]:
     """Likewise the trace settings, of one model or of all that have none of their own.
 
     Raises ``PenstockError`` where one of them cannot be so, or there is no such model.
     """
     if model:
-        registry.find(model)
+        repository.find(model)
     if changes := check_trace(wanted):
-        with registry.shared.changing() as state:
+        with repository.shared.changing() as state:
             change_trace(state.trace, model, changes)
-    return current_trace(registry.shared.read().trace, model)
+    return current_trace(repository.shared.read().trace, model)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.settings import nearest
+from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
@@ -137,7 +137,7 @@ def _number(name: str, value: Any) -> int:
 
 def _check_known(name: str, value: Any, current: Mapping[str, Any]) -> None:
     if name not in current:
-        raise invalid(name[:100], f"no such setting{nearest(name[:100], current)}")
+        raise invalid(name[:100], f"no such setting{did_you_mean(name[:100], current)}")
     if name in FIXED and value not in (None, current[name]):
         words = f"{name}: can not be updated through network protocol; set it when the server starts"
         raise PenstockError(Code.UNSUPPORTED, words, name)

@@ -36,7 +36,7 @@ NOT_ALLOWED = (
 NO_CUDA = "CUDA shared memory is not supported; use system shared memory, or send tensors in requests"
 
 
-class Memory:
+class SharedMemory:
     """The regions that clients have registered.
 
     Args:
@@ -87,7 +87,7 @@ class Memory:
 
     def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
         """The bytes of an input. Raises ``PenstockError`` (``invalid``) where it has no such place."""
-        region, offset, size = self._place(tensor, parameters)
+        region, offset, size = self._admit(tensor, parameters)
         if size > (most := self._most()):
             raise invalid(tensor, f"has {size} bytes of shared memory, and at most {most} are taken", most)
         with _opened(region, os.O_RDONLY) as file:
@@ -101,7 +101,7 @@ class Memory:
 
         Raises ``PenstockError`` (``invalid``) where it has no such place, or not enough of it.
         """
-        region, offset, size = self._place(tensor, parameters)
+        region, offset, size = self._admit(tensor, parameters)
         if len(raw) > size:
             words = f"shared memory size specified with the request ({size} bytes) should be at least {len(raw)} bytes"
             raise invalid(tensor, words, size)
@@ -109,7 +109,7 @@ class Memory:
             os.pwrite(file, raw, region.offset + offset)
         return {REGION: parameters[REGION], SIZE: len(raw), **({OFFSET: offset} if offset else {})}
 
-    def _place(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
+    def _admit(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
         """A tensor's region, and its offset and size within."""
         name = parameters.get(REGION)
         region = self._shared.read().regions.get(name) if isinstance(name, str) else None

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.core import Code, PenstockError
-from penstock.serve.http.request_record import Record
+from penstock.serve.http.request_record import RequestRecord
 
-from .model import VERSION, Call, Model
+from .model import VERSION, Model, ModelCall
 
 MICROSECONDS, MILLISECONDS = 1e6, 1e3
 NANOSECONDS_EACH = 1000
@@ -34,7 +34,7 @@ FAILURES = "nv_inference_request_failure"
 LAST = "penstock:kserve_last_inference_milliseconds"
 
 
-class Counts:
+class Statistics:
     """One a process."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Counts:
         self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
 
     @contextmanager
-    def counted(self, model: Model, record: Record, call: Call) -> Iterator[None]:
+    def counted(self, model: Model, record: RequestRecord, call: ModelCall) -> Iterator[None]:
         """Count a request by how it ends."""
         begun = time.monotonic()
         try:

@@ -11,11 +11,11 @@ import msgspec
 from penstock.core import Code, PenstockError
 from penstock.serve.chat.request import ChatRequest, GenerationRequest
 from penstock.serve.http.body import read_object
-from penstock.serve.http.error_format import renamed
+from penstock.serve.http.error_format import rename_field
 from penstock.serve.http.reply import INTERNAL
-from penstock.serve.http.request_record import Record
+from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.status import STATUS
-from penstock.serve.models.service import Service
+from penstock.serve.models.service import ModelService
 
 from .chat import ChatHandler
 from .completions import CompletionHandler
@@ -65,7 +65,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     error: BatchError | None
 
 
-async def answer(service: Service, record: Record, url: str, body: bytes) -> tuple[int, bytes]:
+async def answer(service: ModelService, record: RequestRecord, url: str, body: bytes) -> tuple[int, bytes]:
     """Answer a request whole.
 
     Args:
@@ -83,11 +83,11 @@ async def answer(service: Service, record: Record, url: str, body: bytes) -> tup
         logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
         record.failure = INTERNAL
     names = OF_CHATS if url == CHAT else OF_ALL
-    return STATUS[record.failure.code], encode(error_of(renamed(record.failure, names)))
+    return STATUS[record.failure.code], encode(error_of(rename_field(record.failure, names)))
 
 
 def _handler(
-    service: Service, record: Record, url: str, body: bytes
+    service: ModelService, record: RequestRecord, url: str, body: bytes
 ) -> ChatHandler | CompletionHandler | EmbeddingHandler:
     if url == CHAT:
         asked = parse(read_object(body), ChatRequest, record.unknown)

@@ -9,12 +9,12 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.chat.request import ChatRequest, NamedTool
-from penstock.serve.chat.stream_cursor import CallPart, News, Telling
-from penstock.serve.http.request_record import Record
-from penstock.serve.models.service import Service
+from penstock.serve.chat.stream_cursor import CallDelta, Delta, StreamCursor
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
 from penstock.text import ToolCall
 
 from .responses import (
@@ -48,13 +48,13 @@ Reason = Literal["stop", "length", "tool_calls"] | None
 class ChatHandler:
     """One request, from its messages to its choices."""
 
-    def __init__(self, service: Service, record: Record, request: ChatRequest, size: int) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: ChatRequest, size: int) -> None:
         self._service = service
         self._request = request
         self._chat = ChatGeneration(service, record, request, size)
         self.sampling = self._chat.sampling
         self._echoed = self._chat.prompt.echoed
-        self._vocabulary = service.gateway.preparer.tokenizer.vocabulary
+        self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
         """By token id: the bytes of tokens whose log probabilities were sent."""
         self.id = f"chatcmpl-{record.request_id}"
@@ -78,7 +78,7 @@ class ChatHandler:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
         with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
-        telling: dict[int, Telling] = {}
+        telling: dict[int, StreamCursor] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
                 begins, told = not telling, []
@@ -86,7 +86,7 @@ class ChatHandler:
                 for made in output.outputs:
                     chunks = []
                     if made.index not in telling:
-                        telling[made.index] = Telling()
+                        telling[made.index] = StreamCursor()
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
@@ -114,7 +114,7 @@ class ChatHandler:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
 
-    def new(self, made: CompletionOutput, telling: Telling) -> list[ChunkChoice]:
+    def new(self, made: CompletionOutput, telling: StreamCursor) -> list[ChunkChoice]:
         """What a step brought to a sequence, in a chunk, none, or two."""
         piece = telling.progress.advance(made)
         if piece is None:
@@ -151,9 +151,9 @@ class ChatHandler:
             stop_reason=made.stop_reason,
         )
         if made.logprobs is not None:
-            turns = self._service.gateway.turns
-            await turns.next()
-            choice.logprobs = ChatLogprobs(content=await in_pieces(made.logprobs, self._position, turns))
+            fair_queue = self._service.gateway.fair_queue
+            await fair_queue.next()
+            choice.logprobs = ChatLogprobs(content=await in_pieces(made.logprobs, self._position, fair_queue))
         if self._request.return_token_ids:
             choice.token_ids = message.completion_token_ids = made.token_ids
             message.prompt_token_ids = prompt_token_ids
@@ -170,16 +170,16 @@ class ChatHandler:
 
     async def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
         """What was asked for of the prompt; in a stream its first chunk has it."""
-        answer.prompt_logprobs = await prompt_logprobs_of(output, self._service.gateway.turns)
+        answer.prompt_logprobs = await prompt_logprobs_of(output, self._service.gateway.fair_queue)
         if self._request.return_token_ids:
             answer.prompt_token_ids = output.prompt_token_ids
         if self._request.return_prompt_text:
             answer.prompt_text = output.prompt
 
-    def _logprobs(self, positions: list[Position]) -> ChatLogprobs:
+    def _logprobs(self, positions: list[PositionLogprobs]) -> ChatLogprobs:
         return ChatLogprobs(content=[self._position(position) for position in positions])
 
-    def _position(self, position: Position) -> TokenLogprob:
+    def _position(self, position: PositionLogprobs) -> TokenLogprob:
         as_ids = self._request.return_tokens_as_token_ids
         entries = [
             (
@@ -199,7 +199,7 @@ class ChatHandler:
         return found
 
 
-def _delta(news: News) -> ChatDelta:
+def _delta(news: Delta) -> ChatDelta:
     delta = ChatDelta()
     if news.thought:
         delta.reasoning = delta.reasoning_content = news.thought
@@ -210,7 +210,7 @@ def _delta(news: News) -> ChatDelta:
     return delta
 
 
-def _part(part: CallPart) -> ToolCallDelta:
+def _part(part: CallDelta) -> ToolCallDelta:
     if not part.id:
         return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
     function = FunctionDelta(name=part.name, arguments=part.arguments)

@@ -13,11 +13,11 @@ from penstock.core import SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
 from penstock.frontend.input_processor import Prompt
-from penstock.frontend.outputs import CompletionOutput, Position, RequestOutput
+from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from penstock.serve.chat.prompt import truncated
-from penstock.serve.generation import Progress, generate, together
-from penstock.serve.http.request_record import Record
-from penstock.serve.models.service import Service
+from penstock.serve.generation import SequenceCursor, generate, merge_streams
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
 
 from .parse import completion_sampling
 from .requests import MOST_PROMPTS, CompletionRequest
@@ -40,14 +40,14 @@ from .responses import (
 class CompletionHandler:
     """One request of this kind, from its prompts to its choices."""
 
-    def __init__(self, service: Service, record: Record, request: CompletionRequest) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: CompletionRequest) -> None:
         self._service = service
         self._record = record
         self._request = request
-        self._turns = service.gateway.turns
-        self._tokenizer = service.gateway.preparer.tokenizer
+        self._fair_queue = service.gateway.fair_queue
+        self._tokenizer = service.gateway.input_processor.tokenizer
         self._adapter = service.adapter_of(request.model)
-        self.sampling: SamplingParams = completion_sampling(request, service.gateway.preparer.default_sampling())
+        self.sampling: SamplingParams = completion_sampling(request, service.gateway.input_processor.default_sampling())
         self._untold = 1 if request.max_tokens == 0 else 0
         """Tokens that had to be computed and are not asked for."""
         self._prompts = _prompts(request)
@@ -61,7 +61,7 @@ class CompletionHandler:
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         prompts = [await self._prompt(prompt) for prompt in self._prompts]
         streams = [generate(self._service, self._record, prompt, self.sampling, **options) for prompt in prompts]
-        async with aclosing(together(streams)) as outputs:
+        async with aclosing(merge_streams(streams)) as outputs:
             async for numbered in outputs:
                 yield numbered
 
@@ -78,7 +78,7 @@ class CompletionHandler:
         given = self._request.stream_options
         with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
         last: dict[int, RequestOutput] = {}
-        progress = [Progress() for _ in self._offsets]
+        progress = [SequenceCursor() for _ in self._offsets]
         async with aclosing(self.outputs()) as outputs:
             async for i, output in outputs:
                 last[i], told = output, []
@@ -106,7 +106,7 @@ class CompletionHandler:
         return truncated(token_ids, request, most)
 
     async def new(
-        self, i: int, output: RequestOutput, made: CompletionOutput, progress: Progress
+        self, i: int, output: RequestOutput, made: CompletionOutput, progress: SequenceCursor
     ) -> CompletionChoice | None:
         """What a step brought to a sequence; None where there is nothing to tell yet."""
         first = not progress.tokens
@@ -116,14 +116,14 @@ class CompletionHandler:
         text, ids, positions = ("", [], []) if self._untold else piece
         ids_wanted = bool(self._request.return_token_ids)
         choice = CompletionChoice(index=i * self.sampling.n + made.index, text=text)
-        echoed: list[Position | None] = []
+        echoed: list[PositionLogprobs | None] = []
         if first and self._request.echo:
             choice.text = self._prompt_text(output) + text
             echoed = output.prompt_logprobs or []
         if first and ids_wanted:
             choice.prompt_token_ids = output.prompt_token_ids
         if first and self._request.prompt_logprobs is not None:
-            choice.prompt_logprobs = await prompt_logprobs_of(output, self._turns)
+            choice.prompt_logprobs = await prompt_logprobs_of(output, self._fair_queue)
         if self.sampling.logprobs is not None:
             choice.logprobs = await self._logprobs(choice.index, [*echoed, *positions], output if echoed else None)
         if ids_wanted:
@@ -135,7 +135,7 @@ class CompletionHandler:
         return choice
 
     async def choice(self, i: int, output: RequestOutput, made: CompletionOutput) -> CompletionChoice:
-        choice = await self.new(i, output, made, Progress())
+        choice = await self.new(i, output, made, SequenceCursor())
         assert choice is not None
         return choice
 
@@ -160,21 +160,23 @@ class CompletionHandler:
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     async def _logprobs(
-        self, index: int, positions: list[Position | None], prompt: RequestOutput | None
+        self, index: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
     ) -> CompletionLogprobs:
         """As ``_piece``; many a piece in each turn."""
         if len(positions) <= PIECE:
             return self._piece(index, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
         for start in range(0, len(positions), PIECE):
-            await self._turns.next()
+            await self._fair_queue.next()
             piece = self._piece(index, positions[start : start + PIECE], prompt)
             for name, found in parts.items():
                 found.append(encode(getattr(piece, name))[1:-1])
         encoded: dict[str, Any] = {name: joined(found) for name, found in parts.items()}
         return CompletionLogprobs(**encoded)
 
-    def _piece(self, index: int, positions: list[Position | None], prompt: RequestOutput | None) -> CompletionLogprobs:
+    def _piece(
+        self, index: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
+    ) -> CompletionLogprobs:
         """Of prompt and output tokens in turn; ``prompt`` has the first token, for which there is no probability."""
         as_ids = self._request.return_tokens_as_token_ids
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])

@@ -14,13 +14,13 @@ import msgspec
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
-from penstock.frontend.input_processor import VOID, Prompt
+from penstock.frontend.input_processor import NO_GENERATION, Prompt
 from penstock.frontend.outputs import RequestOutput, cosine, floats_of
 from penstock.serve.chat.prompt import truncated
-from penstock.serve.generation import generate, together
+from penstock.serve.generation import generate, merge_streams
 from penstock.serve.http.body import given
-from penstock.serve.http.request_record import Record
-from penstock.serve.models.service import Service
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
 
 from .requests import MOST_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage, PairScore, Scores, encode
@@ -31,7 +31,7 @@ class _PoolingHandler:
 
     kind = ""
 
-    def __init__(self, service: Service, record: Record, request: EmbeddingRequest | ScoreRequest) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: EmbeddingRequest | ScoreRequest) -> None:
         self._service = service
         self._record = record
         self._request = request
@@ -41,7 +41,7 @@ class _PoolingHandler:
             "adapter": service.adapter_of(request.model),
         }
         self._special = request.add_special_tokens is not False
-        self._pooling = service.gateway.preparer.pooling
+        self._pooling = service.gateway.input_processor.pooling
         self.id = f"{self.kind}-{record.request_id}"
         self._model = str(self._options["adapter"]) or service.name
         self._created = int(time.time())
@@ -51,7 +51,7 @@ class _PoolingHandler:
         size = sum(len(prompt) for _, prompt in prompts if isinstance(prompt, str))
         streams = [self._vector(field, prompt, size) for field, prompt in prompts]
         found: dict[int, RequestOutput] = {}
-        async with aclosing(together(streams)) as outputs:
+        async with aclosing(merge_streams(streams)) as outputs:
             async for index, output in outputs:
                 found[index] = output
         return [found[index] for index in range(len(prompts))]
@@ -64,7 +64,9 @@ class _PoolingHandler:
                 token_ids = await self._service.gateway.encode(prompt, self._special, size)
                 most = self._service.gateway.engine.check().max_model_len
                 prompt = {"prompt_token_ids": truncated(token_ids, self._request, most, "right")}
-            stream = generate(self._service, self._record, prompt, VOID, pooling=self._pooling, **self._options)
+            stream = generate(
+                self._service, self._record, prompt, NO_GENERATION, pooling=self._pooling, **self._options
+            )
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
@@ -79,7 +81,7 @@ class _PoolingHandler:
 class EmbeddingHandler(_PoolingHandler):
     kind = "embd"
 
-    def __init__(self, service: Service, record: Record, request: EmbeddingRequest) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: EmbeddingRequest) -> None:
         super().__init__(service, record, request)
         self._as_text = request.encoding_format == "base64"
         self._prompts = _inputs(request)
@@ -111,7 +113,7 @@ class EmbeddingHandler(_PoolingHandler):
 class ScoreHandler(_PoolingHandler):
     kind = "score"
 
-    def __init__(self, service: Service, record: Record, request: ScoreRequest) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: ScoreRequest) -> None:
         super().__init__(service, record, request)
         self._names = _sides(request)
         first, second = self._names

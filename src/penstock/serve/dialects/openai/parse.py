@@ -11,7 +11,7 @@ from penstock.core.errors import invalid
 from penstock.serve.chat.request import ChatRequest
 from penstock.serve.chat.sampling import sampling_of
 from penstock.serve.http.body import convert
-from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.http.unknown_fields import UnknownFields
 
 from .requests import NOT_YET, CompletionRequest
 
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 ONLY_CHATS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
 
 
-def parse(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
+def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     """A request from its JSON, of which nothing else is left.
 
     Args:

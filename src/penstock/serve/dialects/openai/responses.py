@@ -9,8 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core import Code, Failure
-from penstock.frontend.outputs import Logprob, Position, RequestOutput
-from penstock.frontend.turns import Turns
+from penstock.frontend.fair_queue import FairQueue
+from penstock.frontend.outputs import Logprob, PositionLogprobs, RequestOutput
 from penstock.serve.http.status import STATUS
 
 T = TypeVar("T")
@@ -276,14 +276,14 @@ def event(answer: msgspec.Struct) -> bytes:
     return b"data: " + encode(answer) + b"\n\n"
 
 
-async def in_pieces(items: Sequence[T], make: Callable[[T], Any], turns: Turns) -> Any:
+async def in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
     """A list of what is made of each item, ready to be encoded; one that is long is encoded a piece at a time, so that
     others have their turns."""
     if len(items) <= PIECE:
         return list(map(make, items))
     parts = []
     for start in range(0, len(items), PIECE):
-        await turns.next()
+        await fair_queue.next()
         parts.append(encode(list(map(make, items[start : start + PIECE])))[1:-1])
     return joined(parts)
 
@@ -315,7 +315,7 @@ def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
     """Tokens of a request's prompts and all their sequences, but for ``untold`` a sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(max(len(m.token_ids) - untold, 0) for output in outputs for m in output.outputs)
-    made += sum(output.untold_tokens for output in outputs)  # which OpenAI counts, too
+    made += sum(output.num_discarded_tokens for output in outputs)  # which OpenAI counts, too
     cached = sum(output.num_cached_tokens for output in outputs)
     thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(
@@ -332,12 +332,12 @@ def token_of(token_id: int, told: Logprob, as_id: bool | None) -> str:
     return f"token_id:{token_id}" if as_id else told.decoded_token
 
 
-async def prompt_logprobs_of(output: RequestOutput, turns: Turns) -> Any:
+async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
     """As vLLM gives them, a list; unset where they were not asked for."""
-    return UNSET if output.prompt_logprobs is None else await in_pieces(output.prompt_logprobs, _by_id, turns)
+    return UNSET if output.prompt_logprobs is None else await in_pieces(output.prompt_logprobs, _by_id, fair_queue)
 
 
-def _by_id(position: Position | None) -> dict[int, dict[str, Any]] | None:
+def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | None:
     return (
         None
         if position is None

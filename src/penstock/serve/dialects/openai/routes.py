@@ -15,13 +15,13 @@ from penstock.serve.chat.messages import messages_of, template_options
 from penstock.serve.chat.request import ChatRequest, Truncated
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.body import read_object
-from penstock.serve.http.error_format import Shape, renamed
+from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import WORDS, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from .chat import ChatHandler
 from .completions import CompletionHandler
@@ -59,7 +59,7 @@ from .responses import (
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class OpenAIShape(Shape):
+class OpenAIErrorFormat(ErrorFormat):
     """How a request is told that it failed.
 
     Args:
@@ -70,14 +70,14 @@ class OpenAIShape(Shape):
         self._names = names
 
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(renamed(failure, self._names)))
+        return encode(error_of(rename_field(failure, self._names)))
 
-    def late_error(self, failure: Failure) -> bytes:
-        return event(error_of(renamed(failure, self._names))) + DONE
+    def stream_error(self, failure: Failure) -> bytes:
+        return event(error_of(rename_field(failure, self._names))) + DONE
 
 
-SHAPE = OpenAIShape(OF_ALL)
-CHAT_SHAPE = OpenAIShape(OF_CHATS)
+ERROR_FORMAT = OpenAIErrorFormat(OF_ALL)
+CHAT_ERROR_FORMAT = OpenAIErrorFormat(OF_CHATS)
 
 
 class Json(Response):
@@ -94,10 +94,10 @@ class OpenAI(Dialect):
         check: what more is refused, by raising ``PenstockError``.
     """
 
-    shape = SHAPE
+    error_format = ERROR_FORMAT
 
-    def __init__(self, services: Services, check: Callable[[SamplingParams], None] | None = None) -> None:
-        self._services = services
+    def __init__(self, registry: ModelRegistry, check: Callable[[SamplingParams], None] | None = None) -> None:
+        self._registry = registry
         self._check = check or (lambda sampling: None)
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
@@ -107,26 +107,26 @@ class OpenAI(Dialect):
         record = record_of(request.scope)
         if found.get("prompt_token_ids"):
             found.setdefault("prompt", "")  # which nobody looks at then
-        wanted = _parse(self._services, found, CompletionRequest, request)
-        service = self._services.find(wanted.model)
+        wanted = _parse(self._registry, found, CompletionRequest, request)
+        service = self._registry.find(wanted.model)
         handler = CompletionHandler(service, record, wanted)
         self._check(handler.sampling)
-        return Reply.of(service, handler, SHAPE, wanted.stream)
+        return Reply.of(service, handler, ERROR_FORMAT, wanted.stream)
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
         record = record_of(request.scope)
-        record.shape = CHAT_SHAPE
-        wanted = _parse(self._services, found, ChatRequest, request)
-        service = self._services.find(wanted.model)
+        record.error_format = CHAT_ERROR_FORMAT
+        wanted = _parse(self._registry, found, ChatRequest, request)
+        service = self._registry.find(wanted.model)
         handler = ChatHandler(service, record, wanted, size)
         self._check(handler.sampling)
-        return Reply.of(service, handler, CHAT_SHAPE, wanted.stream)
+        return Reply.of(service, handler, CHAT_ERROR_FORMAT, wanted.stream)
 
 
-def _parse(services: Services, found: dict[str, Any], schema: type[T], request: Request) -> T:
+def _parse(registry: ModelRegistry, found: dict[str, Any], schema: type[T], request: Request) -> T:
     """As ``parse``, where the model may have to be named, and the request may have a name, too."""
-    if services.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
-        raise invalid("model", f"is missing; it is {' or '.join(service.name for service in services)}")
+    if registry.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
+        raise invalid("model", f"is missing; it is {' or '.join(service.name for service in registry)}")
     record = record_of(request.scope)
     wanted = parse(found, schema, record.unknown)
     if isinstance(wanted, Truncated) and wanted.request_id and record.request_id != request.headers.get("x-request-id"):
@@ -134,62 +134,62 @@ def _parse(services: Services, found: dict[str, Any], schema: type[T], request: 
     return wanted
 
 
-def add_routes(app: FastAPI, services: Services) -> None:
+def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Everything else OpenAI's clients call; what they send is described in the app's OpenAPI document."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await services.read(request)
-        return _parse(services, read_object(body), schema, request), len(body)
+        body = await registry.read(request)
+        return _parse(registry, read_object(body), schema, request), len(body)
 
     async def create_embedding(request: Request) -> Response:
         wanted, _ = await read(request, EmbeddingRequest)
-        service = services.find(wanted.model)
+        service = registry.find(wanted.model)
         handler = EmbeddingHandler(service, record_of(request.scope), wanted)
-        return Reply(service, handler.full(), SHAPE, streamed=False)
+        return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
     async def create_score(request: Request) -> Response:
         wanted, _ = await read(request, ScoreRequest)
-        service = services.find(wanted.model)
+        service = registry.find(wanted.model)
         handler = ScoreHandler(service, record_of(request.scope), wanted)
-        return Reply(service, handler.full(), SHAPE, streamed=False)
+        return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
-    def model(service: Service, name: str) -> Model:
+    def model(service: ModelService, name: str) -> Model:
         parent = None if name in service.names else service.name
         engine = service.gateway.engine.engine
         longest = engine.max_model_len if engine else None
-        return Model(id=name, created=services.created, root=service.name, parent=parent, max_model_len=longest)
+        return Model(id=name, created=registry.created, root=service.name, parent=parent, max_model_len=longest)
 
     async def list_models() -> Response:
-        named = [(service, [*service.names, *service.gateway.engine.adapters]) for service in services]
+        named = [(service, [*service.names, *service.gateway.engine.adapters]) for service in registry]
         return Json(Models(data=[model(service, name) for service, names in named for name in names]))
 
     async def retrieve_model(name: str) -> Response:
-        service = services.find(name)
+        service = registry.find(name)
         return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
     async def load_lora_adapter(request: Request) -> Response:
         wanted, _ = await read(request, LoadAdapterRequest)
-        service = services.find(wanted.base_model_name)
-        if wanted.lora_name == DEFAULT_NAME or any(wanted.lora_name in each.names for each in services.models):
+        service = registry.find(wanted.base_model_name)
+        if wanted.lora_name == DEFAULT_NAME or any(wanted.lora_name in each.names for each in registry.models):
             raise invalid("lora_name", f"{wanted.lora_name!r} is a model's own name")
-        if any(wanted.lora_name in each.gateway.engine.adapters for each in services):
+        if any(wanted.lora_name in each.gateway.engine.adapters for each in registry):
             raise invalid("lora_name", f"{wanted.lora_name!r} is loaded already; unload it first")
         await service.gateway.engine.load_adapter(wanted.lora_name, wanted.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
 
     async def unload_lora_adapter(request: Request) -> Response:
         wanted, _ = await read(request, UnloadAdapterRequest)
-        await services.find(wanted.lora_name).gateway.engine.unload_adapter(wanted.lora_name)
+        await registry.find(wanted.lora_name).gateway.engine.unload_adapter(wanted.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
 
     async def tokenize(request: Request) -> Response:
         wanted, size = await read(request, TokenizeRequest)
-        gateway = services.find(wanted.model).gateway
-        tokenizer = gateway.preparer.tokenizer
+        gateway = registry.find(wanted.model).gateway
+        tokenizer = gateway.input_processor.tokenizer
         if (wanted.prompt is None) == (wanted.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if wanted.messages is not None:
-            options = template_options(wanted, gateway.preparer.forms().tools is not None)
+            options = template_options(wanted, gateway.input_processor.response_formats().tools is not None)
             conversation = await gateway.conversation(messages_of(wanted.messages), size, options)
             tokens = await gateway.encode(conversation)
         else:
@@ -200,10 +200,10 @@ def add_routes(app: FastAPI, services: Services) -> None:
 
     async def detokenize(request: Request) -> Response:
         wanted, _ = await read(request, DetokenizeRequest)
-        gateway = services.find(wanted.model).gateway
+        gateway = registry.find(wanted.model).gateway
         if len(wanted.tokens) > (most := gateway.engine.check().max_model_len):
             raise invalid("tokens", f"{len(wanted.tokens)} are more than the {most} of the context", most)
-        return Json(Detokenized(prompt=gateway.preparer.tokenizer.decode(wanted.tokens, False)))
+        return Json(Detokenized(prompt=gateway.input_processor.tokenizer.decode(wanted.tokens, False)))
 
     for path, endpoint, schema, answer in (
         ("/v1/embeddings", create_embedding, EmbeddingRequest, Embeddings),
@@ -215,7 +215,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
         app.add_api_route(
             path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
         )
-    if services.options.allow_runtime_lora_updating:
+    if registry.options.allow_runtime_lora_updating:
         for path, update, named in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),

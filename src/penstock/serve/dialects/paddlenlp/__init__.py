@@ -1,6 +1,6 @@
 """PaddleNLP's dialect: its own fields on the paths that all chats and completions share."""
 
 from .dialect import PaddleNLP
-from .kserve_model import OverGrpc
+from .kserve_model import PaddleNLPModel
 
-__all__ = ["OverGrpc", "PaddleNLP"]
+__all__ = ["PaddleNLP", "PaddleNLPModel"]

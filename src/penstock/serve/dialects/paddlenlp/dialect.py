@@ -10,11 +10,11 @@ from starlette.responses import Response
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
-from penstock.serve.models.registry import Services
+from penstock.serve.models.registry import ModelRegistry
 
 from .handler import PaddleNLPHandler
 from .requests import DECISIVE, OWN, names_of, parse
-from .responses import PaddleNLPShape
+from .responses import PaddleNLPErrorFormat
 
 NAME = "paddlenlp"
 """Of the profile."""
@@ -27,11 +27,11 @@ class PaddleNLP(Dialect):
     and a model. So whatever an OpenAI client adds, it gets an answer that it can read. Under PaddleNLP's profile a
     request that names no model is PaddleNLP's, too."""
 
-    shape = PaddleNLPShape()
+    error_format = PaddleNLPErrorFormat()
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._preferred = services.options.compat == NAME
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
+        self._preferred = registry.options.compat == NAME
 
     def speaks(self, request: HttpRequest, found: dict[str, Any]) -> bool:
         if not PROMPTS.isdisjoint(found) or found.keys() >= {"model", "messages"}:
@@ -41,9 +41,11 @@ class PaddleNLP(Dialect):
 
     def completion(self, request: HttpRequest, found: dict[str, Any], size: int) -> Response:
         record, named = record_of(request.scope), found.get("req_id")
-        shape = record.shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
+        error_format = record.error_format = PaddleNLPErrorFormat(
+            named if isinstance(named, str) else "", names_of(found)
+        )
         wanted = parse(found, record.unknown)
-        service = self._services.find_or_first(wanted.model)
-        return Reply.of(service, PaddleNLPHandler(service, record, wanted, size), shape, wanted.stream)
+        service = self._registry.find_or_first(wanted.model)
+        return Reply.of(service, PaddleNLPHandler(service, record, wanted, size), error_format, wanted.stream)
 
     chat = completion

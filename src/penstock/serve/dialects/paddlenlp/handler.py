@@ -16,9 +16,9 @@ from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.messages import messages_of
-from penstock.serve.generation import Progress, generate
-from penstock.serve.http.request_record import Record
-from penstock.serve.models.service import Service
+from penstock.serve.generation import SequenceCursor, generate
+from penstock.serve.http.request_record import RequestRecord
+from penstock.serve.models.service import ModelService
 
 from .requests import PATIENCE, Request, asked, sampling_of
 from .responses import Piece, Usage, Whole, encode, line
@@ -33,14 +33,14 @@ class PaddleNLPHandler:
     Raises ``PenstockError`` where it is wrong.
     """
 
-    def __init__(self, service: Service, record: Record, request: Request, size: int) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: Request, size: int) -> None:
         self._service = service
         self._record = record
         self._request = request
         self._size = size
         self._sampling = sampling_of(request)
         self._messages = messages_of(request.messages or [])
-        has_template = bool(service.gateway.preparer.tokenizer.template_source)
+        has_template = bool(service.gateway.input_processor.tokenizer.template_source)
         if request.text is not None and service.options.template_text and has_template:
             self._messages = [{"role": "user", "content": request.text}]
         if request.system is not None:
@@ -54,7 +54,7 @@ class PaddleNLPHandler:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer as it comes; the last piece has ``is_end`` 1. Raises ``PenstockError`` where it fails."""
-        request, progress, count = self._request, Progress(), 0
+        request, progress, count = self._request, SequenceCursor(), 0
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
                 made = output.outputs[0]

@@ -10,16 +10,16 @@ import msgspec
 
 from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.dialects.kserve import BYTES, Answer, Call, Model, Spec, Tensor
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from .handler import PaddleNLPHandler
 from .requests import names_of, parse
-from .responses import PaddleNLPShape, encode
+from .responses import PaddleNLPErrorFormat, encode
 
 
-class OverGrpc(Model):
+class PaddleNLPModel(Model):
     """``IN`` holds a list with one request, and each ``OUT`` a list with one piece of the answer."""
 
     name = "model"
@@ -28,25 +28,25 @@ class OverGrpc(Model):
     most_batch = 0
     decoupled = True
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
 
     @property
-    def service(self) -> Service:
-        return self._services.find()
+    def service(self) -> ModelService:
+        return self._registry.find()
 
-    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         """Whoever asks for one answer gets it whole. What goes wrong is told in ``OUT``, as PaddleNLP does."""
         (raw,) = call.inputs["IN"].elements
-        shape = PaddleNLPShape()
+        error_format = PaddleNLPErrorFormat()
         try:
             found = _one(raw)
             named = found.get("req_id")
-            shape = PaddleNLPShape(named if isinstance(named, str) else "", names_of(found))
+            error_format = PaddleNLPErrorFormat(named if isinstance(named, str) else "", names_of(found))
             request = parse(found, call.record.unknown)
             if not call.streamed:
                 request.return_all_tokens = True
-            service = self._services.find_or_first(request.model)
+            service = self._registry.find_or_first(request.model)
             handler = PaddleNLPHandler(service, call.record, request, len(raw))
             async with aclosing(handler.pieces()) as pieces:
                 async for piece in pieces:
@@ -55,7 +55,7 @@ class OverGrpc(Model):
                     yield _answer(told, bool(piece.is_end))
         except PenstockError as error:
             call.record.failure = error.failure
-            yield _answer(_told(shape, error.failure), True)
+            yield _answer(_told(error_format, error.failure), True)
 
 
 def _one(raw: bytes) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def _one(raw: bytes) -> dict[str, Any]:
     return found[0]
 
 
-def _answer(told: dict[str, Any], last: bool) -> Answer:
-    return Answer([Tensor("OUT", BYTES, (1,), [encode([told])])], last)
+def _answer(told: dict[str, Any], last: bool) -> ModelResponse:
+    return ModelResponse([Tensor("OUT", BYTES, (1,), [encode([told])])], last)
 
 
-def _told(shape: PaddleNLPShape, failure: Failure) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(shape.answer(failure))
+def _told(error_format: PaddleNLPErrorFormat, failure: Failure) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(error_format.answer(failure))
     return found

@@ -11,7 +11,7 @@ from penstock.core.errors import invalid
 from penstock.serve.chat.request import ChatRequest, Message, Seed, TokenId, TokenIds, Words
 from penstock.serve.dialects.openai.requests import CompletionRequest
 from penstock.serve.http.body import convert
-from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.http.unknown_fields import UnknownFields
 
 Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -94,7 +94,7 @@ THEIRS = {
 PATIENCE = 300.0
 
 
-def parse(found: dict[str, Any], unknown: Unknown) -> Request:
+def parse(found: dict[str, Any], unknown: UnknownFields) -> Request:
     """A request from its JSON.
 
     Args:

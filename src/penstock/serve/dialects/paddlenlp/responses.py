@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core import Failure
-from penstock.serve.http.error_format import Shape, renamed
+from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.status import STATUS
 
 encode = msgspec.json.Encoder().encode
@@ -67,7 +67,7 @@ def line(answer: msgspec.Struct) -> bytes:
     return encode(answer) + b"\n"
 
 
-class PaddleNLPShape(Shape):
+class PaddleNLPErrorFormat(ErrorFormat):
     """How a request is told that it failed.
 
     Args:
@@ -83,7 +83,7 @@ class PaddleNLPShape(Shape):
     def error(self, failure: Failure) -> bytes:
         return line(self.answer(failure))
 
-    late_error = error
+    stream_error = error
 
     def status(self, failure: Failure) -> int:
         """As there: PaddleNLP's clients look at ``error_code``, and may take another status for a broken server."""
@@ -91,7 +91,7 @@ class PaddleNLPShape(Shape):
 
     def answer(self, failure: Failure) -> ErrorAnswer:
         """The same before it is bytes."""
-        words = renamed(failure, self._names).message
+        words = rename_field(failure, self._names).message
         for setting, theirs in LIMITS.items():
             words = words.replace(f"{setting} (", f"{theirs} (")
         return ErrorAnswer(req_id=self._req_id, error_msg=words, error_code=STATUS[failure.code])

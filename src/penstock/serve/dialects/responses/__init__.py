@@ -1,5 +1,5 @@
 """OpenAI's Responses: ``/v1/responses``. Nothing is kept between requests."""
 
-from .routes import SCHEMAS, SHAPE, add_routes
+from .routes import ERROR_FORMAT, SCHEMAS, add_routes
 
-__all__ = ["SCHEMAS", "SHAPE", "add_routes"]
+__all__ = ["ERROR_FORMAT", "SCHEMAS", "add_routes"]

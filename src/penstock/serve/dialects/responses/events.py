@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.frontend.outputs import RequestOutput
-from penstock.serve.chat.stream_cursor import CallPart, News
+from penstock.serve.chat.stream_cursor import CallDelta, Delta
 
 encode = msgspec.json.Encoder().encode
 Item = dict[str, Any]
@@ -42,7 +42,7 @@ class Items:
         self._open = False
         """Whether the last one goes on."""
 
-    def tell(self, news: News) -> bytes:
+    def tell(self, news: Delta) -> bytes:
         """The events of what is new."""
         events = b""
         if news.thought:
@@ -105,7 +105,7 @@ class Items:
             self.items[-1]["content"].append(part)
         return ended + events
 
-    def _call(self, part: CallPart) -> bytes:
+    def _call(self, part: CallDelta) -> bytes:
         events = b""
         if part.id:
             events += self._begin({"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""})
@@ -117,7 +117,7 @@ class Items:
 
 def usage_of(output: RequestOutput) -> dict[str, Any]:
     prompt = len(output.prompt_token_ids)
-    made = sum(len(made.token_ids) for made in output.outputs) + output.untold_tokens
+    made = sum(len(made.token_ids) for made in output.outputs) + output.num_discarded_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens},

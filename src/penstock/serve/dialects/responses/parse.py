@@ -20,7 +20,7 @@ from penstock.serve.chat.messages import (
 )
 from penstock.serve.chat.request import ROLES, ChatRequest
 from penstock.serve.http.body import check_supported, convert, given
-from penstock.serve.http.unknown_fields import Unknown
+from penstock.serve.http.unknown_fields import UnknownFields
 
 from .requests import NOT_HERE, Counted, Format, Item, NamedTool, Part, ResponsesRequest, Tool
 
@@ -32,7 +32,7 @@ SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt pri
 """Fields that chats have under the same name."""
 
 
-def read(found: dict[str, Any], schema: type[T], unknown: Unknown) -> T:
+def read(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     """Raises ``PenstockError``: ``unsupported`` for what is not here, ``invalid`` for what is wrong."""
     check_supported(found, NOT_HERE)
     return convert(found, schema, unknown)

@@ -15,15 +15,15 @@ from penstock.core import Failure
 from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.chat.prompt import count_tokens
-from penstock.serve.chat.stream_cursor import Telling
+from penstock.serve.chat.stream_cursor import StreamCursor
 from penstock.serve.dialects.openai.responses import ErrorAnswer, encode, error_of
 from penstock.serve.http.body import read_object
-from penstock.serve.http.error_format import Shape, renamed
+from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
-from penstock.serve.http.request_record import Record, record_of
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from .events import Events, Items, usage_of
 from .parse import chat_of, read
@@ -36,7 +36,7 @@ NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_token
 """Fields of responses, by the names that they have in chats."""
 
 
-class ResponsesShape(Shape):
+class ResponsesErrorFormat(ErrorFormat):
     """How a response is told that it failed.
 
     Args:
@@ -51,21 +51,23 @@ class ResponsesShape(Shape):
         self._events = events
 
     def error(self, failure: Failure) -> bytes:
-        return encode(error_of(renamed(failure, self._names)))
+        return encode(error_of(rename_field(failure, self._names)))
 
-    def late_error(self, failure: Failure) -> bytes:
-        error = error_of(renamed(failure, self._names)).error
+    def stream_error(self, failure: Failure) -> bytes:
+        error = error_of(rename_field(failure, self._names)).error
         return self._events.event("error", code=error.type, message=error.message, param=error.param, error=error)
 
 
-SHAPE = ResponsesShape({}, Events())
+ERROR_FORMAT = ResponsesErrorFormat({}, Events())
 """Until a request has been read."""
 
 
 class ResponseHandler:
     """One request, from its input to a response."""
 
-    def __init__(self, service: Service, record: Record, request: ResponsesRequest, size: int, events: Events) -> None:
+    def __init__(
+        self, service: ModelService, record: RequestRecord, request: ResponsesRequest, size: int, events: Events
+    ) -> None:
         self._chat = ChatGeneration(service, record, chat_of(request, service.template_variables), size)
         self._events = events
         self._request = request
@@ -75,12 +77,12 @@ class ResponseHandler:
     async def full(self) -> AsyncGenerator[bytes, None]:
         items = Items(self._name, lambda kind, **fields: b"")
         last = await self._chat.final()
-        items.tell(Telling().news(self._chat.message(last.outputs[0])))
+        items.tell(StreamCursor().news(self._chat.message(last.outputs[0])))
         items.end(self._status(last))
         yield encode(self._response(items, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        event, telling = self._events.event, Telling()
+        event, telling = self._events.event, StreamCursor()
         items = Items(self._name, event)
         begun = False
         async with aclosing(self._chat.deltas(telling)) as deltas:
@@ -130,22 +132,24 @@ ECHOED = (
 """Fields of the request that are told again."""
 
 
-def add_routes(app: FastAPI, services: Services) -> None:
+def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """What OpenAI's client calls for a response."""
 
     async def create_response(request: Request) -> Response:
-        body = await services.read(request)
+        body = await registry.read(request)
         record, events = record_of(request.scope), Events()
         wanted = read(read_object(body), ResponsesRequest, record.unknown)
-        shape = record.shape = ResponsesShape(NAMES, events)
-        service = services.find(wanted.model)
-        return Reply.of(service, ResponseHandler(service, record, wanted, len(body), events), shape, wanted.stream)
+        error_format = record.error_format = ResponsesErrorFormat(NAMES, events)
+        service = registry.find(wanted.model)
+        return Reply.of(
+            service, ResponseHandler(service, record, wanted, len(body), events), error_format, wanted.stream
+        )
 
     async def count_input_tokens(request: Request) -> Response:
-        body = await services.read(request)
+        body = await registry.read(request)
         unknown = record_of(request.scope).unknown
         wanted = read(read_object(body), Counted, unknown)
-        service = services.find(wanted.model)
+        service = registry.find(wanted.model)
         count = await count_tokens(service, chat_of(wanted, service.template_variables), len(body), unknown)
         return Response(
             encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"

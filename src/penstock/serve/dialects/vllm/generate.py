@@ -19,12 +19,12 @@ from ...chat.request import GenerationRequest
 from ...chat.sampling import sampling_of
 from ...generation import generate
 from ...http.body import read_object
-from ...http.error_format import Shape
+from ...http.error_format import ErrorFormat
 from ...http.openapi import operation, reference
 from ...http.reply import Reply
-from ...http.request_record import Record, record_of
-from ...models.registry import Services
-from ...models.service import Service
+from ...http.request_record import RequestRecord, record_of
+from ...models.registry import ModelRegistry
+from ...models.service import ModelService
 from ..openai.parse import parse
 from ..openai.responses import ErrorAnswer, encode, error_of
 
@@ -48,7 +48,7 @@ class Texts(msgspec.Struct):
 SCHEMAS = (GenerateRequest, Texts)
 
 
-class GenerateShape(Shape):
+class GenerateErrorFormat(ErrorFormat):
     """As OpenAI's, but that a stream is of JSON objects.
 
     Args:
@@ -63,19 +63,19 @@ class GenerateShape(Shape):
     def error(self, failure: Failure) -> bytes:
         return encode(error_of(failure))
 
-    def late_error(self, failure: Failure) -> bytes:
+    def stream_error(self, failure: Failure) -> bytes:
         return self.error(failure) + self.end
 
 
-LINES = GenerateShape(b"\n")
-ZEROS = GenerateShape(b"\0")
+LINES = GenerateErrorFormat(b"\n")
+ZEROS = GenerateErrorFormat(b"\0")
 """Of vLLM up to 0.6, whose clients look for it."""
-SHAPES = {PATH: LINES}
+ERROR_FORMATS = {PATH: LINES}
 
 
-def asked_for(services: Services) -> bool:
+def asked_for(registry: ModelRegistry) -> bool:
     """Whether the server stands in for vLLM 0.5 as Ascend has it."""
-    return services.options.compat == "ascend-vllm"
+    return registry.options.compat == "ascend-vllm"
 
 
 def check(sampling: SamplingParams) -> None:
@@ -84,20 +84,22 @@ def check(sampling: SamplingParams) -> None:
         raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
 
 
-def add_routes(app: FastAPI, services: Services) -> None:
+def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """``/generate``, which answers as vLLM's does."""
-    shape = ZEROS if asked_for(services) else LINES
+    error_format = ZEROS if asked_for(registry) else LINES
 
     async def create(request: Request) -> Response:
         record = record_of(request.scope)
-        record.shape = shape
-        body = await services.read(request)
+        record.error_format = error_format
+        body = await registry.read(request)
         found = {name: value for name, value in read_object(body).items() if name not in UNTOLD}
         wanted = parse(found, GenerateRequest, record.unknown)
         if wanted.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
-        service = services.find(wanted.model)
-        return Reply.of(service, GenerateHandler(service, record, wanted, shape.end), shape, wanted.stream)
+        service = registry.find(wanted.model)
+        return Reply.of(
+            service, GenerateHandler(service, record, wanted, error_format.end), error_format, wanted.stream
+        )
 
     described = operation(reference(Texts), reference(ErrorAnswer), reference(GenerateRequest))
     app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
@@ -106,13 +108,13 @@ def add_routes(app: FastAPI, services: Services) -> None:
 class GenerateHandler:
     """One request."""
 
-    def __init__(self, service: Service, record: Record, request: GenerateRequest, end: bytes) -> None:
+    def __init__(self, service: ModelService, record: RequestRecord, request: GenerateRequest, end: bytes) -> None:
         self._service = service
         self._record = record
         self._request = request
         self._end = end
         self._adapter = service.adapter_of(request.model)
-        max_tokens = request.max_tokens or service.gateway.preparer.default_max_tokens
+        max_tokens = request.max_tokens or service.gateway.input_processor.default_max_tokens
         self._sampling = sampling_of(request, SamplingParams(), max_tokens=max_tokens)
         check(self._sampling)
 

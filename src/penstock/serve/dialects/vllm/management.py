@@ -20,7 +20,7 @@ from ...chat.request import Words
 from ...http.body import convert, read_object
 from ...http.openapi import OBJECT, operation, reference
 from ...http.request_record import record_of
-from ...models.registry import Services
+from ...models.registry import ModelRegistry
 from ..openai.responses import ErrorAnswer
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
@@ -36,37 +36,37 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 SCHEMAS = (AbortRequest,)
 
 
-def add_routes(app: FastAPI, services: Services) -> None:
+def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def ping() -> Response:
-        services.check()
+        registry.check()
         return Response()
 
     async def load() -> Response:
         """The requests that this API process has open."""
-        return JSONResponse({"server_load": services.open})
+        return JSONResponse({"server_load": registry.open})
 
     async def server_info(config_format: str = "text") -> Response:
-        found = {model.name: _plain(model.configuration) for model in services.models}
+        found = {model.name: _plain(model.configuration) for model in registry.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
         told: Any = found if config_format == "json" else json.dumps(found)
         return JSONResponse({"version": __version__, "vllm_config": told})
 
     async def tokenizer_info(model: str | None = None) -> Response:
-        return JSONResponse(services.find(model).gateway.preparer.tokenizer.info)
+        return JSONResponse(registry.find(model).gateway.input_processor.tokenizer.info)
 
     async def reset_prefix_cache() -> Response:
-        services.check()
-        for service in services:
+        registry.check()
+        for service in registry:
             await service.gateway.engine.reset_prefix_cache()
         return Response()
 
     async def abort_requests(request: Request) -> Response:
-        found = read_object(await services.read(request))
+        found = read_object(await registry.read(request))
         wanted = convert(found, AbortRequest, record_of(request.scope).unknown)
         named = [wanted.request_ids] if isinstance(wanted.request_ids, str) else wanted.request_ids
         ids = {*named, *(name.removeprefix(prefix) for name in named for prefix in PREFIXES)}
-        for service in services:
+        for service in registry:
             service.gateway.engine.cancel(sorted(ids))
         return Response()
 

@@ -11,10 +11,10 @@ from penstock.core import Code, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, RequestOutput
-from penstock.serve.generation import Piece, Progress, generate, together
-from penstock.serve.models.service import Service
+from penstock.serve.generation import SequenceCursor, SequenceDelta, generate, merge_streams
+from penstock.serve.models.service import ModelService
 
-from ..model import Answer, Call, Model
+from ..model import Model, ModelCall, ModelResponse
 from ..tensors import BOOL, FP32, INT32, UINT64, Spec, Tensor
 from .perf_metrics import OUTPUTS as PERF_METRICS
 from .perf_metrics import perf_metrics
@@ -37,7 +37,7 @@ NOT_YET = {
         "not supported yet; --speculative-config guesses ahead on the server",
     ),
 }
-RENAMED = {"min_tokens": "min_length", "seed": "random_seed"}
+ALIASES = {"min_tokens": "min_length", "seed": "random_seed"}
 """Inputs that TensorRT-LLM calls so since 0.17, by these names."""
 SAMPLING = (
     Spec("end_id", INT32, optional=True),
@@ -73,7 +73,7 @@ TOLD = (
 )
 """Outputs likewise."""
 FP32_BYTES = 4
-NOTHING = Piece("", [], [])
+NOTHING = SequenceDelta("", [], [])
 LEAST = -3.4e38
 """Of a logarithm in FP32."""
 
@@ -85,16 +85,16 @@ class Row(NamedTuple):
     sampling: SamplingParams
 
 
-class Told(NamedTuple):
+class SequenceResponse(NamedTuple):
     """What an answer says of one sequence."""
 
     row: int
     output: RequestOutput
     made: CompletionOutput
-    piece: Piece
+    piece: SequenceDelta
 
 
-class Generating(Model):
+class GenerationModel(Model):
     """A model that generates: whole, or step by step where ``stream`` asks for it.
 
     Where a request may have many answers, each is of one sequence of a row, or of all its beams, as in TensorRT-LLM's.
@@ -102,12 +102,12 @@ class Generating(Model):
 
     names: ClassVar[Names]
     decoupled = True
-    renamed = RENAMED
+    aliases = ALIASES
     not_yet = NOT_YET
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelService) -> None:
         self._service = service
-        self._tokenizer = service.gateway.preparer.tokenizer
+        self._tokenizer = service.gateway.input_processor.tokenizer
         self._running = Running()
 
     @property
@@ -118,24 +118,24 @@ class Generating(Model):
     def parameters(self) -> dict[str, str]:
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
 
-    async def rows(self, call: Call) -> list[Row]:
+    async def rows(self, call: ModelCall) -> list[Row]:
         """The prompts of a request."""
         raise NotImplementedError
 
-    def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
+    def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
         """The outputs that tell what was generated for so many rows."""
         raise NotImplementedError
 
-    def worth(self, piece: Piece) -> bool:
+    def worth(self, piece: SequenceDelta) -> bool:
         """Whether a step brought what an answer of its own is made for."""
         raise NotImplementedError
 
-    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         try:
             if self._same(call, "stop"):
                 self._stop(call)
                 if not call.streamed:
-                    yield Answer([])
+                    yield ModelResponse([])
                 return
             streamed = bool(self._same(call, "stream"))
             self._same(call, "num_return_sequences")
@@ -148,9 +148,9 @@ class Generating(Model):
                 generate(self._service, call.record, row.prompt, row.sampling, priority=call.priority) for row in rows
             ]
             last: dict[int, RequestOutput] = {}
-            left = {(i, k): Progress() for i, row in enumerate(rows) for k in range(row.sampling.n)}
+            left = {(i, k): SequenceCursor() for i, row in enumerate(rows) for k in range(row.sampling.n)}
             with self._running.one(call.record.client, call.id) as own, own.until_stopped():
-                async with aclosing(together(streams)) as outputs:
+                async with aclosing(merge_streams(streams)) as outputs:
                     async for i, output in outputs:
                         last[i] = output
                         for news in self._news(i, rows[i], output, left, streamed) if call.streamed else ():
@@ -158,12 +158,16 @@ class Generating(Model):
             if len(last) < len(rows):
                 raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
             if not call.streamed:
-                every = [Told(i, last[i], made, whole(made)) for i in range(len(rows)) for made in last[i].outputs]
+                every = [
+                    SequenceResponse(i, last[i], made, whole(made))
+                    for i in range(len(rows))
+                    for made in last[i].outputs
+                ]
                 yield self._answer(call, every, len(rows), False, True)
                 return
             for news, final in ending(  # which were stopped
                 [
-                    Told(i, last[i], last[i].outputs[k], NOTHING if streamed else whole(last[i].outputs[k]))
+                    SequenceResponse(i, last[i], last[i].outputs[k], NOTHING if streamed else whole(last[i].outputs[k]))
                     for i, k in left
                 ],
                 rows,
@@ -173,8 +177,8 @@ class Generating(Model):
             raise self.names.told(error) from error
 
     def _news(
-        self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], Progress], streamed: bool
-    ) -> Iterator[list[Told]]:
+        self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
+    ) -> Iterator[list[SequenceResponse]]:
         """What answers of their own are made for: sequences of a row that have ended, which are ``left`` no more, and
         where it is streamed what is new of others; all beams of a row at once."""
         for made in output.outputs:
@@ -185,11 +189,11 @@ class Generating(Model):
                 del left[index, made.index]
             if row.sampling.use_beam_search:
                 if not any((index, k) in left for k in range(row.sampling.n)):
-                    yield [Told(index, output, each, whole(each)) for each in output.outputs]
+                    yield [SequenceResponse(index, output, each, whole(each)) for each in output.outputs]
             elif made.finished or (streamed and self._worth(row, piece)):
-                yield [Told(index, output, made, piece if streamed else whole(made))]
+                yield [SequenceResponse(index, output, made, piece if streamed else whole(made))]
 
-    def _stop(self, call: Call) -> None:
+    def _stop(self, call: ModelCall) -> None:
         if not (call.record.client and call.id):
             raise invalid("id", "is missing, or this is not gRPC: stop ends a request of its connection, by its id")
         self._running.stop(call.record.client, call.id)
@@ -214,28 +218,30 @@ class Generating(Model):
                 words = f"is for {size} bytes of scores or more, and at most {most} are told (max_logits_size)"
                 raise invalid("return_context_logits" if context else "return_generation_logits", words, most)
 
-    def _worth(self, row: Row, piece: Piece) -> bool:
+    def _worth(self, row: Row, piece: SequenceDelta) -> bool:
         """Whether a step brought what an answer of its own is made for."""
         sampling = row.sampling
         return sampling.return_context_logits or sampling.return_generation_logits or self.worth(piece)
 
-    def _same(self, call: Call, name: str) -> Any:
+    def _same(self, call: ModelCall, name: str) -> Any:
         """What all rows have of an input that an answer's shape depends on."""
         found = {self.names.value(call, index, name) for index in range(call.rows)}
         if len(found) > 1:
             raise invalid(name, "must be the same in all rows")
         return found.pop()
 
-    def excluded(self, call: Call, row: int) -> bool:
+    def excluded(self, call: ModelCall, row: int) -> bool:
         """Whether a whole answer goes without a row's prompt."""
         asked = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if asked is None else bool(asked)
 
-    def lead(self, call: Call, told: list[Told], rows: int) -> tuple[int, ...]:
+    def lead(self, call: ModelCall, told: list[SequenceResponse], rows: int) -> tuple[int, ...]:
         """The first dimensions of outputs: rows, where the request has a batch, and sequences of each."""
         return (len(told),) if call.batch is None else (rows, len(told) // rows)
 
-    def _answer(self, call: Call, told: list[Told], rows: int, streamed: bool, last: bool) -> Answer:
+    def _answer(
+        self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool, last: bool
+    ) -> ModelResponse:
         lead = self.lead(call, told, rows)
         found = self.own(call, told, rows, streamed)
         found.append(Tensor("batch_index", INT32, lead, [each.row for each in told]))
@@ -247,9 +253,11 @@ class Generating(Model):
             length, elements = padded(each_one, 0.0)
             found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
         found += self._counted(call, told, lead, streamed)
-        return Answer(found + self._scores(told, lead), last)
+        return ModelResponse(found + self._scores(told, lead), last)
 
-    def _counted(self, call: Call, told: list[Told], lead: tuple[int, ...], streamed: bool) -> list[Tensor]:
+    def _counted(
+        self, call: ModelCall, told: list[SequenceResponse], lead: tuple[int, ...], streamed: bool
+    ) -> list[Tensor]:
         """How many tokens an answer is made of, and what it took, where that is asked for."""
 
         def asked(name: str) -> bool:
@@ -270,7 +278,7 @@ class Generating(Model):
             found += perf_metrics([each.output for each in told], block_size, lead)
         return found
 
-    def _scores(self, told: list[Told], lead: tuple[int, ...]) -> list[Tensor]:
+    def _scores(self, told: list[SequenceResponse], lead: tuple[int, ...]) -> list[Tensor]:
         """Those that were asked for: the prompt's with the first tokens of a row, the others each with its token."""
         context = [
             each.output.context_logits or b""
@@ -290,9 +298,9 @@ class Generating(Model):
         return found
 
 
-def ending(stopped: list[Told], rows: Sequence[Row]) -> Iterator[tuple[list[Told], bool]]:
+def ending(stopped: list[SequenceResponse], rows: Sequence[Row]) -> Iterator[tuple[list[SequenceResponse], bool]]:
     """Of sequences that were stopped those that an answer is of, and whether it is the last one."""
-    answers: list[list[Told]] = []
+    answers: list[list[SequenceResponse]] = []
     for told in stopped:
         if answers and rows[told.row].sampling.use_beam_search and answers[-1][0].row == told.row:
             answers[-1].append(told)
@@ -302,12 +310,12 @@ def ending(stopped: list[Told], rows: Sequence[Row]) -> Iterator[tuple[list[Told
         yield answer, answer is answers[-1]
 
 
-def whole(made: CompletionOutput) -> Piece:
+def whole(made: CompletionOutput) -> SequenceDelta:
     """All of a sequence."""
-    return Piece(made.text, made.token_ids, made.logprobs or [])
+    return SequenceDelta(made.text, made.token_ids, made.logprobs or [])
 
 
-def scores_of(told: Told, width: int) -> bytes:
+def scores_of(told: SequenceResponse, width: int) -> bytes:
     """Of the tokens that are told, each with so many."""
     first = len(told.made.token_ids) - len(told.piece.token_ids)
     return bytes((told.made.generation_logits or bytearray())[first * width * FP32_BYTES :])

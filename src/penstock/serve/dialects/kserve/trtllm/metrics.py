@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from penstock.config.options import EngineOptions
 from penstock.engine.service.wire import Stats
 from penstock.serve.metrics import Engines
-from penstock.serve.models.registry import Services
+from penstock.serve.models.registry import ModelRegistry
 
 from ..model import VERSION
 
@@ -30,12 +30,12 @@ class Group(NamedTuple):
 class TrtLlmMetrics:
     """They are read where a page is asked for; an engine tells them once a second."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
 
     def collect(self, engines: Engines) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for model in self._services.models:
+        for model in self._registry.models:
             if model.name not in engines:
                 continue
             name = next((own for own, kind in model.kserve.items() if kind == "tensorrt_llm"), model.name)

@@ -9,9 +9,9 @@ from penstock.core import GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.core.sampling import between
 
-from ..model import Call
+from ..model import ModelCall
 
-RENAMED = {
+ALIASES = {
     "prompt": "text_input",
     "min_tokens": "min_length",
     "seed": "random_seed",
@@ -49,7 +49,7 @@ class Names:
     def of(self, name: str) -> str:
         return self._own.get(name, name)
 
-    def value(self, call: Call, index: int, name: str) -> Any:
+    def value(self, call: ModelCall, index: int, name: str) -> Any:
         """What a row has of an input of one element; None where that was not given."""
         found = call.row(self.of(name), index)
         return found[0] if found else None
@@ -57,14 +57,14 @@ class Names:
     def told(self, error: PenstockError) -> PenstockError:
         """The same error, in the names that the request has."""
         failure = error.failure
-        own = self.of(RENAMED.get(failure.field, failure.field))
+        own = self.of(ALIASES.get(failure.field, failure.field))
         words = failure.message
         if words.startswith(f"{failure.field}: "):
             words = f"{own}{words[len(failure.field) :]}"
         return PenstockError(failure.code, words, own, failure.limit, failure.value)
 
 
-def sampling_of(call: Call, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
+def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
     """A row's parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, and seed 0.
 
     Args:
@@ -112,7 +112,7 @@ def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
         raise invalid(name, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
 
 
-def guided_of(call: Call, index: int, names: Names) -> dict[str, Any]:
+def guided_of(call: ModelCall, index: int, names: Names) -> dict[str, Any]:
     """The form that a row's output has, where it has one."""
     kind = names.value(call, index, "guided_decoding_guide_type")
     guide = names.value(call, index, "guided_decoding_guide")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
 from penstock.frontend.input_processor import Prompt
-from penstock.serve.generation import Piece
-from penstock.serve.models.service import Service
+from penstock.serve.generation import SequenceDelta
+from penstock.serve.models.service import ModelService
 
-from ..model import Call
+from ..model import ModelCall
 from ..tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
-from .base import SAMPLING, TOLD, Generating, Row, Told
+from .base import SAMPLING, TOLD, GenerationModel, Row, SequenceResponse
 from .sampling import Names, bias_of, guided_of, sampling_of
 
 
-class Text(Generating):
+class TextModel(GenerationModel):
     """A prompt's text and what comes after it.
 
     Args:
@@ -40,12 +40,12 @@ class Text(Generating):
     )
     outputs = (Spec("text_output", BYTES, (-1,)), *TOLD)
 
-    def __init__(self, service: Service, name: str, accumulate: bool = False) -> None:
+    def __init__(self, service: ModelService, name: str, accumulate: bool = False) -> None:
         super().__init__(service)
         self.name = name
         self._accumulate = accumulate
 
-    async def rows(self, call: Call) -> list[Row]:
+    async def rows(self, call: ModelCall) -> list[Row]:
         prompts = [text("text_input", element) for element in call.inputs["text_input"].elements]
         size = sum(map(len, prompts))
         found = []
@@ -66,26 +66,26 @@ class Text(Generating):
             return prompt
         return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
 
-    def _bias(self, call: Call, index: int) -> dict[str, object]:
+    def _bias(self, call: ModelCall, index: int) -> dict[str, object]:
         words = words_of(call, index, "embedding_bias_words")
         weights = call.row("embedding_bias_weights", index) or ()
         if len(words) != len(weights):
             raise invalid("embedding_bias_weights", f"has {len(weights)} elements, and there are {len(words)} words")
         return bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
 
-    def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
+    def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
         texts = [self._text(call, each, streamed).encode() for each in told]
         return [Tensor("text_output", BYTES, (len(texts),), texts)]  # in one dimension, as clients of Triton read it
 
-    def _text(self, call: Call, told: Told, streamed: bool) -> str:
+    def _text(self, call: ModelCall, told: SequenceResponse, streamed: bool) -> str:
         if streamed:
             return told.made.text if self._accumulate else told.piece.text
         return told.made.text if self.excluded(call, told.row) else f"{told.output.prompt}{told.made.text}"
 
-    def worth(self, piece: Piece) -> bool:
+    def worth(self, piece: SequenceDelta) -> bool:
         return bool(piece.text or piece.positions)
 
 
-def words_of(call: Call, index: int, name: str) -> tuple[str, ...]:
+def words_of(call: ModelCall, index: int, name: str) -> tuple[str, ...]:
     """A row's words; one that is empty is none."""
     return tuple([text(name, element) for element in call.row(name, index) or () if element])

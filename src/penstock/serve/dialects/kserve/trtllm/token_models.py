@@ -11,12 +11,12 @@ from typing import Any
 
 from penstock.core.errors import invalid
 from penstock.frontend.gateway import AT_ONCE
-from penstock.serve.generation import Piece
-from penstock.serve.models.service import Service
+from penstock.serve.generation import SequenceDelta
+from penstock.serve.models.service import ModelService
 
-from ..model import Answer, Call, Model
+from ..model import Model, ModelCall, ModelResponse
 from ..tensors import BOOL, BYTES, FP32, INT32, LARGEST, Spec, Tensor, text
-from .base import SAMPLING, TOLD, Generating, Row, Told, padded
+from .base import SAMPLING, TOLD, GenerationModel, Row, SequenceResponse, padded
 from .sampling import Names, bias_of, check_ids, sampling_of
 from .text_models import words_of
 
@@ -33,7 +33,7 @@ NO_WORD = -1
 """Where a list of words has no further one."""
 
 
-class Tokens(Generating):
+class TokenModel(GenerationModel):
     """A prompt's token ids and those that come after it."""
 
     name = "tensorrt_llm"
@@ -69,12 +69,12 @@ class Tokens(Generating):
     )
     outputs = (Spec("output_ids", INT32, (-1, -1)), Spec("sequence_length", INT32, (-1,)), *TOLD)
 
-    async def rows(self, call: Call) -> list[Row]:
+    async def rows(self, call: ModelCall) -> list[Row]:
         if any(spec.name in call.inputs for spec in LOOKAHEAD):
             _note_lookahead()
         return [self._row(call, index) for index in range(call.rows)]
 
-    def _row(self, call: Call, index: int) -> Row:
+    def _row(self, call: ModelCall, index: int) -> Row:
         prompt = call.row("input_ids", index) or ()
         length = self.names.value(call, index, "input_lengths")
         if not 1 <= length <= len(prompt):
@@ -101,7 +101,7 @@ class Tokens(Generating):
         )
         return Row(list(prompt[:length]), sampling)
 
-    def own(self, call: Call, told: list[Told], rows: int, streamed: bool) -> list[Tensor]:
+    def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
         found = [
             [
                 *([] if streamed or self.excluded(call, each.row) else each.output.prompt_token_ids),
@@ -117,7 +117,7 @@ class Tokens(Generating):
             Tensor("sequence_length", INT32, lead, [len(each) for each in found]),
         ]
 
-    def worth(self, piece: Piece) -> bool:
+    def worth(self, piece: SequenceDelta) -> bool:
         return bool(piece.token_ids)
 
 
@@ -148,11 +148,11 @@ class Preprocessing(Model):
         Spec("OUT_PAD_ID", INT32),
     )
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelService) -> None:
         self._service = service
-        self._tokenizer = service.gateway.preparer.tokenizer
+        self._tokenizer = service.gateway.input_processor.tokenizer
 
-    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         queries = [text("QUERY", element) for element in call.inputs["QUERY"].elements]
         size = sum(map(len, queries))
         prompts = [await self._service.gateway.encode(query, size=size) for query in queries]
@@ -172,9 +172,9 @@ class Preprocessing(Model):
             Tensor("OUT_END_ID", INT32, call.shape(1), ends),
             Tensor("OUT_PAD_ID", INT32, call.shape(1), pads),
         ]
-        yield Answer(found)
+        yield ModelResponse(found)
 
-    def _words(self, call: Call, asked: str, told: str) -> Tensor:
+    def _words(self, call: ModelCall, asked: str, told: str) -> Tensor:
         """Words as token ids: all of them in one list, and where each ends in another."""
         rows = [
             [self._tokenizer.encode(word, False) for word in words_of(call, index, asked)] for index in range(call.rows)
@@ -187,7 +187,7 @@ class Preprocessing(Model):
             elements += [*row, *[0] * (longest - len(row)), *until, *[NO_WORD] * (longest - len(until))]
         return Tensor(told, INT32, call.shape(2, longest), elements)
 
-    def _bias(self, call: Call) -> Tensor:
+    def _bias(self, call: ModelCall) -> Tensor:
         size = len(self._tokenizer.vocabulary)
         elements: list[float] = []
         for index in range(call.rows):
@@ -213,10 +213,10 @@ class Postprocessing(Model):
     inputs = (Spec("TOKENS_BATCH", INT32, (-1, -1)), Spec("SEQUENCE_LENGTH", INT32, (-1,)))
     outputs = (Spec("OUTPUT", BYTES, (-1,)),)
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answers(self, call: Call) -> AsyncGenerator[Answer, None]:
+    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"].elements
         *lead, longest = tokens.shape
         if len(lengths) * longest != len(tokens.elements):
@@ -232,10 +232,10 @@ class Postprocessing(Model):
         rows = [tokens.elements[i * longest : i * longest + length] for i, length in enumerate(lengths)]
 
         def decoded() -> list[bytes]:
-            return [self._service.gateway.preparer.tokenizer.decode(row).encode() for row in rows]
+            return [self._service.gateway.input_processor.tokenizer.decode(row).encode() for row in rows]
 
         texts = await asyncio.to_thread(decoded) if len(tokens.elements) > AT_ONCE else decoded()
-        yield Answer([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
+        yield ModelResponse([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
 
 
 @cache
@@ -258,6 +258,6 @@ def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list
     return words
 
 
-def end_of(service: Service) -> int:
+def end_of(service: ModelService) -> int:
     """The token that ends the model's turns."""
-    return service.gateway.preparer.eos_token_ids[0]
+    return service.gateway.input_processor.eos_token_ids[0]

@@ -12,7 +12,7 @@ class Scanned(NamedTuple):
     ended: bool
 
 
-class Braces:
+class BraceScanner:
     """Counts braces outside of strings.
 
     Args:

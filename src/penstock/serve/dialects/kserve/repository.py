@@ -8,45 +8,45 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.core import Code, PenstockError
-from penstock.serve.models.manager import Keeper
+from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.registry import Services
-from penstock.serve.models.service import Service
+from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.service import ModelService
 
 from .model import VERSION, Model
 from .settings import LogSettings
-from .shared_memory import Memory
+from .shared_memory import SharedMemory
 from .shared_state import SharedState
-from .statistics import Counts
+from .statistics import Statistics
 from .trtllm.metrics import TrtLlmMetrics
-from .trtllm.text_models import Text
-from .trtllm.token_models import Postprocessing, Preprocessing, Tokens
+from .trtllm.text_models import TextModel
+from .trtllm.token_models import Postprocessing, Preprocessing, TokenModel
 
 FOLLOW = 1.0
 """Seconds after which a change of the log, made in another process, is noticed."""
 
 
-class Registry:
+class ModelRepository:
     """Models by name, and what was asked of them. One a process.
 
     Args:
         others: models of other systems, which are over any of ours.
     """
 
-    def __init__(self, services: Services, keeper: Keeper, others: Iterable[Model] = ()) -> None:
-        self.services = services
-        self.keeper = keeper
-        self.counts = Counts()
+    def __init__(self, registry: ModelRegistry, model_manager: ModelManager, others: Iterable[Model] = ()) -> None:
+        self.registry = registry
+        self.model_manager = model_manager
+        self.counts = Statistics()
         self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # where API processes count together
-        self.memory = Memory(self.shared, services.options, lambda: services.max_body_size)
+        self.memory = SharedMemory(self.shared, registry.options, lambda: registry.max_body_size)
         self.log = LogSettings()
-        services.metrics.more.append(TrtLlmMetrics(services).collect)
+        registry.metrics.more.append(TrtLlmMetrics(registry).collect)
         self.others = tuple(others)
-        self._over: dict[Service, list[Model]] = {}
+        self._over: dict[ModelService, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
         """Those that can be asked."""
-        self._over = {service: self._over.get(service) or models_of(service) for service in self.services}
+        self._over = {service: self._over.get(service) or models_of(service) for service in self.registry}
         sizes = self.shared.read().max_batch_size
         for models in self._over.values():
             for model in models:
@@ -64,7 +64,7 @@ class Registry:
         """Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
             # not by what OpenAI's API calls it: such a name is unknown here, however long is waited
-            self.services.check_coming(ours := next((m for m in self.services.models if name in m.kserve), None))
+            self.registry.check_expected(ours := next((m for m in self.registry.models if name in m.kserve), None))
             if ours:
                 words = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
             else:
@@ -78,22 +78,22 @@ class Registry:
 
     def owner(self, name: str) -> ServedModel | None:
         """Ours that it is over, loaded or not; either name will do."""
-        return next((model for model in self.services.models if name in model.kserve or name in model.names), None)
+        return next((model for model in self.registry.models if name in model.kserve or name in model.names), None)
 
 
-def models_of(service: Service) -> list[Model]:
+def models_of(service: ModelService) -> list[Model]:
     """The protocol's models over one of ours, under the names that they are to have."""
     made: list[Model] = []
     for name, kind in service.kserve.items():
         match kind:
             case "ensemble":
-                made.append(Text(service, name))
+                made.append(TextModel(service, name))
             case "tensorrt_llm_bls":
-                made.append(Text(service, name, service.options.accumulate_tokens))
+                made.append(TextModel(service, name, service.options.accumulate_tokens))
             case "preprocessing":
                 made.append(Preprocessing(service))
             case "tensorrt_llm":
-                made.append(Tokens(service))
+                made.append(TokenModel(service))
             case "postprocessing":
                 made.append(Postprocessing(service))
         made[-1].name = name

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form
+from .formats import ToolCallFormat
 
 
-def forced_calls(form: Form, tools: Mapping[str, Mapping[str, Any]], several: bool) -> dict[str, Any]:
+def forced_call_tag(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]], several: bool) -> dict[str, Any]:
     """A structural tag of nothing but calls, as the model writes them by itself.
 
     Args:

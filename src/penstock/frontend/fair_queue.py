@@ -16,7 +16,7 @@ FULL = 2**16
 """Of them that may wait for one request before its sequences are paused; they go on once a quarter is left."""
 
 
-class Turns:
+class FairQueue:
     """Runs long work of many tasks a piece in each iteration of the event loop, one task after the other.
 
     However many tasks have long work, an iteration takes no longer than its longest piece and what is short.
@@ -46,7 +46,7 @@ class Turns:
         self._granting = False
 
 
-class Inbox:
+class DeltaQueue:
     """What has come for one request and has not been taken yet.
 
     Args:

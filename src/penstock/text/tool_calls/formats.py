@@ -8,7 +8,7 @@ from uuid import uuid4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ToolCallFormat:
     """How a kind of model writes calls.
 
     In all of them a call begins with a mark, and its arguments are a JSON object. The name stands before that, be it
@@ -64,7 +64,7 @@ class Form:
         return tuple(text for text in (*self.marks, *self.closers, *self.separators) if text not in ("]", ","))
 
 
-HERMES = Form(
+HERMES = ToolCallFormat(
     parsers=("hermes", "qwen", "ernie"),
     signs=("<tool_call>",),
     unlike=("<function=", "<arg_key>"),  # which are in other forms with this mark
@@ -77,7 +77,7 @@ HERMES = Form(
 )
 """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each call: Hermes 2 and 3, Qwen 2.5 and 3, ERNIE 4.5."""
 
-LLAMA3_JSON = Form(
+LLAMA3_JSON = ToolCallFormat(
     parsers=("llama3_json",),
     signs=('{"name": function name, "parameters": ',),
     marks=("<|python_tag|>",),
@@ -91,7 +91,7 @@ LLAMA3_JSON = Form(
 """``{"name": …, "parameters": {…}}`` at the beginning of the answer or after ``<|python_tag|>``, several with ``; ``
 between them: Llama 3.1, 3.2 and 3.3."""
 
-MISTRAL = Form(
+MISTRAL = ToolCallFormat(
     parsers=("mistral",),
     signs=("[TOOL_CALLS]",),
     marks=("[TOOL_CALLS]",),
@@ -120,7 +120,7 @@ MISTRAL_ARGS = replace(
 )
 """``[TOOL_CALLS]name[ARGS]{…}`` for each call: Mistral from the tokenizer v11 on. Both are read by either."""
 
-DEEPSEEK_V3 = Form(
+DEEPSEEK_V3 = ToolCallFormat(
     parsers=("deepseek_v3",),
     signs=("<｜tool▁call▁begin｜>", "```json"),
     marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
@@ -158,7 +158,7 @@ by either."""
 FORMS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
 
 
-def tool_form(parser: str, template: str) -> Form | None:
+def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:
     """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
     own = [form for form in FORMS if parser in ("auto", *form.parsers)]
     found = next((form for form in own if form.is_in(template)), None)
