@@ -27,7 +27,7 @@ from serving import Served
 
 from penstock.config.options import ServerOptions
 from penstock.serve.app import build
-from penstock.serve.dialects.kserve import Registry
+from penstock.serve.dialects.kserve import ModelRepository
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.registry import ModelRegistry
@@ -119,7 +119,7 @@ def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.Monk
     """But its own."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     registry = ModelRegistry(ServerOptions(allow_runtime_lora_updating=True), Metrics())
-    app: Any = build(registry, Registry(registry, ModelManager(registry, io.BytesIO())))
+    app: Any = build(registry, ModelRepository(registry, ModelManager(registry, io.BytesIO())))
     while not isinstance(app, FastAPI):  # what stands before it
         app = app.app if hasattr(app, "app") else app._app
     listed = {(path, method.upper()) for path, item in app.openapi()["paths"].items() for method in item}

@@ -1,4 +1,4 @@
-"""The HTTP application: every dialect's routes over one service, behind one door."""
+"""The HTTP application: the routes of every dialect, health and metrics, behind the middleware."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
 from .dialects.vllm import generate as vllm
 from .dialects.vllm import management
-from .http import unknown_fields as unknown
+from .http import unknown_fields
 from .http.error_formats import ErrorFormats
 from .http.middleware import (
     ApiKeyMiddleware,
@@ -41,43 +41,44 @@ SCHEMAS: dict[str, tuple[type, ...]] = {
     "anthropic.": anthropic.SCHEMAS,
     "responses.": responses.SCHEMAS,
 }
-"""Of the OpenAPI document, by the prefix of their names."""
+"""Schemas of the OpenAPI document, by the prefix of their names."""
 NOT_HERE = Failure(Code.NOT_FOUND, "this port answers for health and metrics only")
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key")
 
 
 def build(
-    registry: ModelRegistry, models: kserve.ModelRepository, state_ports: frozenset[int] = frozenset()
+    registry: ModelRegistry, repository: kserve.ModelRepository, health_ports: frozenset[int] = frozenset()
 ) -> ASGIApp:
-    """The application that serves it all.
+    """The ASGI application.
 
     Args:
-        models: those of the KServe v2 protocol.
-        state_ports: on which nothing is told but how the server is doing.
+        registry: the models that are served.
+        repository: the models of the KServe v2 protocol.
+        health_ports: ports that serve health and metrics only.
     """
     app = FastAPI(title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", openapi_url=None)
     blade = BladeLLM(registry)
-    usual = openai.OpenAI(registry, vllm.check if vllm.asked_for(registry) else None)
-    spoken: list[Dialect] = [blade, paddlenlp.PaddleNLP(registry), usual]
+    default = openai.OpenAI(registry, vllm.check if vllm.is_ascend(registry) else None)
+    dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(registry), default]
     by_path = {
         "/v1/messages": anthropic.ERROR_FORMAT,
         "/v1/responses": responses.ERROR_FORMAT,
         "/v2": kserve.ERROR_FORMAT,
         **vllm.ERROR_FORMATS,
     }
-    error_formats = ErrorFormats(usual.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
-    add_shared_routes(app, registry, spoken, openai.shared_paths())
+    error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
+    add_shared_routes(app, registry, dialects, openai.shared_paths())
     anthropic.add_routes(app, registry)
     openai.add_routes(app, registry)
     responses.add_routes(app, registry)
     fastdeploy.add_routes(app, registry)
     vllm.add_routes(app, registry)
     management.add_routes(app, registry)
-    kserve.add_routes(app, models)
-    _add_state(app, registry)
+    kserve.add_routes(app, repository)
+    _add_health_routes(app, registry)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return _Refused(*_told(request, error), error_formats)
+        return _ErrorResponse(*_failure_of(request, error), error_formats)
 
     async def no_key(scope: Scope, send: Send) -> None:
         record_of(scope).failure = NO_KEY
@@ -91,23 +92,23 @@ def build(
         app.add_exception_handler(kind, failed)
     prefix = registry.options.root_path.rstrip("/")
     _add_document(app, registry.options.strict_requests, prefix)
-    front: ASGIApp = HeadMiddleware(app)
+    wrapped: ASGIApp = HeadMiddleware(app)
     if registry.options.api_key:
-        front = ApiKeyMiddleware(front, registry.options.api_key, no_key)
+        wrapped = ApiKeyMiddleware(wrapped, registry.options.api_key, no_key)
     if registry.options.allowed_origins:
         origins = list(registry.options.allowed_origins)
-        seen = ["x-request-id", unknown.HEADER]
-        front = CORSMiddleware(
-            front, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=seen
+        exposed = ["x-request-id", unknown_fields.HEADER]
+        wrapped = CORSMiddleware(
+            wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
-    if state_ports:
-        front = HealthPortMiddleware(front, state_ports, not_here)
-    front = RequestLogMiddleware(front, registry.metrics, error_formats, registry.options.strict_requests)
-    return RootPathMiddleware(front, prefix) if prefix else front
+    if health_ports:
+        wrapped = HealthPortMiddleware(wrapped, health_ports, not_here)
+    wrapped = RequestLogMiddleware(wrapped, registry.metrics, error_formats, registry.options.strict_requests)
+    return RootPathMiddleware(wrapped, prefix) if prefix else wrapped
 
 
 def _add_document(app: FastAPI, strict: bool, root: str) -> None:
-    """The OpenAPI document, which is made once it is asked for, in a thread: it takes longer than others may wait."""
+    """Serve the OpenAPI document, which is built with its first request, in a thread so as not to block the loop."""
     making = asyncio.Lock()
     made = b""
 
@@ -129,8 +130,8 @@ def _add_document(app: FastAPI, strict: bool, root: str) -> None:
     app.add_api_route("/openapi.json", described, include_in_schema=False, response_class=Response)
 
 
-def _add_state(app: FastAPI, registry: ModelRegistry) -> None:
-    """How the server is doing."""
+def _add_health_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    """Health, version and metrics."""
 
     async def live() -> Response:
         return Response()
@@ -156,7 +157,7 @@ def _add_state(app: FastAPI, registry: ModelRegistry) -> None:
     app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
 
 
-class _Refused(Response):
+class _ErrorResponse(Response):
     def __init__(
         self, failure: Failure, status: int | None, headers: Mapping[str, str] | None, error_formats: ErrorFormats
     ) -> None:
@@ -171,8 +172,8 @@ class _Refused(Response):
         await refuse(send, self._failure, self._error_formats.of(scope), self._status, self._more)
 
 
-def _told(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:
-    """What a client is told of an error: with which status, where it is not the failure's own, and which headers."""
+def _failure_of(request: Request, error: Exception) -> tuple[Failure, int | None, Mapping[str, str] | None]:
+    """The failure that stands for an exception, with status and headers where they are not the failure's own."""
     if isinstance(error, PenstockError):
         return error.failure, None, None
     if not isinstance(error, HTTPException):

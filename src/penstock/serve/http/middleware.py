@@ -1,4 +1,4 @@
-"""What every request passes first: an id, its line in the log, the API key."""
+"""Middleware: request ids and the request log, API keys, health-only ports, root path, HEAD."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ logger = logging.getLogger("penstock.requests")
 PUBLIC_PATHS = frozenset(
     ("/health", "/ready", "/live", "/v2/health/live", "/v2/health/ready", "/version", "/metrics", "/ping")
 )
-"""Needs no key, and leaves no line in the log unless it fails."""
+"""Paths that need no API key and are logged at level debug unless they fail."""
 SERVER = (b"server", f"penstock/{__version__}".encode())
-"""A header of every response: Triton's paths, whose clients want to find Triton there, do not say who this is."""
+"""A header of every response. Triton's metadata cannot name this server, as its clients expect ``triton`` there."""
 HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}
-"""What ports answer that are for how the server is doing."""
+"""Paths that ``health_port`` and ``metrics_port`` serve."""
 Refuse = Callable[[Scope, Send], Awaitable[None]]
-MOST_AGENT = 200
-"""Characters of what a client calls itself."""
-GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_USER_AGENT = 200
+"""Characters of a user agent in the log."""
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""A valid ``X-Request-Id``; others are replaced by a new one."""
 
 
 class RequestLogMiddleware:
-    """Gives each request its id, in ``X-Request-Id`` both ways, and a line in the log when it has ended. Fields that
-    nobody knows are named in a header of the answer, and once a client in the log.
+    """Assigns the request id (``X-Request-Id``) and logs each request when it has ended.
 
-    An exception that nobody foresaw becomes a 500 and a traceback in the log.
+    Unknown fields of a request are named in the response's header, and logged once per client. An unexpected exception
+    becomes a response 500, and its traceback is logged.
 
     Args:
         strict: refuse requests with unknown fields.
@@ -53,7 +54,7 @@ class RequestLogMiddleware:
         self._metrics = metrics
         self._error_formats = error_formats
         self._strict = strict
-        self._once = UnknownFieldLog()
+        self._unknown_field_log = UnknownFieldLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,12 +62,12 @@ class RequestLogMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         record = RequestRecord(
-            given if GOOD_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=UnknownFields(self._strict)
+            given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["path"], unknown=UnknownFields(self._strict)
         )
         scope["penstock.record"] = record
-        begun, status = time.monotonic(), 0
+        started, status = time.monotonic(), 0
 
-        async def passed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -77,16 +78,16 @@ class RequestLogMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, passed)
+            await self._app(scope, receive, send_with_headers)
         except Exception:
             logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
             record.failure = INTERNAL
             if not status:
-                await refuse(passed, INTERNAL, self._error_formats.of(scope))
+                await refuse(send_with_headers, INTERNAL, self._error_formats.of(scope))
         finally:
-            self._tell(scope, record, status, time.monotonic() - begun)
+            self._log(scope, record, status, time.monotonic() - started)
 
-    def _tell(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
+    def _log(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path=route, status=str(status or 499)).inc()
         facts = {"id": record.request_id, "status": status, "seconds": seconds}
@@ -95,11 +96,11 @@ class RequestLogMiddleware:
             facts["dialect"] = self._error_formats.of(scope).dialect
         facts |= record.facts
         if record.unknown.places and not record.failure:
-            self._once.log(record.request_id, _client(scope), record.unknown)
-        failed = STATUS[record.failure.code] if record.failure else status  # which the response may not say
+            self._unknown_field_log.log(record.request_id, _client(scope), record.unknown)
+        failed = STATUS[record.failure.code] if record.failure else status  # a stream's response says 200
         level = logging.ERROR if failed >= 500 else logging.INFO
         if route in PUBLIC_PATHS and status in (200, 503):
-            level = logging.DEBUG  # probes, which ask every second
+            level = logging.DEBUG  # health probes come every second
         if record.failure and route not in PUBLIC_PATHS:
             self._metrics.record_failure(record.failure)
         if record.failure:
@@ -108,13 +109,13 @@ class RequestLogMiddleware:
 
 
 def _client(scope: Scope) -> str:
-    """Its address, and what it calls itself."""
+    """The client's address and user agent."""
     agent = Headers(scope=scope).get("user-agent", "")
-    return f"{(scope.get('client') or ('', 0))[0]} {agent[:MOST_AGENT]}".strip()
+    return f"{(scope.get('client') or ('', 0))[0]} {agent[:MAX_USER_AGENT]}".strip()
 
 
 class RootPathMiddleware:
-    """Takes a prefix off paths, which a proxy in front may leave there or not.
+    """Removes ``root_path`` from paths; paths without it are served, too, as a proxy may remove it itself.
 
     Args:
         prefix: begins with a slash and does not end with one.
@@ -131,7 +132,7 @@ class RootPathMiddleware:
 
 
 class HeadMiddleware:
-    """Answers HEAD where there is GET, with the same headers; the HTTP protocol leaves the body out."""
+    """Answers HEAD as GET; uvicorn omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -148,7 +149,7 @@ class HeadMiddleware:
 
 
 class HealthPortMiddleware:
-    """Lets nothing through on some ports but questions for how the server is doing."""
+    """On the given ports, serves ``HEALTH_PATHS`` only."""
 
     def __init__(self, app: ASGIApp, ports: frozenset[int], refuse: Refuse) -> None:
         self._app = app
@@ -163,7 +164,7 @@ class HealthPortMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Lets in who has one of the keys, as ``Authorization``, with ``Bearer`` before it or not, or as ``x-api-key``."""
+    """Requires one of the API keys: ``Authorization: Bearer KEY``, ``Authorization: KEY`` or ``x-api-key: KEY``."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], refuse: Refuse) -> None:
         self._app = app
@@ -171,19 +172,19 @@ class ApiKeyMiddleware:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or self._fits(scope):
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or self._authorized(scope):
             await self._app(scope, receive, send)
         else:
             await self._refuse(scope, send)
 
-    def _fits(self, scope: Scope) -> bool:
+    def _authorized(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        return matches_key(given.encode("latin-1"), self._keys)  # as it came
+        return matches_key(given.encode("latin-1"), self._keys)  # the bytes as they were sent
 
 
 def matches_key(given: bytes, keys: Iterable[bytes]) -> bool:
-    """Whether ``Authorization`` has one of the keys; the time it takes does not tell which or how much of it."""
+    """Whether the value of ``Authorization`` is one of the keys. Takes the same time whichever key it resembles."""
     given = given.strip()
     scheme, _, rest = given.partition(b" ")
     key = rest.strip() if scheme.lower() == b"bearer" else given

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a socket: uvicorn's protocol, with an end to what a client may send and to how long it may take."""
+"""HTTP/1.1 on a socket: uvicorn's protocol with limits on size and duration of what a client sends and reads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-PIPELINED = 8
-"""Requests of a connection that wait while one is answered; what comes after them is not looked at until then."""
-PIECE = 4096
-"""Bytes looked at in one go where it is not known how many requests they hold."""
-FRAMING = 16
-"""Bytes of chunks' frames that a byte of a body may cost."""
+MAX_PIPELINED = 8
+"""Pipelined requests of a connection that are parsed while one is answered; later bytes stay unread."""
+PARSE_SIZE = 4096
+"""Bytes parsed at a time where the length of the message is not known."""
+MAX_FRAMING = 16
+"""Bytes of chunk framing allowed for each byte of a body."""
 
 
-class Patience:
-    """Ends something unless it is stopped in time."""
+class Timeout:
+    """Calls ``end`` after some seconds unless it is stopped before."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
@@ -37,7 +37,7 @@ class Patience:
 
 
 class Flow(FlowControl):
-    """Reads nothing more while there is something that was not looked at."""
+    """Does not resume reading while received bytes are not parsed."""
 
     held = False
 
@@ -47,31 +47,31 @@ class Flow(FlowControl):
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes connections whose headers grow too large, do not come, or whose client does not read its answer."""
+    """Closes a connection whose headers are too large or late, or whose client does not read its response."""
 
     client_timeout = 60.0
-    """Seconds."""
+    """Seconds without progress."""
     max_header_size = 64 * 2**10
-    """Bytes."""
+    """Bytes of all headers of a request."""
 
     _active: RequestResponseCycle | None = None
-    """The request that is being answered; ``cycle`` is the newest, which may still wait for its turn."""
+    """The request being answered; ``cycle`` is the newest one, which may be queued behind it."""
     _in_head = True
     _in_message = False
     _overhead = _body = 0
-    """Bytes of the request at hand besides its body, and of its body."""
+    """Bytes of the current request outside its body, and of its body."""
     _refused = False
     _left = 0
-    """Bytes of the body at hand that have not come, where its length was told."""
+    """Bytes of the current body that have not arrived, where it has a content-length."""
     _unread, _at = b"", 0
-    """What was received and not looked at, from ``_at`` on."""
+    """Received bytes; those from ``_at`` on are not parsed yet."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._reading = Patience()
-        """While a request's headers come, and while the rest comes of one that is answered already."""
-        self._writing = Patience()
-        """While the client does not read."""
+        self._reading = Timeout()
+        """Runs while headers arrive, and while the rest arrives of a request that is answered already."""
+        self._writing = Timeout()
+        """Runs while the client does not read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -88,16 +88,16 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unread, self._at = self._unread[self._at :] + data, 0
-        self._look()
+        self._parse()
 
-    def _look(self) -> None:
-        """Take in what has come, one request's head or body after the other, until enough requests wait."""
-        while self._at < len(self._unread) and len(self.pipeline) < PIPELINED and not self._refused:
+    def _parse(self) -> None:
+        """Parse received bytes, one head or body at a time, until ``MAX_PIPELINED`` requests are queued."""
+        while self._at < len(self._unread) and len(self.pipeline) < MAX_PIPELINED and not self._refused:
             if self.transport.is_closing():
                 return
             end = self._end()
             piece, self._at = self._unread[self._at : end], end
-            self._take_in(piece)
+            self._parse_piece(piece)
         if self._at < len(self._unread):
             self._flow.held = True
             self.flow.pause_reading()
@@ -108,21 +108,21 @@ class Protocol(HttpToolsProtocol):
                 self.flow.resume_reading()
 
     def _end(self) -> int:
-        """Of what is taken in next: of the head or the body at hand, or a piece."""
+        """Where the next piece to parse ends: the current head, the current body, or ``PARSE_SIZE`` bytes."""
         start = self._at
         if self._left:
             return start + self._left
         if self._in_head and (end := self._unread.find(b"\r\n\r\n", start)) >= 0:
             return end + 4
-        return start + PIECE
+        return start + PARSE_SIZE
 
-    def _take_in(self, data: bytes) -> None:
-        if self._in_head:  # some clients offer HTTP/2 with every request, and httptools then drops the body
+    def _parse_piece(self, data: bytes) -> None:
+        if self._in_head:  # some clients send "Upgrade: h2c" with every request, and httptools then drops the body
             head, gap, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"", head) + gap + rest
         self._overhead += len(data)
         super().data_received(data)
-        if self._overhead > self.max_header_size + FRAMING * self._body:
+        if self._overhead > self.max_header_size + MAX_FRAMING * self._body:
             self._refuse()
         elif not self._in_message and self.cycle and self.cycle.response_complete and not self.transport.is_closing():
             self._unset_keepalive_if_required()
@@ -164,7 +164,7 @@ class Protocol(HttpToolsProtocol):
             self._reading.start(self.client_timeout, self.transport.abort)
         super().on_response_complete()
         if self._unread:
-            self.loop.call_soon(self._look)
+            self.loop.call_soon(self._parse)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -186,6 +186,6 @@ class Protocol(HttpToolsProtocol):
 
 
 def protocol(client_timeout: float, max_header_size: int) -> type[Protocol]:
-    """A protocol with these limits."""
+    """The protocol class with these limits, for uvicorn's ``http=``."""
     limits: dict[str, Any] = {"client_timeout": client_timeout, "max_header_size": max_header_size}
     return type("Limited", (Protocol,), limits)

@@ -1,4 +1,4 @@
-"""The engines of a server's models: a process each, started when its model is loaded, ended when it is unloaded."""
+"""The engine processes: one per loaded model, started when the model is loaded, ended when it is unloaded."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ T = TypeVar("T")
 
 
 class Engines:
-    """Models by name, and what runs of them.
+    """The models by name, and the engine processes of those that are loaded.
 
     Args:
-        models: all that there are.
-        found: a configuration with its model's folder, which is fetched where it is not there; may take long.
-        workers: told of every change.
+        models: all models, loaded or not.
+        fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
+        workers: the API processes, which are sent every change.
     """
 
     def __init__(
-        self, models: Sequence[ServedModel], found: Callable[[Configuration], Configuration], workers: Workers
+        self, models: Sequence[ServedModel], fetch: Callable[[Configuration], Configuration], workers: Workers
     ) -> None:
         self._models = {model.name: model for model in models}
-        self._found = found
+        self._fetch = fetch
         self._workers = workers
         self._running: dict[str, EngineProcess] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._one_by_one = {model.name: asyncio.Lock() for model in models}
+        self._locks = {model.name: asyncio.Lock() for model in models}
         self._starting = asyncio.Lock()
-        """Held while one starts: each takes its share of the memory that is free then."""
+        """Held while an engine starts, as it sizes its KV cache by the memory that is free then."""
         self._closing = False
         self.lost = asyncio.Event()
-        """Set when an engine has died too often, and there is no other."""
+        """Set when the last engine has died too often."""
         workers.set_models(Models(tuple(models)))
 
     @property
@@ -56,15 +56,15 @@ class Engines:
         return [model for model in self._models.values() if model.engine and not model.draining]
 
     async def load(self, name: str) -> Ready | None:
-        """Returns once all API processes serve the model; nothing where it was loaded already.
+        """Load a model; returns once all API processes serve it. None where it was loaded already.
 
         Raises ``PenstockError`` where there is no such model, or it cannot be loaded.
         """
         self._check(name)
-        async with self._one_by_one[name]:
+        async with self._locks[name]:
             if self._models[name].engine:
                 return None
-            configuration = await _unhurried(lambda: self._found(self._models[name].configuration))
+            configuration = await _in_daemon_thread(lambda: self._fetch(self._models[name].configuration))
             async with self._starting:
                 ready = await self._start(name, configuration)
             profile = load(configuration.server.compat)
@@ -73,22 +73,22 @@ class Engines:
             return ready
 
     async def unload(self, name: str) -> None:
-        """Returns once its engine has ended, after what was open; nothing happens where it is not loaded.
+        """Unload a model: drain its requests, then end its engine. Does nothing where it is not loaded.
 
         Raises ``PenstockError`` where there is no such model.
         """
         self._check(name)
-        async with self._one_by_one[name]:
+        async with self._locks[name]:
             if name not in self._running:
                 return
             engine = self._running[name]
-            self._tell(name, required=False, draining=True, reason="it is being unloaded")
-            with contextlib.suppress(TimeoutError):  # a process that stands still is not waited for
+            self._update(name, required=False, draining=True, reason="it is being unloaded")
+            with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + TO_END):
                     await self._workers.wait_drained(engine.address)
             await engine.close()
             del self._running[name]
-            self._tell(name, engine="", draining=False, reason="unloaded")
+            self._update(name, engine="", draining=False, reason="unloaded")
 
     async def close(self) -> None:
         self._closing = True
@@ -97,7 +97,7 @@ class Engines:
             task.cancel()
 
     def kill(self) -> None:
-        """End them at once."""
+        """Kill the engines at once."""
         for engine in self._running.values():
             engine.kill()
 
@@ -105,29 +105,29 @@ class Engines:
         if self._closing:
             raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
         engine = self._running[name] = EngineProcess(configuration.engine, configuration.log)
-        self._tell(name, configuration=configuration, engine=engine.address)
+        self._update(name, configuration=configuration, engine=engine.address)
         starting = asyncio.create_task(engine.start())
         try:
             ready, _ = await asyncio.gather(starting, self._workers.wait_ready(engine.address))
-        except BaseException as error:  # text that cannot be served ends an engine that could be
+        except BaseException as error:  # also where an API process cannot use the tokenizer
             starting.cancel()
             await asyncio.gather(starting, engine.close(), return_exceptions=True)
             del self._running[name]
-            self._tell(name, engine="", reason=str(error) or "not loaded")
+            self._update(name, engine="", reason=str(error) or "not loaded")
             raise
-        self._tell(name, required=True)
+        self._update(name, required=True)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
         return ready
 
     async def _watch(self, name: str, engine: EngineProcess) -> None:
         await engine.watch()
-        async with self._one_by_one[name]:
+        async with self._locks[name]:
             if engine.closing:
                 return
             logger.error("%s is not served any more", name)
             await engine.close()
             del self._running[name]
-            self._tell(name, required=False, engine="", reason="its engine has died too often")
+            self._update(name, required=False, engine="", reason="its engine has died too often")
         if not self._running:
             self.lost.set()
 
@@ -135,13 +135,14 @@ class Engines:
         if name not in self._models:
             raise PenstockError(Code.NOT_FOUND, f"there is no model {name!r} to load", "model_name")
 
-    def _tell(self, name: str, **changes: object) -> None:
+    def _update(self, name: str, **changes: object) -> None:
+        """Change a model's state and send it to the API processes."""
         self._models[name] = msgspec.structs.replace(self._models[name], **changes)
         self._workers.set_models(Models(tuple(self._models.values())))
 
 
-async def _unhurried(work: Callable[[], T]) -> T:
-    """Done in a thread that the server's end does not wait for: a download may take an hour."""
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread that does not keep the process alive: a download may take an hour."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 

@@ -1,4 +1,4 @@
-"""A watchdog over the event loop: logs which request held it up, for how long, and where in the code."""
+"""A watchdog of the event loop: logs which request blocked it, for how long, and where in the code."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ..http.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
-HOLD = 0.05
-"""Seconds of processor time after which one iteration of the event loop is logged."""
-BLOCKED = 1.0
-"""Seconds after which it is logged whatever it waited for."""
-LOOK = 0.02
-"""Seconds between two looks."""
-SAMPLE = 0.01
-"""Seconds between two looks at the stack of an iteration that takes long."""
-FRAMES = 4
-"""Innermost calls of ours that are logged."""
+MAX_CPU_TIME = 0.05
+"""Seconds of processor time of one iteration of the event loop; a longer one is logged."""
+MAX_WALL_TIME = 1.0
+"""Seconds of one iteration, whatever it waits for; a longer one is logged."""
+POLL_INTERVAL = 0.02
+"""Seconds between two probes of the loop."""
+SAMPLE_INTERVAL = 0.01
+"""Seconds between two samples of the loop's stack while an iteration lasts."""
+MAX_FRAMES = 4
+"""Innermost frames of this package that are logged."""
 ROOT = str(Path(__file__).parents[2])
 
 
 class Watchdog:
-    """Watches the event loop that it is made in, from a thread.
+    """Watches the running event loop from a thread.
 
-    The bound is on processor time of the loop's thread, so that other processes' work is not taken for ours.
+    It measures the processor time of the loop's thread, which does not grow while other processes have the processor.
 
     Args:
-        holds: counts what is logged.
+        holds: counter of the iterations that are logged.
     """
 
     def __init__(self, holds: Metric) -> None:
@@ -53,30 +53,30 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(LOOK):
+        while not self._stop.wait(POLL_INTERVAL):
             answered = threading.Event()
             begun, used = time.monotonic(), time.clock_gettime(self._clock)
             try:
                 self._loop.call_soon_threadsafe(answered.set)
-            except RuntimeError:  # it is closed
+            except RuntimeError:  # the loop is closed
                 return
             places: Counter[str] = Counter()
-            while not answered.wait(SAMPLE) and not self._stop.is_set():
+            while not answered.wait(SAMPLE_INTERVAL) and not self._stop.is_set():
                 places[self._where()] += 1
             held, seconds = time.clock_gettime(self._clock) - used, time.monotonic() - begun
-            if held > HOLD or seconds > BLOCKED:
+            if held > MAX_CPU_TIME or seconds > MAX_WALL_TIME:
                 self._holds.inc()
                 where = places.most_common(1)[0][0] if places else "unknown"
                 logger.warning("the event loop was held for %.3f s (%.3f s in all) by %s", held, seconds, where)
 
     def _where(self) -> str:
-        """Which request the loop's thread is at, and in which functions."""
+        """The request that the loop's thread is handling, and the functions that it is in."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)
         calls: list[str] = []
         who = ""
         while frame is not None:
             code = frame.f_code
-            if len(calls) < FRAMES and (code.co_filename.startswith(ROOT) or not calls):
+            if len(calls) < MAX_FRAMES and (code.co_filename.startswith(ROOT) or not calls):
                 calls.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
             if (
                 not who

@@ -1,4 +1,4 @@
-"""The server's first process: it opens the ports, has engines and API processes run, and ends them."""
+"""The supervisor: opens the ports, runs engine processes and API processes, and ends them."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from .workers import Workers
 logger = logging.getLogger("penstock")
 
 SO_ATTACH_FILTER = 26
-"""Linux's, which Python has no name for."""
+"""Linux's socket option, which Python has no name for."""
 BACKLOG = 4096
-"""Connections that wait to be accepted."""
-TO_END = 10.0
-"""Seconds beyond the time to drain after which an API process that does not end is killed."""
+"""Connections that may wait to be accepted."""
+KILL_TIMEOUT = 10.0
+"""Seconds after ``drain_timeout`` after which an API process that has not exited is killed."""
 
 
 class Supervisor:
     """Serves models until told to stop.
 
     Args:
-        configuration: whose server part all models share.
-        models: those that there are.
-        found: a configuration with its model's folder, which is fetched where it is not there.
-        begun: when the command began, on the monotonic clock.
+        configuration: its ``server`` section is for all models.
+        models: all models, loaded or not.
+        fetch: returns a configuration whose ``engine.model`` is a local folder; downloads the model where needed.
+        started: when the command started, on the monotonic clock.
     """
 
     def __init__(
         self,
         configuration: Configuration,
         models: Sequence[ServedModel],
-        found: Callable[[Configuration], Configuration],
-        begun: float,
+        fetch: Callable[[Configuration], Configuration],
+        started: float,
     ) -> None:
         self._configuration = configuration
         self._models = models
-        self._found = found
-        self._begun = begun
+        self._fetch = fetch
+        self._started = started
         self._stop = asyncio.Event()
         self._grpc_address = ""
 
@@ -67,14 +67,14 @@ class Supervisor:
         check_certificate(options)
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with metrics_folder(), listening(options) as listeners, reserved(options) as self._grpc_address:
             starts = [self._worker(i, listeners) for i in range(options.api_server_count)]
-            self._workers = Workers(starts, self._asked)
-            self._engines = Engines(self._models, self._found, self._workers)
-            told: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
+            self._workers = Workers(starts, self._handle)
+            self._engines = Engines(self._models, self._fetch, self._workers)
+            stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
-                told,
+                stopped,
                 asyncio.create_task(self._workers.run()),
                 asyncio.create_task(self._serve(listeners)),
             ]
@@ -82,21 +82,21 @@ class Supervisor:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                if told in done:
+                if stopped in done:
                     return 0
                 return 2 if self._workers.misconfigured else 1
             finally:
                 self._stop.set()
                 for listener in listeners:
-                    turn_away(listener)
+                    stop_accepting(listener)
                     listener.close()
-                await self._workers.close(self._configuration.engine.drain_timeout + TO_END)
+                await self._workers.close(self._configuration.engine.drain_timeout + KILL_TIMEOUT)
                 await self._engines.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _told_to_stop(self) -> None:
+    def _on_signal(self) -> None:
         if self._stop.is_set():
             logger.warning("told to stop again: stopping at once")
             self._workers.kill()
@@ -106,13 +106,13 @@ class Supervisor:
             self._stop.set()
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
-        """Load what is wanted at the start; returns when no engine can live any more."""
+        """Load the required models; returns when the last engine has died too often."""
         facts: dict[str, object] = {}
         for model in self._models:
             if model.required and (ready := await self._engines.load(model.name)):
                 facts = facts or {"kv_blocks": ready.blocks, "kernels": ready.fingerprint}
         await self._workers.wait_ready()
-        facts = {"seconds": time.monotonic() - self._begun, **facts}
+        facts = {"seconds": time.monotonic() - self._started, **facts}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
         where = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
@@ -124,15 +124,15 @@ class Supervisor:
             logger.info("gRPC at %s", self._grpc_address)
         await self._engines.lost.wait()
 
-    async def _asked(self, asked: Load | Unload) -> None:
-        """What a client wants. Raises ``PenstockError`` where it cannot be."""
-        begun = time.monotonic()
-        if isinstance(asked, Unload):
-            await self._engines.unload(asked.name)
-            logger.info("unloaded %s", asked.name, extra={"facts": {"seconds": time.monotonic() - begun}})
-        elif ready := await self._engines.load(asked.name):
-            facts = {"seconds": time.monotonic() - begun, "kv_blocks": ready.blocks}
-            logger.info("loaded %s", asked.name, extra={"facts": facts})
+    async def _handle(self, request: Load | Unload) -> None:
+        """Load or unload a model for a client. Raises ``PenstockError`` where it cannot be."""
+        started = time.monotonic()
+        if isinstance(request, Unload):
+            await self._engines.unload(request.name)
+            logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})
+        elif ready := await self._engines.load(request.name):
+            facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.blocks}
+            logger.info("loaded %s", request.name, extra={"facts": facts})
 
     def _worker(self, number: int, listeners: list[socket.socket]) -> WorkerStart:
         return WorkerStart(
@@ -146,28 +146,29 @@ class Supervisor:
 
 @contextlib.contextmanager
 def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
-    """Sockets that accept connections, so that none is refused while API processes start, or start again: the first for
-    everything, unless HTTP is off, others for how the server is doing.
+    """Listening sockets, open before and while API processes start or restart, so that no connection is refused.
 
-    Raises ``PenstockError`` (``invalid``) where an address cannot be had.
+    The first serves every path (unless ``port`` is -1), the others health and metrics only.
+
+    Raises ``PenstockError`` (``invalid``) where an address cannot be bound.
     """
     ports = {"port": options.port, "health_port": options.health_port, "metrics_port": options.metrics_port}
     if options.health_port == options.metrics_port > 0:
-        del ports["metrics_port"]  # one listener tells both
+        del ports["metrics_port"]  # one listener serves both
     with contextlib.ExitStack() as stack:
         wanted = [(name, port) for name, port in ports.items() if port >= 0]
         yield [stack.enter_context(_listen(options.host, port, name)) for name, port in wanted]
 
 
 def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.socket:
-    """A socket that has the address; ``listen`` accepts connections there."""
+    """A socket bound to the address; with ``listen`` it accepts connections."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if listen:
             return socket.create_server(address, family=family, backlog=BACKLOG)
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server before may linger
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a previous server's may be in TIME_WAIT
             bound.bind(address)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError:
@@ -182,12 +183,12 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
 
 @contextlib.contextmanager
 def reserved(options: ServerOptions) -> Iterator[str]:
-    """Where API processes listen for gRPC, each with a socket of its own on one port; nothing where none does.
+    """The address on which every API process listens for gRPC, with a socket of its own; empty without gRPC.
 
-    gRPC takes no sockets that others have opened. So one that never listens keeps the port: it is bound to it alone, by
-    which a port that is taken is found, and then lets others share it.
+    gRPC does not accept sockets that others have opened. So this one reserves the port: it is bound exclusively first,
+    which finds a port that is in use, then with ``SO_REUSEPORT``; it never listens.
 
-    Raises ``PenstockError`` (``invalid``) where the address cannot be had, or gRPC's classes are not installed.
+    Raises ``PenstockError`` (``invalid``) where the address cannot be bound, or gRPC is not installed.
     """
     if options.grpc_port < 0:
         yield ""
@@ -200,12 +201,12 @@ def reserved(options: ServerOptions) -> Iterator[str]:
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def turn_away(listener: socket.socket) -> None:
-    """From now on no connection is made, and none that was made breaks.
+def stop_accepting(listener: socket.socket) -> None:
+    """Refuse new connections without breaking those that are established but not accepted yet.
 
-    Closing alone resets connections that nobody has accepted yet, of clients who may have sent their request. So the
-    first packet of a new one is dropped by a filter, those made before are accepted in the meantime, and the dropped
-    packet's repetition, a second later, finds the port closed. Where there are no such filters, closing must do.
+    Closing a socket resets connections in its backlog, whose clients may have sent their request. So a packet filter
+    drops SYN packets, the API processes accept the backlog in the meantime, and the client's repeated SYN, a second
+    later, finds the port closed. Where the filter is not available, the socket is only closed.
     """
     load_byte, jump_if_set, give_back = 0x30, 0x45, 0x06  # classic BPF (McCanne and Jacobson, 1993)
     flags, syn, drop, keep = 13, 0x02, 0, 0xFFFFFFFF
@@ -219,14 +220,14 @@ def turn_away(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def metrics_folder() -> Iterator[None]:
-    """Where API processes count together: they know it by the environment."""
+    """The folder of the metrics that API processes share, named by ``PROMETHEUS_MULTIPROC_DIR``."""
     with tempfile.TemporaryDirectory(prefix="penstock-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         yield
 
 
 def check_certificate(options: ServerOptions) -> None:
-    """Raises ``PenstockError`` (``invalid``) where a file of the certificate is not there."""
+    """Raises ``PenstockError`` (``invalid``) where a certificate's file does not exist."""
     if options.ssl_keyfile and not options.ssl_certfile:
         raise invalid("ssl_certfile", "is missing; give it with ssl_keyfile")
     for name in ("ssl_certfile", "ssl_keyfile"):
@@ -235,7 +236,7 @@ def check_certificate(options: ServerOptions) -> None:
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:
-    """Where a client on this machine finds it."""
+    """The URL at which a client on this machine reaches a listener."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(options.host, options.host)
     if ":" in host:
         host = f"[{host}]"
@@ -243,6 +244,6 @@ def url_of(options: ServerOptions, listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> None:
-    """As many open files as are allowed: a connection is one."""
+    """Raise the soft limit of open files to the hard limit: each connection takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,6 +1,6 @@
 """One API process, ``python -m penstock.serve.process.worker``; the supervisor tells it what to serve on stdin.
 
-SIGTERM lets its requests come to their end; it does not outlive the supervisor.
+On SIGTERM it finishes its requests and exits; when the supervisor dies, so does it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..models.messages import EXIT_MISCONFIGURED, WorkerStart
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints is not to be taken for the report
+    os.dup2(2, 1)  # what libraries print must not reach the pipe to the supervisor
     first, rest = _first_line()
     start = msgspec.json.decode(first, type=WorkerStart)
     die_with(start.parent)
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
-    gc.disable()  # until it serves: a third of the time that importing takes
+    gc.disable()  # until it serves: collections take a third of the time of importing
     from .api_server import run
 
     try:
@@ -38,13 +38,13 @@ def main() -> None:
 
 
 def _first_line() -> tuple[bytes, bytes]:
-    """And what came with it of the lines after."""
-    found = b""
-    while b"\n" not in found:
+    """The first line of standard input, and the bytes that were read after it."""
+    received = b""
+    while b"\n" not in received:
         if not (more := os.read(0, 2**16)):
             sys.exit(EXIT_MISCONFIGURED)
-        found += more
-    first, _, rest = found.partition(b"\n")
+        received += more
+    first, _, rest = received.partition(b"\n")
     return first, rest
 
 

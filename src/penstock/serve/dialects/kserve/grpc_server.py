@@ -22,7 +22,7 @@ from penstock import __version__
 from penstock.config.options import ServerOptions
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.middleware import GOOD_ID, matches_key
+from penstock.serve.http.middleware import REQUEST_ID, matches_key
 from penstock.serve.http.reply import GONE, INTERNAL
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
@@ -316,7 +316,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         unknown = UnknownFields(self._repository.registry.options.strict_requests)
-        given_id = given if GOOD_ID.fullmatch(given) else uuid4().hex
+        given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         record = RequestRecord(given_id, client=context.peer(), unknown=unknown)
         try:
             yield record

@@ -1,4 +1,4 @@
-"""vLLM's own API: ``/generate``, a prompt with sampling parameters to texts that begin with it."""
+"""vLLM's ``/generate``: a prompt with sampling parameters, answered with the prompt and its continuations."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ..openai.parse import parse
 from ..openai.responses import ErrorAnswer, encode, error_of
 
 PATH = "/generate"
-UNTOLD = ("logprobs", "prompt_logprobs")
-"""Fields that vLLM takes and whose answer it does not tell."""
+IGNORED = ("logprobs", "prompt_logprobs")
+"""Fields that vLLM accepts and does not answer."""
 
 
 class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """What vLLM's ``SamplingParams`` take, and a prompt."""
+    """A prompt, and the fields of vLLM's ``SamplingParams``."""
 
     prompt: str
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -49,10 +49,10 @@ SCHEMAS = (GenerateRequest, Texts)
 
 
 class GenerateErrorFormat(ErrorFormat):
-    """As OpenAI's, but that a stream is of JSON objects.
+    """OpenAI's errors in a stream of JSON objects, not server-sent events.
 
     Args:
-        end: what ends each of them.
+        end: terminator of each object.
     """
 
     dialect = "vllm"
@@ -69,30 +69,30 @@ class GenerateErrorFormat(ErrorFormat):
 
 LINES = GenerateErrorFormat(b"\n")
 ZEROS = GenerateErrorFormat(b"\0")
-"""Of vLLM up to 0.6, whose clients look for it."""
+"""As in vLLM up to 0.6."""
 ERROR_FORMATS = {PATH: LINES}
 
 
-def asked_for(registry: ModelRegistry) -> bool:
-    """Whether the server stands in for vLLM 0.5 as Ascend has it."""
+def is_ascend(registry: ModelRegistry) -> bool:
+    """Whether the profile is vLLM 0.5 for Ascend."""
     return registry.options.compat == "ascend-vllm"
 
 
 def check(sampling: SamplingParams) -> None:
-    """Raises ``PenstockError`` (``invalid``) for several sequences that would all be the same, as vLLM 0.5 does."""
+    """Raises ``PenstockError`` (``invalid``) for ``n`` > 1 with greedy sampling, as vLLM 0.5 does."""
     if sampling.n > 1 and not sampling.use_beam_search and (sampling.greedy or sampling.top_k == 1):
         raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
 
 
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """``/generate``, which answers as vLLM's does."""
-    error_format = ZEROS if asked_for(registry) else LINES
+    """Add ``/generate``."""
+    error_format = ZEROS if is_ascend(registry) else LINES
 
     async def create(request: Request) -> Response:
         record = record_of(request.scope)
         record.error_format = error_format
         body = await registry.read(request)
-        found = {name: value for name, value in read_object(body).items() if name not in UNTOLD}
+        found = {name: value for name, value in read_object(body).items() if name not in IGNORED}
         wanted = parse(found, GenerateRequest, record.unknown)
         if wanted.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
