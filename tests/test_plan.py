@@ -29,7 +29,7 @@ from penstock import LLM, demo
 from penstock.cli.main import main
 from penstock.planning.kv_size import CachePlan, block_ratio, kv_cache_ratio
 from penstock.planning.kv_spec import bytes_per_block
-from penstock.planning.model_size import shape_of
+from penstock.planning.model_size import model_size_of
 from penstock.planning.paddlenlp_table import DEEPSEEK_V3
 
 LATENT = {
@@ -67,7 +67,7 @@ def test_weights_are_those_that_transformers_makes(config: PreTrainedConfig) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
-    shape = shape_of({**config.to_dict(), "architectures": ["Some"], "num_nextn_predict_layers": 0})
+    shape = model_size_of({**config.to_dict(), "architectures": ["Some"], "num_nextn_predict_layers": 0})
     assert shape.layer_weights + shape.embedding_weights == expected
 
 

@@ -20,7 +20,8 @@ from penstock.core import PenstockError
 from penstock.layers import AttentionLayer, BuildContext
 from penstock.models import Family, ModelConfig, register
 from penstock.models.config import dense_config
-from penstock.models.decoder import build_decoder, grouped_query_attention
+from penstock.models.decoder import build_decoder
+from penstock.models.layer import grouped_query_attention
 from penstock.models.registry import unregister
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -33,7 +33,7 @@ from penstock.models import Model, ModelConfig, cache_folder, load_model, read_c
 from penstock.ops import KVSpec
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.kv_spec import bytes_per_block, bytes_per_token
-from penstock.planning.model_size import shape_of
+from penstock.planning.model_size import model_size_of
 
 from .fingerprint import fingerprint
 from .guided import Guides, check_backend
@@ -177,19 +177,19 @@ class Engine:
 
     def _log_memory(self, options: EngineOptions, blocks: int, specs: list[KVSpec]) -> None:
         """The numbers of ``penstock plan memory``."""
-        shape = shape_of(self.model.config.raw)
+        model_size = model_size_of(self.model.config.raw)
         size = bytes_per_token(specs)
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         dtype = str(self.model.dtype).removeprefix("torch.")
         logger.info(
             "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
             "%d blocks for prompts",
-            weight_bytes(shape, options.quantization, dtype, bool(self.model.mtp_heads)) / 1e9,
+            weight_bytes(model_size, options.quantization, dtype, bool(self.model.mtp_heads)) / 1e9,
             cache.bytes / 1e9,
-            cache.token_bytes,
+            cache.bytes_per_token,
             cache.tokens,
             cache.sequences,
-            cache.longest,
+            cache.max_len,
             cache.prompt_blocks,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.planning.model_size import context_of, format_of, rope_of
+from penstock.planning.model_size import max_model_len_of, quantization_of, rope_parameters_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def dense_config(raw: Mapping[str, Any], **switches: Any) -> ModelConfig:
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
     """
     heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-    max_position_embeddings, rope = int(raw.get("max_position_embeddings") or 2048), rope_of(raw)
+    max_position_embeddings, rope = int(raw.get("max_position_embeddings") or 2048), rope_parameters_of(raw)
     bias = bool(raw.get("attention_bias", False))
     architecture, has_lm_head = architecture_of(raw)
     fields: dict[str, Any] = {
@@ -71,7 +71,7 @@ def dense_config(raw: Mapping[str, Any], **switches: Any) -> ModelConfig:
         "num_heads": heads,
         "num_kv_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or int(raw["hidden_size"]) // heads,
-        "max_model_len": context_of(max_position_embeddings, rope),
+        "max_model_len": max_model_len_of(max_position_embeddings, rope),
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
         "rope_parameters": rope,
@@ -79,7 +79,7 @@ def dense_config(raw: Mapping[str, Any], **switches: Any) -> ModelConfig:
         "has_lm_head": has_lm_head,
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
         "dtype": getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
-        "quantization": format_of(raw) or "none",
+        "quantization": quantization_of(raw) or "none",
         "windows": windows_by_layer_types(raw, layers) or (0,) * layers,
         "raw": raw,
         "qkv_bias": bias,

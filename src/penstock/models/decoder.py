@@ -1,103 +1,26 @@
-"""The pre-norm decoder that most families share, with attention and MLP made by factories."""
+"""The decoder that most families share: embedding, layers, language model head, and MTP heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.layers import (
-    Attention,
-    AttentionLayer,
     BuildContext,
     Embedding,
-    GatedMLP,
     LoRATarget,
-    MLPLayer,
     RMSNorm,
     rope_table,
 )
 from penstock.ops import Batch, KVSpec
 
 from .config import ModelConfig
+from .layer import AttentionFactory, DecoderLayer, MLPFactory, gated_mlp, grouped_query_attention
 from .model import MTPHead
 from .mtp import DecoderMTPHead
-
-AttentionFactory = Callable[[BuildContext, ModelConfig, int, str, Tensor], AttentionLayer]
-"""Makes the attention of a layer from its number, its name in the checkpoint, and the rope table."""
-MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
-"""Makes the MLP of a layer from its number and its name in the checkpoint."""
-
-
-def grouped_query_attention(
-    context: BuildContext, config: ModelConfig, layer: int, name: str, rope: Tensor
-) -> AttentionLayer:
-    """``Attention`` with the switches of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
-    return Attention(
-        context,
-        name,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rope=rope,
-        window=config.windows[layer] if layer < config.num_layers else 0,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-    )
-
-
-def gated_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``GatedMLP`` with the sizes of the configuration."""
-    return GatedMLP(context, name, config.hidden_size, config.intermediate_size, config.mlp_bias)
-
-
-class DecoderLayer:
-    """Attention and MLP, each behind a norm, on one residual stream.
-
-    Args:
-        number: of the layer. The last layer of the model goes on with ``batch.logits_indices`` only, once it has
-            stored the keys and values of all tokens: nothing reads the other tokens' hidden states.
-    """
-
-    def __init__(
-        self,
-        context: BuildContext,
-        config: ModelConfig,
-        number: int,
-        rope: Tensor,
-        attention: AttentionFactory,
-        mlp: MLPFactory,
-    ) -> None:
-        name = f"model.layers.{number}"
-        self._ops = context.ops
-        self._last = number == config.num_layers - 1
-        self._input_norm = RMSNorm(context, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.attention = attention(context, config, number, f"{name}.self_attn", rope)
-        self._post_attention_norm = RMSNorm(
-            context, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
-        )
-        self._mlp = mlp(context, config, number, f"{name}.mlp")
-
-    def __call__(self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the layer.
-
-        Args:
-            x: ``[tokens, hidden]``, the output of the layer before, not yet added to the residual stream.
-            residual: the stream, None before the first layer.
-
-        Returns:
-            The MLP's output and the stream, not yet added; ``[rows, hidden]`` each from the last layer.
-        """
-        x, residual = (self._input_norm(x), x) if residual is None else self._input_norm.add(x, residual)
-        x = self.attention(x, cache, batch, self._last)
-        if self._last:
-            residual = self._ops.index_select(residual, batch.logits_indices)
-        x, residual = self._post_attention_norm.add(x, residual)
-        return self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots), residual
 
 
 class Decoder:

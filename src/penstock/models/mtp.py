@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from penstock.layers import BuildContext, ColumnParallelLinear, Embedding, RMSNo
 from penstock.ops import Batch
 
 from .config import ModelConfig
-
-if TYPE_CHECKING:
-    from .decoder import DecoderLayer
+from .layer import DecoderLayer
 
 
 class DecoderMTPHead:

@@ -8,7 +8,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.planning.config_json import CONFIG, read_config_json
-from penstock.planning.model_size import format_of
+from penstock.planning.model_size import quantization_of
 
 from .config import ModelConfig, architecture_of
 from .registry import find_family
@@ -28,7 +28,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise PenstockError(Code.UNSUPPORTED, f"activation {raw['hidden_act']!r} in {path}", "model")
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
-    quantization = format_of(raw)
+    quantization = quantization_of(raw)
     if quantization is None or (quantization and quantization not in SCHEMES):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
     try:

@@ -1,6 +1,6 @@
-"""Sums over memory: what weights take, what a token keeps, and what a cache of so many blocks is good for.
+"""Memory of weights and KV cache, and the settings that fit it.
 
-The formulas are those of PaddleNLP's and FastDeploy's documents, under our names.
+The formulas for settings are those of PaddleNLP's and FastDeploy's documents.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 from penstock.core.quantization import SCHEMES, Format
 
 from .kv_spec import ITEM_BYTES, SCALE_BYTES, KVSpec
-from .model_size import Shape
+from .model_size import ModelSize
 
-MOST_SEQS = 128
-"""Sequences at the same time that both documents allow at most."""
-MARGIN = 128
-"""Tokens that PaddleNLP reckons with for a prompt beyond its own."""
-
-
-def blocks_of_sequences(sequences: float, longest: int, block_size: int) -> int:
-    """Blocks for so many sequences of the longest length, as PaddleNLP's ``BLOCK_BS`` counts them."""
-    return int(sequences * math.ceil(longest / block_size))
+MAX_SEQS = 128
+"""Largest number of running sequences in both documents."""
+PROMPT_MARGIN = 128
+"""Tokens that PaddleNLP adds to the average prompt."""
 
 
-def weight_bytes(shape: Shape, quantization: str = "none", dtype: str = "auto", mtp: bool = False) -> int:
-    """Bytes of a model's matrices; norms and biases are too few to count.
+def blocks_of_sequences(sequences: float, max_len: int, block_size: int) -> int:
+    """KV blocks of ``sequences`` sequences of ``max_len`` tokens; ``sequences`` is PaddleNLP's ``BLOCK_BS``."""
+    return int(sequences * math.ceil(max_len / block_size))
+
+
+def weight_bytes(size: ModelSize, quantization: str = "none", dtype: str = "auto", mtp: bool = False) -> int:
+    """Bytes of a model's matrices. Norms and biases are left out: they are few.
 
     Args:
         quantization: a name of ``SCHEMES``.
         dtype: that the model computes in; ``auto`` is the checkpoint's.
         mtp: whether the layers for multi-token prediction are loaded.
     """
-    layers = shape.layer_weights + (shape.ahead_weights if mtp else 0)
-    scheme, computed = SCHEMES[quantization], _computed(shape, dtype)
+    layers = size.layer_weights + (size.mtp_weights if mtp else 0)
+    scheme, computed = SCHEMES[quantization], _computed_dtype(size, dtype)
 
     def weight(format: Format) -> float:
         if not format.bits:
             return ITEM_BYTES[computed]
-        return format.bits / 8 + SCALE_BYTES / (format.group_size or shape.hidden)
+        return format.bits / 8 + SCALE_BYTES / (format.group_size or size.hidden_size)
 
-    return int(layers * weight(scheme.layers) + shape.embedding_weights * weight(scheme.head))
+    return int(layers * weight(scheme.layers) + size.embedding_weights * weight(scheme.head))
 
 
 def kv_specs(
-    shape: Shape,
+    size: ModelSize,
     block_size: int = 64,
     kv_cache_dtype: str = "auto",
     dtype: str = "auto",
@@ -59,27 +59,27 @@ def kv_specs(
         mtp: whether the layers for multi-token prediction are loaded.
         ranks: tensor-parallel ranks that share the heads. A head is kept by one rank at least, a latent vector by each.
     """
-    heads, quantized = math.ceil(shape.kv_heads / ranks), kv_cache_dtype == "int8"
-    spec = KVSpec(heads, shape.kv_dim, _computed(shape, dtype), block_size, quantized, latent=shape.latent)
-    return [spec] * (shape.layers + (shape.ahead_layers if mtp else 0))
+    heads, quantized = math.ceil(size.num_kv_heads / ranks), kv_cache_dtype == "int8"
+    spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantized, latent=size.latent)
+    return [spec] * (size.num_layers + (size.num_mtp_layers if mtp else 0))
 
 
-def _computed(shape: Shape, dtype: str) -> str:
+def _computed_dtype(size: ModelSize, dtype: str) -> str:
     """The dtype that the model computes in."""
-    return shape.dtype if dtype == "auto" else dtype
+    return size.dtype if dtype == "auto" else dtype
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A cache of blocks, and what it is good for."""
+    """A KV cache of some blocks, and the settings that fit it."""
 
     blocks: int
     block_size: int
-    token_bytes: int
-    longest: int
+    bytes_per_token: int
+    max_len: int
     """Tokens that a sequence may have."""
     ratio: float
-    """Share of the blocks that admitting prompts may fill."""
+    """Share of the blocks that prompts may fill when they are admitted (``kv_cache_ratio``)."""
 
     @property
     def tokens(self) -> int:
@@ -87,30 +87,31 @@ class CachePlan:
 
     @property
     def bytes(self) -> int:
-        return self.tokens * self.token_bytes
+        return self.tokens * self.bytes_per_token
 
     @property
     def sequences(self) -> float:
-        """Of the longest length: PaddleNLP's ``BLOCK_BS``."""
-        return self.tokens / self.longest
+        """Number of sequences of ``max_len`` tokens that fit: PaddleNLP's ``BLOCK_BS``."""
+        return self.tokens / self.max_len
 
     @property
     def prompt_blocks(self) -> int:
-        """FastDeploy's ``prefill_kvcache_block_num``."""
+        """Blocks that prompts may fill when they are admitted: FastDeploy's ``prefill_kvcache_block_num``."""
         return int(self.blocks * self.ratio)
 
     def max_num_seqs(self, output: float) -> int:
-        """FastDeploy's formula: as many answers of this average length as growth has blocks for, at most 128."""
+        """FastDeploy's formula for ``max_num_seqs``: answers of ``output`` tokens that fit into the blocks that prompts
+        leave, at most ``MAX_SEQS``."""
         room = (self.blocks - self.prompt_blocks) * self.block_size
-        return max(min(int(room / output), MOST_SEQS), 1)
+        return max(min(int(room / output), MAX_SEQS), 1)
 
     def batch_size(self, prompt: float, output: float) -> int:
-        """PaddleNLP's formula for ``BATCH_SIZE``: as many of these average lengths as fit, at most 128."""
-        return max(min(int(self.tokens / (prompt + output)), MOST_SEQS), 1)
+        """PaddleNLP's formula for ``BATCH_SIZE``: sequences of these average lengths that fit, at most ``MAX_SEQS``."""
+        return max(min(int(self.tokens / (prompt + output)), MAX_SEQS), 1)
 
 
 def kv_cache_ratio(prompt: float, output: float) -> float:
-    """FastDeploy's formula: the prompts' share of all tokens."""
+    """FastDeploy's formula for ``kv_cache_ratio``: the prompts' share of all tokens."""
     return prompt / (prompt + output)
 
 
@@ -118,6 +119,6 @@ def block_ratio(prompt: float, output: float, extend: float = 1.0) -> float:
     """PaddleNLP's formula for ``BLOCK_RATIO``, at most 1.
 
     Args:
-        extend: 1.1 to 1.3 where prompts differ much in length (``EXTEND_RATIO``).
+        extend: ``EXTEND_RATIO``, 1.1 to 1.3 where the lengths of prompts differ much.
     """
-    return min((prompt + MARGIN) / (prompt + output) * extend, 1.0)
+    return min((prompt + PROMPT_MARGIN) / (prompt + output) * extend, 1.0)

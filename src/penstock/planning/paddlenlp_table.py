@@ -1,4 +1,4 @@
-"""PaddleNLP's table of recommended ``BLOCK_BS`` by model and memory, beside what the sums give."""
+"""PaddleNLP's table of recommended ``BLOCK_BS`` by model, beside what our formulas give."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from penstock.planning.kv_size import kv_specs
 from penstock.planning.kv_spec import SCALE_BYTES, bytes_per_token
-from penstock.planning.model_size import Shape, shape_of
+from penstock.planning.model_size import model_size_of
 
 MEMORY = 80 * 2**30
-"""Bytes of each GPU in the table."""
+"""Bytes of a GPU in the table."""
 GPUS = 8
-"""Of a node."""
+"""Of a node in the table."""
 LENGTH = 8192
-"""Tokens for which its models are exported."""
+"""Tokens of the longest sequence of the table's models."""
 RESERVE = 17.9e9
-"""Bytes of a GPU that weights and cache leave free. The document does not say how many: they are chosen so that the
-first row agrees, and the others are compared with it."""
+"""Bytes of a GPU that weights and cache leave free. The document does not name them: they are chosen so that the first
+row agrees, and the other rows show how well the formulas do."""
 WEIGHT = {"int4": 0.5 + SCALE_BYTES / 128, "int8": 1.0, "fp8": 1.0}
-"""Bytes of a weight."""
+"""Bytes of a weight, by format."""
 
-DEEPSEEK_V3 = shape_of(
+DEEPSEEK_V3 = model_size_of(
     {
         "architectures": ["DeepseekV3ForCausalLM"],
         "hidden_size": 7168,
@@ -41,37 +41,37 @@ DEEPSEEK_V3 = shape_of(
         "max_position_embeddings": 163840,
     }
 )
-"""Of its ``config.json``: V3 and R1 have the same."""
+"""From its ``config.json``, which is the same for V3 and R1."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One of the table."""
+    """A row of the table."""
 
     name: str
     nodes: int
     layers: str
-    """What weights of layers are kept in."""
-    ahead: str
-    """The same of the layer that guesses (MTP); nothing where there is none."""
+    """Format of the layers' weights, a key of ``WEIGHT``."""
+    mtp: str
+    """Format of the MTP layer's weights; empty where the model has no MTP layer."""
     recommended: int
+    """``BLOCK_BS`` in the document."""
 
     @property
     def weights(self) -> float:
-        """Bytes on each GPU."""
-        shape: Shape = DEEPSEEK_V3
-        ahead = shape.ahead_weights * WEIGHT[self.ahead] if self.ahead else 0.0
-        whole = shape.layer_weights * WEIGHT[self.layers] + shape.embedding_weights * 2 + ahead
+        """Bytes of weights on each GPU."""
+        mtp = DEEPSEEK_V3.mtp_weights * WEIGHT[self.mtp] if self.mtp else 0.0
+        whole = DEEPSEEK_V3.layer_weights * WEIGHT[self.layers] + DEEPSEEK_V3.embedding_weights * 2 + mtp
         return whole / (self.nodes * GPUS)
 
     @property
     def sequence(self) -> int:
-        """Bytes that a sequence of the longest length keeps on each GPU, which all keep the same latent vectors."""
-        return bytes_per_token(kv_specs(DEEPSEEK_V3, mtp=bool(self.ahead))) * LENGTH
+        """Bytes of KV cache of the longest sequence on each GPU. Latent vectors are on every GPU."""
+        return bytes_per_token(kv_specs(DEEPSEEK_V3, mtp=bool(self.mtp))) * LENGTH
 
     @property
     def summed(self) -> int:
-        """``BLOCK_BS`` by the sums."""
+        """``BLOCK_BS`` by our formulas."""
         return int((MEMORY - RESERVE - self.weights) / self.sequence)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.config.profiles.bladellm import ONE_DEVICE
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.model_size import QUANT_METHOD, format_of
+from penstock.planning.model_size import QUANT_METHOD, quantization_of
 
 from ..parser import Parser
 
@@ -122,7 +122,7 @@ def _lead(args: argparse.Namespace, quantization: str = "") -> None:
 
 
 def _configure(file: Path, place: Path, quantization: str) -> None:
-    if place.is_symlink() or (place.exists() and not format_of(json.loads(place.read_text(encoding="utf-8")))):
+    if place.is_symlink() or (place.exists() and not quantization_of(json.loads(place.read_text(encoding="utf-8")))):
         raise invalid("output_dir", f"{place} is there already; name an empty folder")
     found = json.loads(file.read_text(encoding="utf-8"))
     if found.get("quantization_config"):

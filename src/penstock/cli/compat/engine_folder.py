@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.core.errors import invalid
-from penstock.planning.model_size import shape_of
+from penstock.planning.model_size import model_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def described(checkpoint: Path, dtype: str, quant_algo: str | None, kv_cache_qua
     config = _read(checkpoint)
     if config is None or not any(checkpoint.glob("*.safetensors")):
         raise invalid("model_dir", f"{checkpoint} holds no checkpoint of Hugging Face (config.json, *.safetensors)")
-    shape = shape_of(config)
+    shape = model_size_of(config)
     return {
         "about": ABOUT,
         "producer": {"name": "penstock", "version": __version__},

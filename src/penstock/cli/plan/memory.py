@@ -23,7 +23,7 @@ from penstock.planning.kv_size import (
     weight_bytes,
 )
 from penstock.planning.kv_spec import bytes_per_token
-from penstock.planning.model_size import shape_of
+from penstock.planning.model_size import model_size_of
 
 GB, GIB = 1e9, 2**30
 
@@ -72,16 +72,16 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         progress=sys.stderr.isatty(),
         files=["config.json"],
     )
-    shape = shape_of(read_config_json(folder))
+    size = model_size_of(read_config_json(folder))
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method not in ("ngram", "mtp"):
         raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
-    ahead = bool(speculative and speculative.method == "mtp")
-    quantization = shape.quantization if options.quantization == "none" else options.quantization
+    mtp = bool(speculative and speculative.method == "mtp")
+    quantization = size.quantization if options.quantization == "none" else options.quantization
     ranks = args.tensor_parallel_size
-    weights = weight_bytes(shape, quantization, options.dtype, ahead) // ranks
-    token = bytes_per_token(kv_specs(shape, options.block_size, options.kv_cache_dtype, options.dtype, ahead, ranks))
-    longest = options.max_model_len or shape.context
+    weights = weight_bytes(size, quantization, options.dtype, mtp) // ranks
+    token = bytes_per_token(kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks))
+    longest = options.max_model_len or size.max_model_len
     room = _room(args, options, weights)
     blocks = _blocks(options, longest, room, token * options.block_size)
     cache = CachePlan(blocks, options.block_size, token, longest, options.kv_cache_ratio)
@@ -90,7 +90,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
     split = CachePlan(blocks, options.block_size, token, longest, ratio)
     return {
         "model": str(folder),
-        "architecture": shape.architecture,
+        "architecture": size.architecture,
         "max_model_len": longest,
         "weight_bytes": weights,
         "kv_bytes_per_token": token,
