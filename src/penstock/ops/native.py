@@ -1,4 +1,4 @@
-"""Which compiled kernels are here: whether they fit sources and machine, and which instruction set computes."""
+"""The compiled kernels of this installation: choice of the instruction set, and warnings where they are out of date."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from . import _kernels
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PENSTOCK_ISA"
-"""In the environment: the instruction set to compute with. Without it the fastest one does."""
+"""Environment variable that names the instruction set to compute with; the default is the fastest."""
 SOURCES = Path(__file__).parents[3]
-"""Where the kernels' sources lie in a checkout; of an installed wheel they do not."""
+"""Root of the checkout with the kernels' sources; in an installed wheel there are none."""
 
 
 def set_up() -> None:
-    """Chooses the instruction set, and warns of kernels that do not fit.
+    """Choose the instruction set, and log a warning where the kernels are out of date.
 
-    Raises ``PenstockError`` (``unsupported``) where the set that is asked for cannot run here.
+    Raises ``PenstockError`` (``unsupported``) where ``PENSTOCK_ISA`` names one that cannot run here.
     """
     if problem := misfit():
         logger.warning("%s", problem)
@@ -35,7 +35,8 @@ def set_up() -> None:
 
 
 def misfit() -> str | None:
-    """What is wrong with the compiled kernels, and what to run; none where they fit."""
+    """A warning, with what to run, for kernels of other sources or another version, or without this machine's fastest
+    instruction set. None where the kernels are up to date."""
     built, sources = getattr(_kernels, "SOURCES", "unknown"), hash_of_sources(SOURCES)
     if sources and sources != built:
         return (
@@ -54,7 +55,7 @@ def misfit() -> str | None:
 
 
 def hash_of_sources(folder: Path) -> str | None:
-    """As CMakeLists.txt computes it; none where a folder does not hold the sources."""
+    """Hash of the kernels' sources, as CMakeLists.txt computes it; None where the folder does not hold them."""
     if not (folder / "csrc" / "kernels.h").exists():
         return None
     files = [folder / "CMakeLists.txt", *(file for file in (folder / "csrc").iterdir() if file.suffix in (".cc", ".h"))]

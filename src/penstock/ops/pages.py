@@ -1,4 +1,4 @@
-"""Memory straight from the system: zeros that take room when they are first written, and files as they lie there."""
+"""Memory from the operating system: zeroed pages that are allocated when first written, and mapped files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 HUGE = 2 * 2**20
 """Bytes of a huge page."""
 POPULATE_READ = 22
-"""To ``madvise`` (Linux 5.14): read and map all of it now, not when it is first needed."""
+"""``MADV_POPULATE_READ`` (Linux 5.14): read and map the whole range now, not at the first access."""
 
 
 def zeros(size: int, huge: bool = False) -> Tensor:
-    """``[size]`` uint8.
+    """``[size]`` uint8 of zeros. A page takes memory from its first write on.
 
     Args:
-        huge: in huge pages, which pay for what is read in every step: with small ones, finding where a page lies can
-            take as long as reading it. For what is written bit by bit they do not: the first byte takes a whole one.
+        huge: use huge pages (2 MiB). They pay for memory that every step reads, as address translation of small pages
+            can take as long as reading them. They do not for memory that is filled little by little: the first byte
+            written takes a whole page.
     """
     if size == 0:
         return torch.zeros(0, dtype=torch.uint8)
@@ -30,21 +31,21 @@ def zeros(size: int, huge: bool = False) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     if not huge:
         return whole
-    with contextlib.suppress(OSError):  # of systems without
+    with contextlib.suppress(OSError):  # not on every system
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -whole.data_ptr() % HUGE
     return whole[start : start + size]
 
 
 def mapped(file: IO[bytes]) -> Tensor:
-    """A file that is not empty, ``[bytes]`` uint8, to read only: nothing is copied, and processes share it.
+    """Map a file that is not empty: ``[bytes]`` uint8, read-only. Processes that map it share its pages.
 
-    In huge pages as far as the system has them for files.
+    Huge pages are used where the system has them for files.
     """
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with contextlib.suppress(OSError, AttributeError):  # of systems without
+    with contextlib.suppress(OSError, AttributeError):  # not on every system
         memory.madvise(mmap.MADV_HUGEPAGE)
     with contextlib.suppress(OSError):
         memory.madvise(POPULATE_READ)
-    with warnings.catch_warnings(action="ignore"):  # that it cannot be written to
+    with warnings.catch_warnings(action="ignore"):  # that the memory is read-only
         return torch.frombuffer(memory, dtype=torch.uint8)
