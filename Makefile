@@ -10,11 +10,15 @@ export Q ?= What is the capital of Canada?
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
-test: .venv/tools lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-	$(MAKE) test-install
+# Lint runs beside the tests, and says what it has to say after them. tests/installed.py is the wheel in clean environments, of
+# this Python and of a newer one where there is one; what could not be tried is listed.
+test: .venv/tools
+	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
+	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
+	$(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile tests tests/installed.py; tests=$$?; \
+	wait $$lint; lint=$$?; cat "$$said"; [ $$tests = 0 ] && [ $$lint = 0 ]
 
-# The wheel in clean environments, of this Python and of a newer one where there is one. What could not be tried is listed.
+# That wheel alone.
 test-install: .venv/tools
 	$(BIN)/python -m pytest -rs tests/installed.py
 

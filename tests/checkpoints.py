@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from penstock import demo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SMALL = {
     "vocab_size": 300,
@@ -27,6 +27,9 @@ SMALL = {
 
 def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
     """A checkpoint of random weights, large enough that positions and windows matter."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():

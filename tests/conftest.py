@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from evaluate import Local
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock import demo
+
+if TYPE_CHECKING:
+    from evaluate import Local
+    from transformers import PreTrainedTokenizerFast
 
 LONG = "exactness guided server several_models storm together async_llm llm embed server_schema docs ops".split()
 """Files that take longest are begun first, so that no process is left with one of them when the others are done."""
 
 
+EVERY_CORE = frozenset(os.sched_getaffinity(0))
+"""Cores that the whole run may use."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # of xdist, which begins with the files of most tests
+    _share_cores()
+    # A server compiles its modules anew each time it starts where Python may not keep what it has compiled.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # A shell ignores Ctrl-C for what it runs in the background; child processes would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _share_cores() -> None:
+    """Give each process of pytest-xdist cores of its own, which the servers it starts inherit: kernels take as many
+    threads as there are cores, and threads of two engines on one core wait for each other."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    cores = sorted(EVERY_CORE)
+    os.sched_setaffinity(0, cores[number::count] or {cores[number % len(cores)]})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,16 +69,31 @@ def patience() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def every_core() -> Iterator[None]:
+    """For tests of what happens on several cores: processes that are started here may use all of them."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, EVERY_CORE)
+    yield
+    os.sched_setaffinity(0, own)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(demo.CHAT)
 
 
 @pytest.fixture(scope="session")
 def chat() -> Local:
+    from evaluate import Local
+
     return Local(demo.CHAT)
 
 
 @pytest.fixture(scope="session")
 def draft() -> Local:
+    from evaluate import Local
+
     return Local(demo.DRAFT)

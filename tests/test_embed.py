@@ -14,7 +14,6 @@ import pytest
 import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
-from sentence_transformers import SentenceTransformer, models
 from serving import Served
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -163,6 +162,8 @@ def test_an_adapter_makes_vectors_of_its_own(qwen3: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_checkpoint_of_sentence_transformers_says_how_it_pools(tmp_path: Path, pooling: str, normalize: bool) -> None:
     """A decoder without a head, whose tensors have no prefix."""
+    from sentence_transformers import SentenceTransformer, models  # more than a second, for this test alone
+
     torch.manual_seed(0)
     model = AutoModel.from_config(CONFIGS["qwen3"])
     model.save_pretrained(tmp_path / "decoder")

@@ -15,8 +15,6 @@ import instructor
 import openai
 import pydantic
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from openai.types.responses import Response
 from serving import Served
 
@@ -187,6 +185,9 @@ def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client
 
 
 def test_langchain_speaks_it(served: Served, client: openai.OpenAI) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
     model = ChatOpenAI(
         model="default", base_url=served.url, api_key="none", temperature=0, max_tokens=60, use_responses_api=True
     )  # type: ignore[call-arg]

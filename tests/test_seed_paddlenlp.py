@@ -320,6 +320,7 @@ export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7
 
 
 @pytest.mark.row("paddlenlp", "mpirun start_server", "mpirun stop_server", "SERVICE_HTTP_PORT")
+@pytest.mark.usefixtures("every_core")
 def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
     """It starts a rank a core, and binds each to its core: the server has all of them."""
     status, said = elsewhere.run(f"{PORTS}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
