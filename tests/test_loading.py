@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def context(folder: Path, group: Group) -> tuple[BuildContext, Checkpoint]:
     weights = Checkpoint(folder)
-    return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, group=group), weights
+    return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, 64, group=group), weights
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -45,7 +45,7 @@ def test_a_rank_reads_its_own_rows(folder: Path, ranks: int) -> None:
     split = sum(tensor.nbytes for tensor in stored.values()) - whole
     for rank in range(ranks):
         build, weights = context(folder, Group(rank, ranks))
-        find_family(config.architecture, config.architecture).build(build, config, 64, 0)
+        find_family(config.architecture, config.architecture).build(build, config, 0)
         assert weights.bytes_read == whole + split / ranks
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from checkpoints import SMALL, save
-from torch import Tensor
 from transformers import LlamaConfig
 
 from penstock import LLM, SamplingParams
@@ -47,12 +46,10 @@ def every_other_window(raw: Mapping[str, Any]) -> ModelConfig:
     return dense_config(raw, windows=tuple(0 if i % raw["global_every"] == 0 else raw["local"] for i in range(layers)))
 
 
-def fewer_kv_heads_later(
-    context: BuildContext, config: ModelConfig, layer: int, name: str, rope: Tensor
-) -> AttentionLayer:
+def fewer_kv_heads_later(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
     """The first layer keeps all heads, later ones half of them."""
     config = replace(config, num_kv_heads=config.num_kv_heads if layer == 0 else config.num_kv_heads // 2)
-    return grouped_query_attention(context, config, layer, name, rope)
+    return grouped_query_attention(context, config, layer, name)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class Attention:
 
     Args:
         name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
-        rope: ``[max_len, head_dim]``, of ``rope_table``.
+        rope: ``[max_len, head_dim]``, of ``BuildContext.rope_table``.
         window: positions that a query sees, its own included (sliding window); 0 is all.
         qk_norm_eps: epsilon of RMS norms on the queries and keys of each head; None where there are none.
     """

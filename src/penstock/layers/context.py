@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from penstock.parallel import SINGLE_RANK, Group
 from penstock.quant import Matrix
 
 from .lora import LoRALayer, LoRATarget
+from .rope import rope_table
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class BuildContext:
     dtype: torch.dtype
     """To compute in."""
     device: torch.device
+    max_len: int
+    """Tokens that a sequence may have."""
     group: Group = SINGLE_RANK
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
@@ -69,6 +72,7 @@ class BuildContext:
     """Adapters that may be loaded at a time; 0 builds layers without LoRA."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
+    _rope_tables: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """Read a tensor, or some of its rows, onto the device.
@@ -77,6 +81,15 @@ class BuildContext:
         """
         tensor = self.weights.take(name, *shape, rows=rows, as_stored=as_stored)
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
+
+    def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
+        """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it."""
+        key = repr((head_dim, sorted(parameters.items(), key=str), max_position_embeddings))
+        if key not in self._rope_tables:
+            self._rope_tables[key] = rope_table(
+                head_dim, self.max_len, parameters, max_position_embeddings, self.device
+            )
+        return self._rope_tables[key]
 
     def lora(self, names: list[str], inputs: int, outputs: list[int]) -> LoRALayer | None:
         """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""

@@ -88,10 +88,18 @@ def load_model(
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
         cache = WeightCache(weight_cache_dir, folder, packing, weights.version, weight_cache_size)
     context = BuildContext(
-        ops, weights, dtype, device, group=group, scheme=scheme, weight_cache=cache, max_loras=max_loras
+        ops,
+        weights,
+        dtype,
+        device,
+        max_len or config.max_model_len,
+        group=group,
+        scheme=scheme,
+        weight_cache=cache,
+        max_loras=max_loras,
     )
     family = find_family(config.architecture, config.architecture)
-    model = family.build(context, config, max_len or config.max_model_len, config.num_mtp_layers if mtp_heads else 0)
+    model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
     if cache:
         cache.save()
     return model

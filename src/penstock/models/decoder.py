@@ -13,7 +13,6 @@ from penstock.layers import (
     Embedding,
     LoRATarget,
     RMSNorm,
-    rope_table,
 )
 from penstock.ops import Batch, KVSpec
 
@@ -27,7 +26,6 @@ class Decoder:
     """A ``Model``.
 
     Args:
-        max_len: tokens that a sequence may have.
         num_mtp_heads: layers for multi-token prediction to load.
     """
 
@@ -35,21 +33,17 @@ class Decoder:
         self,
         context: BuildContext,
         config: ModelConfig,
-        max_len: int,
         num_mtp_heads: int = 0,
         attention: AttentionFactory = grouped_query_attention,
         mlp: MLPFactory = gated_mlp,
     ) -> None:
         self.config = config
         self.dtype = context.dtype
-        self.max_len = max_len
+        self.max_len = context.max_len
         self.weights_version = context.weights.version
-        rope = rope_table(
-            config.head_dim, max_len, config.rope_parameters, config.max_position_embeddings, context.device
-        )
 
         def layer(number: int) -> DecoderLayer:
-            return DecoderLayer(context, config, number, rope, attention, mlp)
+            return DecoderLayer(context, config, number, attention, mlp)
 
         self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self._layers = [layer(number) for number in range(config.num_layers)]
@@ -90,11 +84,10 @@ class Decoder:
 def build_decoder(
     context: BuildContext,
     config: ModelConfig,
-    max_len: int,
     num_mtp_heads: int,
     *,
     attention: AttentionFactory = grouped_query_attention,
     mlp: MLPFactory = gated_mlp,
 ) -> Decoder:
     """``Family.build`` of decoders; a family binds other factories with ``functools.partial``."""
-    return Decoder(context, config, max_len, num_mtp_heads, attention, mlp)
+    return Decoder(context, config, num_mtp_heads, attention, mlp)

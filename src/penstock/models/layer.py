@@ -12,15 +12,13 @@ from penstock.ops import Batch
 
 from .config import ModelConfig
 
-AttentionFactory = Callable[[BuildContext, ModelConfig, int, str, Tensor], AttentionLayer]
-"""Makes the attention of a layer from its number, its name in the checkpoint, and the rope table."""
+AttentionFactory = Callable[[BuildContext, ModelConfig, int, str], AttentionLayer]
+"""Makes the attention of a layer from its number and its name in the checkpoint."""
 MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
 """Makes the MLP of a layer from its number and its name in the checkpoint."""
 
 
-def grouped_query_attention(
-    context: BuildContext, config: ModelConfig, layer: int, name: str, rope: Tensor
-) -> AttentionLayer:
+def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
     """``Attention`` with the switches of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
     return Attention(
         context,
@@ -29,7 +27,7 @@ def grouped_query_attention(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rope=rope,
+        rope=context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings),
         window=config.windows[layer] if layer < config.num_layers else 0,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
@@ -55,7 +53,6 @@ class DecoderLayer:
         context: BuildContext,
         config: ModelConfig,
         number: int,
-        rope: Tensor,
         attention: AttentionFactory,
         mlp: MLPFactory,
     ) -> None:
@@ -63,7 +60,7 @@ class DecoderLayer:
         self._ops = context.ops
         self._last = number == config.num_layers - 1
         self._input_norm = RMSNorm(context, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.attention = attention(context, config, number, f"{name}.self_attn", rope)
+        self.attention = attention(context, config, number, f"{name}.self_attn")
         self._post_attention_norm = RMSNorm(
             context, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
         )

@@ -22,8 +22,8 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     """From ``config.json``. May raise ``KeyError``, ``TypeError`` or ``ValueError``, which name what is wrong, and
     ``PenstockError`` (``unsupported``)."""
-    build: Callable[[BuildContext, ModelConfig, int, int], Model]
-    """Takes the context, the configuration, the longest sequence, and the number of MTP heads to load."""
+    build: Callable[[BuildContext, ModelConfig, int], Model]
+    """Takes the context, the configuration, and the number of MTP heads to load."""
 
 
 _FAMILIES: dict[str, Family] = {}
