@@ -1,10 +1,10 @@
-"""What rounding weights and cache costs: the model in the box on text and questions it was not trained on.
+"""The quality that quantization costs, measured with the demo model on held-out text and questions.
 
 python benchmarks/quantization_quality.py
 
-For each format, with the cache as it is computed and in 8 bits: the Kullback-Leibler divergence of its next-token
-distribution from that in bfloat16, on average over the tokens of held-out answers, how often both have the same
-likeliest token, and the share of held-out questions that are answered right.
+For each format of weights and KV cache: the Kullback-Leibler divergence of its next-token distribution from that in
+bfloat16, averaged over the tokens of held-out answers, the share of tokens with the same top token, and the share of
+held-out questions that are answered right.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, flo
         total += float((before.exp() * (before - after)).sum())
         agree += int((before.argmax(-1) == after.argmax(-1)).sum())
         tokens += len(before)
-    return {"divergence": total / tokens, "same_likeliest": agree / tokens}
+    return {"divergence": total / tokens, "same_top_token": agree / tokens}
 
 
 def share_right(name: str, kept: str, count: int) -> float:
@@ -112,11 +112,11 @@ def share_right(name: str, kept: str, count: int) -> float:
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    lines = ["| format | cache | divergence, nats | same likeliest | right |", "|---|---|---:|---:|---:|"]
+    lines = ["| weights | KV cache | KL divergence, nats | same top token | right answers |", "|---|---|---:|---:|---:|"]
     for key, one in found.items():
         name, kept = key.split()
         right = f"{one['right']:.1%}" if "right" in one else "–"
-        lines.append(f"| `{name}` | `{kept}` | {one['divergence']:.4f} | {one['same_likeliest']:.2%} | {right} |")
+        lines.append(f"| `{name}` | `{kept}` | {one['divergence']:.4f} | {one['same_top_token']:.2%} | {right} |")
     return "\n".join(lines)
 
 
