@@ -112,7 +112,10 @@ def share_right(name: str, kept: str, count: int) -> float:
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    lines = ["| weights | KV cache | KL divergence, nats | same top token | right answers |", "|---|---|---:|---:|---:|"]
+    lines = [
+        "| weights | KV cache | KL divergence, nats | same top token | right answers |",
+        "|---|---|---:|---:|---:|",
+    ]
     for key, one in found.items():
         name, kept = key.split()
         right = f"{one['right']:.1%}" if "right" in one else "–"
