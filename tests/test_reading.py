@@ -146,10 +146,10 @@ def test_calls_come_after_thoughts() -> None:
 def test_special_tokens_are_no_content() -> None:
     form = TOOLS["mistral"]
     assert form
-    assert read(ParserConfig(tools=form), ["a [TOOL_CALLS]", " b"], form.tokens).content == "a  b"
+    assert read(ParserConfig(tools=form), ["a [TOOL_CALLS]", " b"], form.marker_tokens).content == "a  b"
 
 
-MARKS = {mark for form in TOOLS.values() if form for mark in form.tokens} | {"</think>", "<think>", "<response>"}
+MARKS = {mark for form in TOOLS.values() if form for mark in form.marker_tokens} | {"</think>", "<think>", "<response>"}
 PARTS = 'function ```json ``` { } [ ] " \\ , ; : {} {"a": {"name": {"name":"f", "name" "arguments": "parameters":{ f'
 FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", HERMES, LLAMA, V3]
 
@@ -162,7 +162,7 @@ def test_any_text_in_any_pieces(tools: str, stage: Stage, data: st.DataObject) -
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
     reading = ParserConfig(THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools])
-    hidden = data.draw(st.sampled_from([(), reading.marks]))
+    hidden = data.draw(st.sampled_from([(), reading.markers]))
     assert read(reading, cut(text, data), hidden) == read(reading, [text], hidden)
     assert read(reading, list(text) or [""], hidden) == read(reading, [text], hidden)
 

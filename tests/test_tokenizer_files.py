@@ -111,7 +111,7 @@ def test_added_tokens_have_their_own_ids(rank_file: tuple[tiktoken.Encoding, Tok
     theirs, ours = rank_file
     end = theirs.n_vocab + 2
     assert ours.encode("the<|im_end|>") == [*theirs.encode("the"), end]
-    assert ours.id_of("<|im_end|>") == end
+    assert ours.token_to_id("<|im_end|>") == end
     assert ours.decode([end]) == ""
 
 

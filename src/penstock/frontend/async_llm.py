@@ -20,7 +20,7 @@ from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
 from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput
 
-GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
+ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
 
 
 class AsyncLLM:
@@ -132,11 +132,11 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; ``options`` are those of ``generate``."""
-        prompt = self._input_processor.conversation(messages, tools=tools, **(chat_template_kwargs or {}))
+        prompt = self._input_processor.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
         async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
             async for output in outputs:
                 yield output
 
     def _give_up(self, watch: asyncio.Task[None]) -> None:
         if not self._process or not self._process.closing:
-            self.gateway.engine.refuse(GONE)
+            self.gateway.engine.refuse(ENGINE_GONE)

@@ -1,4 +1,4 @@
-"""Fair shares of an event loop: long work in pieces, one of them in each iteration, and queues that do not grow."""
+"""Sharing the event loop: long work in pieces, one piece per iteration, and bounded queues of deltas."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Callable, Iterator
 
 from penstock.core import Failure, TokenDelta
 
-LIGHT = 64
-"""Tokens and log probabilities that are handled as they come; more than that waits for its turn."""
-PIECE = 1024
-"""Of them handled in one turn: some milliseconds."""
-FULL = 2**16
-"""Of them that may wait for one request before its sequences are paused; they go on once a quarter is left."""
+MAX_INLINE_TOKENS = 64
+"""Tokens and logprobs that are processed at once; a task with more waits for its turn."""
+TURN_SIZE = 1024
+"""Tokens and logprobs processed in one turn: some milliseconds of work."""
+MAX_QUEUED = 2**16
+"""Tokens and logprobs queued for one request at which its sequences are paused; they resume at a quarter of it."""
 
 
 class FairQueue:
-    """Runs long work of many tasks a piece in each iteration of the event loop, one task after the other.
+    """Grants turns to tasks with long work, round robin, one turn per iteration of the event loop.
 
-    However many tasks have long work, an iteration takes no longer than its longest piece and what is short.
+    So an iteration lasts no longer than one piece of long work, however many tasks have some.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._granting = False
 
-    async def next(self) -> None:
-        """Wait for a turn; the piece is what the task does until it waits again."""
+    async def turn(self) -> None:
+        """Wait for a turn; it lasts until the task awaits again."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
@@ -47,10 +47,10 @@ class FairQueue:
 
 
 class DeltaQueue:
-    """What has come for one request and has not been taken yet.
+    """Deltas of one request that are not processed yet.
 
     Args:
-        pause: called with True where too much waits, and with False once it has been taken.
+        pause: called with True when the queue is too long, and with False once it has shrunk.
     """
 
     def __init__(self, pause: Callable[[bool], None]) -> None:
@@ -59,22 +59,22 @@ class DeltaQueue:
         self._items: deque[TokenDelta | Failure] = deque()
         self._came = asyncio.Event()
         self.size = 0
-        """Tokens and log probabilities that wait."""
+        """Tokens and logprobs in the queue."""
 
     def put(self, item: TokenDelta | Failure) -> None:
         self._items.append(item)
         self.size += size_of(item)
         self._came.set()
-        if self.size > FULL and not self._paused:
+        if self.size > MAX_QUEUED and not self._paused:
             self._paused = True
             self._pause(True)
 
     async def wait(self) -> None:
-        """Until something is there."""
+        """Wait until the queue is not empty."""
         await self._came.wait()
 
     def take(self, most: int) -> Iterator[TokenDelta | Failure]:
-        """What came first, until it has ``most`` tokens and log probabilities; at least one item."""
+        """Remove items from the front, at least one, until they have ``most`` tokens and logprobs."""
         taken = 0
         while self._items and (not taken or taken < most):
             item = self._items.popleft()
@@ -84,14 +84,14 @@ class DeltaQueue:
             yield item
         if not self._items:
             self._came.clear()
-        if self._paused and self.size < FULL // 4:
+        if self._paused and self.size < MAX_QUEUED // 4:
             self._paused = False
             self._pause(False)
 
 
 def size_of(item: TokenDelta | Failure) -> int:
-    """Tokens and log probabilities in it, at least 1."""
+    """Number of tokens and logprobs in an item, at least 1."""
     if isinstance(item, Failure):
         return 1
-    told = [*(item.logprobs or ()), *(item.prompt_logprobs or ())]
-    return len(item.token_ids) + sum(map(len, told)) or 1
+    logprobs = [*(item.logprobs or ()), *(item.prompt_logprobs or ())]
+    return len(item.token_ids) + sum(map(len, logprobs)) or 1

@@ -1,4 +1,4 @@
-"""The gateway: a model's text around a running engine. It is all of the house that a dialect sees."""
+"""The gateway: text in, text out, over a running engine. Dialects use nothing below it."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from penstock.core.errors import invalid, too_long
 from penstock.engine.service.client import EngineClient
 from penstock.text.template_process import RenderRequest
 
-from .fair_queue import LIGHT, PIECE, DeltaQueue, FairQueue
+from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor, Messages, Prompt
 from .outputs import RequestOutput
 from .request_templates import TemplateRenderer
 
 T = TypeVar("T")
 
-AT_ONCE = 8192
-"""Characters that are encoded where they arrive; more than that would hold up the streams, and goes to a thread."""
-ENCODERS = 2
-"""Threads that encode."""
-SPARE = 4
-"""How many times shorter a text may become when a tokenizer normalizes it."""
+MAX_INLINE_SIZE = 8192
+"""Characters of a prompt that is encoded in the event loop; longer ones are encoded in a thread."""
+NUM_ENCODE_THREADS = 2
+"""Threads for encoding prompts."""
+MAX_SHRINKAGE = 4
+"""Factor by which a tokenizer's normalization may shorten a text."""
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
-TOO_LATE = Failure(Code.TIMEOUT, "the deadline has passed")
+DEADLINE_PASSED = Failure(Code.TIMEOUT, "the deadline has passed")
 
 
 class Gateway:
-    """Streams from the engine at an address. To be made and used in one event loop.
+    """Sends requests to one engine and streams their outputs. Create and use it in one event loop.
 
     Args:
-        address: where the engine process serves.
-        preparer: the tokenizer, template and defaults of its model.
+        address: ZeroMQ address of the engine process.
+        input_processor: the tokenizer, chat template and defaults of its model.
     """
 
     def __init__(self, address: str, input_processor: InputProcessor) -> None:
         self.input_processor = input_processor
-        self.engine = EngineClient(address, self._deliver, self._lost, input_processor.vocabulary, self._cancel)
+        vocabulary = input_processor.vocabulary
+        self.engine = EngineClient(address, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel)
         self.fair_queue = FairQueue()
-        """For long work in this event loop."""
+        """Shares the event loop among requests with long work."""
         self._open: dict[str, DeltaQueue] = {}
         self._outputs: dict[str, RequestOutput] = {}
-        """Of the requests that are open, what they have so far."""
+        """Of open requests: the output so far."""
         self._ids = itertools.count()
         self._template_renderer = TemplateRenderer()
-        self._threads = ThreadPoolExecutor(ENCODERS, "encode")
-        self._at_once = 0 if input_processor.tokenizer.isolated else AT_ONCE
+        self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
+        self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
 
     @property
     def open(self) -> int:
-        """Requests that have not ended."""
+        """Number of open requests."""
         return len(self._open)
 
     async def close(self) -> None:
@@ -71,16 +72,17 @@ class Gateway:
         """The token ids of a prompt.
 
         Args:
-            size: characters that are to be encoded at the same time, where there are more than its own.
+            size: characters that the caller encodes one prompt after the other, this one included; decides whether to
+                encode in a thread.
 
-        Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
+        Raises ``PenstockError`` where the prompt is invalid or far too long, or no engine is ready.
         """
         self._check_length(prompt)
         return await self._prepare(
             max(size, len(prompt)), lambda: self.input_processor.encode(prompt, add_special_tokens)
         )
 
-    async def conversation(
+    async def chat_prompt(
         self,
         messages: Messages,
         size: int,
@@ -89,16 +91,16 @@ class Gateway:
         template: str | None = None,
         add_special_tokens: bool = False,
     ) -> dict[str, Any]:
-        """A conversation as a prompt.
+        """Render and encode a chat.
 
         Args:
             size: about how many characters it has.
-            options: those of ``ChatTemplate.render``.
+            options: keyword arguments of ``ChatTemplate.render``.
             calls: whether the answer may call tools.
-            template: to use in place of the model's.
-            add_special_tokens: besides those that the template writes.
+            template: chat template to use in place of the model's.
+            add_special_tokens: add the tokenizer's special tokens to those that the template writes.
 
-        Raises ``PenstockError`` where it is wrong or far too long, or no engine is there.
+        Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
         if len(messages) > (most := self.engine.check().max_model_len):
             raise too_long("messages", f"{len(messages)} of them are more than {most} tokens hold", len(messages), most)
@@ -126,19 +128,19 @@ class Gateway:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step that added to it; the last one is finished.
 
-        Who is slower than the engine gets what several steps added at a time, and where far too much waits, the
-        request's sequences pause. Leaving the loop cancels the request.
+        A caller that is slower than the engine gets several steps' tokens at a time; where more than ``MAX_QUEUED``
+        are queued, the request's sequences are paused in the engine. Leaving the loop cancels the request.
 
         Args:
-            request_id: what the outputs are called; by default a number.
-            timeout: seconds after its arrival after which it fails, also while the engine does not answer.
-            cache_salt: shares cached prefixes only with requests of the same salt.
-            adapter: the name of one that is loaded.
-            pooling: makes a vector of the prompt, in place of going on with it.
-            arrived: on the monotonic clock; None is now.
-            external_id: refused where another request of this name has not ended, whichever process it came to.
+            request_id: id of the outputs; by default a number.
+            timeout: seconds after arrival after which the request fails, also while the engine hangs.
+            cache_salt: the prefix cache is shared only among requests of the same salt.
+            adapter: name of a loaded LoRA adapter.
+            pooling: embed the prompt instead of generating.
+            arrived: time of arrival on the monotonic clock; None is now.
+            external_id: the client's id; refused while another request with it is open, in any API process.
 
-        Raises ``PenstockError`` where the request is wrong, or no engine is there to take it.
+        Raises ``PenstockError`` where the request is invalid, or no engine is ready.
         """
         arrived = time.monotonic() if arrived is None else arrived
         deadline = None
@@ -146,7 +148,7 @@ class Gateway:
             if not 0 <= timeout < math.inf:
                 raise invalid("timeout", f"must be a number of seconds from 0 on, is {timeout}", 0)
             deadline = arrived + timeout
-        name = str(next(self._ids))  # the engine's own name for it: the caller's may come twice
+        name = str(next(self._ids))  # the engine's id: request_id need not be unique
         self._check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
         try:
@@ -158,7 +160,7 @@ class Gateway:
                     ),
                 )
         except TimeoutError as error:
-            raise PenstockError.of(TOO_LATE) from error
+            raise PenstockError.of(DEADLINE_PASSED) from error
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
         request = msgspec.structs.replace(processor.request, deadline=deadline, external_id=external_id)
@@ -166,21 +168,21 @@ class Gateway:
         self._outputs[name] = output
         timer = None
         if deadline is not None:
-            timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._expire, name)
+            timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
         try:
             self.engine.add(request)
             while not output.finished:
                 await inbox.wait()
-                if inbox.size > LIGHT:
-                    await self.fair_queue.next()
-                told = False
-                for delta in inbox.take(PIECE):
+                if inbox.size > MAX_INLINE_TOKENS:
+                    await self.fair_queue.turn()
+                changed = False
+                for delta in inbox.take(TURN_SIZE):
                     if isinstance(delta, Failure):
                         processor.fail(delta)
                     elif processor.add(delta) is not None:
                         self.engine.stop(name, delta.sequence)
-                    told = told or not _is_part(delta)
-                if told:
+                    changed = changed or not _is_prompt_logprobs_part(delta)
+                if changed:
                     yield output
         finally:
             if timer:
@@ -190,8 +192,7 @@ class Gateway:
                 self.engine.abort(name)
 
     def running(self) -> dict[str, int]:
-        """Requests that came through here and have not ended, by what their outputs are called, and how many tokens
-        each has generated."""
+        """Open requests: request id → number of tokens generated."""
         found: dict[str, int] = {}
         for output in self._outputs.values():
             made = sum(len(made.token_ids) for made in output.outputs)
@@ -204,43 +205,43 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _check_length(self, prompt: Prompt) -> None:
-        """Refuse a text that no tokens could hold before anything is computed over it."""
+        """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
         engine = self.engine.check()
         most = engine.max_model_len
-        if isinstance(prompt, str) and (least := len(prompt) // (self._longest_token * SPARE)) >= most:
+        if isinstance(prompt, str) and (least := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= most:
             words = f"has {len(prompt)} characters, far more than {most} tokens can hold"
             raise too_long("prompt", words, max(least, most + 1), most)
 
     @cached_property
     def _longest_token(self) -> int:
-        """In bytes."""
+        """Bytes of the longest token."""
         return max(map(len, self.input_processor.tokenizer.vocabulary))
 
-    def _deliver(self, deltas: list[TokenDelta]) -> None:
+    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             if (inbox := self._open.get(delta.request_id)) is not None:
                 inbox.put(delta)
 
-    def _expire(self, name: str) -> None:
-        """The engine ends requests at their deadlines, too, but not while it computes a step or hangs."""
+    def _on_deadline(self, name: str) -> None:
+        """Fail a request at its deadline. The engine does so, too, but not while it computes a step or hangs."""
         if (inbox := self._open.get(name)) is not None:
             self.engine.abort(name)
-            inbox.put(TOO_LATE)
+            inbox.put(DEADLINE_PASSED)
 
-    def _cancel(self, request_ids: list[str]) -> None:
+    def _on_cancel(self, request_ids: list[str]) -> None:
         wanted = frozenset(request_ids)
         for name in [name for name, output in self._outputs.items() if output.request_id in wanted]:
             self.engine.abort(name)
             self._open[name].put(CANCELLED)
 
-    def _lost(self, failure: Failure) -> None:
+    def _on_engine_lost(self, failure: Failure) -> None:
         for name, inbox in self._open.items():
             self.engine.abort(name)
             inbox.put(failure)
 
 
-def _is_part(delta: TokenDelta | Failure) -> bool:
-    """Whether it has some of the prompt's log probabilities and nothing else, as more of them will come."""
+def _is_prompt_logprobs_part(delta: TokenDelta | Failure) -> bool:
+    """Whether a delta holds prompt logprobs alone, of which more will follow."""
     return (
         isinstance(delta, TokenDelta) and delta.prompt_logprobs is not None and not (delta.token_ids or delta.finished)
     )

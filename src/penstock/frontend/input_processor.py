@@ -1,4 +1,4 @@
-"""From what callers give to what the engine takes: text, messages and ids to requests."""
+"""From prompts (text, chats, token ids) to engine requests: templates, encoding, defaults, checks."""
 
 from __future__ import annotations
 
@@ -31,45 +31,45 @@ from .output_processor import OutputProcessor
 from .pooling_config import read_pooling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. That of a chat has
-``parser_config``, too: how its answer is read."""
-BETWEEN = "\n\n"
-"""What models write between thought and answer."""
+"""Text, token ids, or either in a mapping: ``{"prompt": …}``, ``{"prompt_token_ids": …}``. A chat's mapping also has a
+``parser_config``."""
+REASONING_SEPARATOR = "\n\n"
+"""Text that models write between reasoning and answer."""
 Messages = Sequence[Mapping[str, Any]]
 MAX_TOKENS = 16
 """OpenAI's default for completions."""
 NO_GENERATION = SamplingParams(max_tokens=1, detokenize=False)
-"""Of requests that generate nothing."""
+"""Sampling parameters of requests that generate nothing (embeddings)."""
 
 
 class ResponseFormats(NamedTuple):
-    """How a model writes what is not content; None where it does not, or in no way that is known."""
+    """How a model writes tool calls and reasoning; None where its chat template has none, or an unknown format."""
 
     tools: ToolCallFormat | None
-    thought: ReasoningFormat | None
+    reasoning: ReasoningFormat | None
 
 
-SCORES = ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits")
-"""What a request may ask to be told besides its tokens."""
-LIMITS = ("reasoning_max_tokens", "response_max_tokens")
-"""Of thoughts, and of the answers after them."""
+LOGPROB_FIELDS = ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits")
+"""Fields that ask for logprobs or logits; ``enable_logprob`` false refuses them."""
+REASONING_LIMITS = ("reasoning_max_tokens", "response_max_tokens")
+"""Fields that limit the tokens of reasoning, and of the answer after it."""
 
 
 @lru_cache(16)
 def _forms(options: ModelOptions, template: str) -> ResponseFormats:
-    reads_tools = re.search(r"\btools\b", template) is not None  # else they would be ignored without a word
+    reads_tools = re.search(r"\btools\b", template) is not None  # a template that does not read them would ignore them
     tools = tool_call_format(options.tool_call_parser, template) if reads_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
 
 class InputProcessor:
-    """A model's tokenizer, template and defaults at work.
+    """A model's tokenizer, chat template and default sampling parameters.
 
     Args:
-        model: folder of the checkpoint; nothing for the model in the box.
-        options: how its text is read.
-        max_output_len: tokens a request may ask for; 0 is any.
-        isolated: leave the tokenizer in another process, so that reading it does not hold up the streams of this one.
+        model: folder of the checkpoint; empty for the built-in model.
+        options: tokenizer, template and parser options.
+        max_output_len: upper limit of a request's ``max_tokens``; 0 is none.
+        isolated: run the tokenizer in another process, so that loading it does not block this one's event loop.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class InputProcessor:
         self._folder = folder = Path(model) if model else demo.CHAT
         self._options = options
         self.default_max_tokens = min(MAX_TOKENS, max_output_len or MAX_TOKENS)
-        """Tokens of a completion that does not say how many."""
+        """``max_tokens`` of a completion that does not give it."""
         source, template = Path(options.tokenizer or folder), _template(options.chat_template)
         self.tokenizer: Tokenizer
         if isolated:
@@ -91,24 +91,24 @@ class InputProcessor:
         self._defaults = read_generation_config(folder, self.tokenizer, other)
 
     def response_formats(self, template: str | None = None) -> ResponseFormats:
-        """How calls and thoughts are written where a chat template is used; None is the model's own."""
+        """The formats of tool calls and reasoning under a chat template; None is the model's own."""
         return _forms(self._options, self.tokenizer.template_source or "" if template is None else template)
 
     def default_sampling(self) -> SamplingParams:
-        """How the model's makers sample, unless the options say otherwise."""
-        makers = {} if self._options.generation_config == "vllm" else self._defaults.sampling
-        return SamplingParams(**{"max_tokens": self.default_max_tokens, **makers, **self._options.sampling()})
+        """The sampling parameters of ``generation_config.json``, with ``override_generation_config`` applied."""
+        checkpoint = {} if self._options.generation_config == "vllm" else self._defaults.sampling
+        return SamplingParams(**{"max_tokens": self.default_max_tokens, **checkpoint, **self._options.sampling()})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, at least one."""
+        """Tokens that end a sequence, at least one."""
         return self._defaults.eos_token_ids
 
     @cached_property
     def pooling(self) -> PoolingParams:
-        """How embeddings are made of hidden states.
+        """The checkpoint's pooling of hidden states into embeddings.
 
-        Raises ``PenstockError`` where the checkpoint asks for a way that is not supported.
+        Raises ``PenstockError`` where it is not supported.
         """
         return read_pooling(self._folder, self._options.pooling_type)
 
@@ -122,15 +122,15 @@ class InputProcessor:
         adapter: str = "",
         pooling: PoolingParams | None = None,
     ) -> OutputProcessor:
-        """The request for the engine, in the assembler that will put its output together.
+        """The output processor of a new request; its ``request`` is to be sent to the engine.
 
-        Raises ``PenstockError`` where it can never run, or asks for log probabilities where none are given.
+        Raises ``PenstockError`` where the request is invalid, or asks for logprobs that this server does not give.
         """
         sampling = sampling or self.default_sampling()
-        for field in () if self._options.enable_logprob else SCORES:
-            if (asked := getattr(sampling, field)) is not None and asked is not False:
+        for field in () if self._options.enable_logprob else LOGPROB_FIELDS:
+            if (value := getattr(sampling, field)) is not None and value is not False:
                 raise PenstockError(Code.UNSUPPORTED, f"{field}: none are given here (enable_logprob)", field)
-        for field in SCORES[:2]:
+        for field in LOGPROB_FIELDS[:2]:
             if (getattr(sampling, field) or 0) > (most := self._options.max_logprobs):
                 raise invalid(field, f"must be at most {most} here (max_logprobs)", most)
         text, token_ids = self._prompt(prompt)
@@ -138,10 +138,10 @@ class InputProcessor:
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
-        unasked = sampling.told > sampling.n and sampling.logprobs is None
-        if unasked:
-            sampling = sampling.replace(logprobs=0)  # by which the best are chosen
-        thought = self._thought(sampling, parser_config)
+        internal_logprobs = sampling.told > sampling.n and sampling.logprobs is None
+        if internal_logprobs:
+            sampling = sampling.replace(logprobs=0)  # to choose the best n of best_of
+        thought = self._reasoning_span(sampling, parser_config)
         if thought is None and (limit := sampling.response_max_tokens) is not None:  # all of it is the answer
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
         request = EngineRequest(
@@ -160,19 +160,19 @@ class InputProcessor:
             text,
             self.tokenizer if sampling.detokenize else None,
             parser_config,
-            with_logprobs=not unasked,
+            with_logprobs=not internal_logprobs,
         )
 
     def vocabulary(self) -> Vocabulary:
-        """What guided decoding has to know of the tokens."""
+        """The vocabulary as guided decoding needs it."""
         return self._vocabulary
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer.to_json(), list(self._defaults.eos_token_ids))
 
-    def conversation(self, messages: Messages, **options: Any) -> Prompt:
-        """A conversation as a prompt; ``options`` are those of ``ChatTemplate.render``."""
+    def chat_prompt(self, messages: Messages, **options: Any) -> Prompt:
+        """Render and encode a chat; ``options`` are keyword arguments of ``ChatTemplate.render``."""
         text = self.render(messages, options)
         return {
             "prompt": text,
@@ -183,22 +183,22 @@ class InputProcessor:
     def parser_config(
         self, prompt: str, messages: Messages, options: Mapping[str, Any], calls: bool, template: str | None = None
     ) -> ParserConfig:
-        """How the answer to a prompt is read.
+        """How to parse the answer to a chat.
 
         Args:
-            prompt: at least its end.
+            prompt: the rendered prompt, or its end.
             messages, options: what it was rendered from.
             calls: whether tools may be called.
-            template: the one that was used; None is the model's own.
+            template: the chat template that was used; None is the model's own.
         """
-        tools, thought = self.response_formats(template)
+        tools, reasoning = self.response_formats(template)
         stage, continued = Stage.AFTER, bool(options.get("continue_final_message"))
-        if thought:
-            stage = initial_stage(thought, prompt, str(messages[-1]["content"]) if continued else "")
-        return ParserConfig(thought, stage, continued, tools if calls else None)
+        if reasoning:
+            stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
+        return ParserConfig(reasoning, stage, continued, tools if calls else None)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
-        """A conversation as text; ``options`` are those of ``ChatTemplate.render``."""
+        """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""
         if wrong := options.keys() & {"messages", "self"}:
             raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
         return self.tokenizer.render(messages, **options)
@@ -207,30 +207,31 @@ class InputProcessor:
         """The token ids of a prompt."""
         return self._prompt(prompt, add_special_tokens)[1]
 
-    def _thought(self, sampling: SamplingParams, parser_config: ParserConfig | None) -> ReasoningSpan | None:
-        """What the engine has to know of a thought that comes first, which it does not where no token depends on it.
+    def _reasoning_span(self, sampling: SamplingParams, parser_config: ParserConfig | None) -> ReasoningSpan | None:
+        """The reasoning span for the engine; None where neither a limit nor guided decoding depends on it.
 
-        Raises ``PenstockError`` where a thought is to be limited that cannot be.
+        Raises ``PenstockError`` where the reasoning's length is to be limited and the model has no reasoning.
         """
-        limits = [name for name in LIMITS if getattr(sampling, name) is not None]
+        limits = [name for name in REASONING_LIMITS if getattr(sampling, name) is not None]
         if limits and parser_config is None:
             raise invalid(limits[0], "goes with chats only")
         if not limits and not sampling.guided_decoding:
             return None
-        form = parser_config.thought if parser_config else None
+        form = parser_config.reasoning if parser_config else None
         if form is None and limits == ["response_max_tokens"]:
             return None
-        begin, end = (self.tokenizer.id_of(mark) for mark in (form.opened, form.closed)) if form else (None, None)
+        markers = (form.start_marker, form.end_marker) if form else ("", "")
+        begin, end = (self.tokenizer.token_to_id(marker) for marker in markers)
         if begin is None or end is None:
             if limits:
-                words = "this model's thoughts cannot be limited: there is no token that ends them"
+                words = "this model's reasoning cannot be limited: there is no token that ends it"
                 raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {words}", limits[0])
             return None
         assert parser_config and form
         if parser_config.stage is Stage.AFTER:
             return None
-        between = self.tokenizer.encode(f"{form.closed}{BETWEEN}", add_special_tokens=False)
-        answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == BETWEEN else []
+        between = self.tokenizer.encode(f"{form.end_marker}{REASONING_SEPARATOR}", add_special_tokens=False)
+        answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == REASONING_SEPARATOR else []
         return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is Stage.WITHIN)
 
     def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
@@ -246,7 +247,7 @@ class InputProcessor:
 
 
 def _template(given: str | None) -> str | None:
-    """The template itself; a text with its marks is no file's name."""
+    """The text of a chat template, from a file unless it is given itself (it contains ``{``)."""
     if not given or "{" in given:
         return given
     try:
@@ -256,21 +257,21 @@ def _template(given: str | None) -> str | None:
 
 
 def _checked(request: EngineRequest) -> EngineRequest:
-    """The request as it comes out at the other end of a wire.
+    """The request after a round trip through msgpack, which checks the types of all fields.
 
     Raises ``PenstockError`` (``invalid``) where a value is not of its field's type.
     """
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
     except UnicodeEncodeError as error:
-        raise invalid(_no_text(request), f"is not valid text: {error}") from error
+        raise invalid(_invalid_text_field(request), f"is not valid text: {error}") from error
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         field = str(error).rpartition("$.")[2].rstrip("`").rpartition(".")[2].partition("[")[0]
         raise invalid(field if "$." in str(error) else "request", str(error)) from error
 
 
-def _no_text(request: EngineRequest) -> str:
-    """The field that has a character which no encoding has: half of a pair of surrogates."""
+def _invalid_text_field(request: EngineRequest) -> str:
+    """The field that holds an unpaired surrogate."""
     for part in (request, request.sampling):
         for name in part.__struct_fields__:
             try:

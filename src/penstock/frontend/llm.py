@@ -85,10 +85,10 @@ class LLM:
 
         Raises ``PenstockError`` (``invalid``) for a request that can never run; then none is run.
         """
-        each = _each(prompts)
-        params = _spread(sampling_params, len(each), "sampling_params")
+        each = _as_list(prompts)
+        params = _per_prompt(sampling_params, len(each), "sampling_params")
         adapters = self._adapters(lora_request, len(each))
-        ranks = _spread(0 if priority is None else priority, len(each), "priority")
+        ranks = _per_prompt(0 if priority is None else priority, len(each), "priority")
         processors = []
         for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
             processors.append(
@@ -123,7 +123,7 @@ class LLM:
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        prompts = [self._input_processor.conversation(conversation, **options) for conversation in several]
+        prompts = [self._input_processor.chat_prompt(conversation, **options) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
@@ -153,8 +153,8 @@ class LLM:
 
         Raises ``PenstockError`` for a prompt that can never run or has failed.
         """
-        each = _each(prompts)
-        params = _spread(pooling_params, len(each), "pooling_params")
+        each = _as_list(prompts)
+        params = _per_prompt(pooling_params, len(each), "pooling_params")
         adapters = self._adapters(lora_request, len(each))
         processors = [
             self._input_processor.request(
@@ -184,7 +184,7 @@ class LLM:
 
         Raises ``PenstockError`` (``invalid``) where there are several of both, and not as many.
         """
-        first, second = _each(text_1), _each(text_2)
+        first, second = _as_list(text_1), _as_list(text_2)
         if len(first) not in (1, len(second)):
             raise invalid("text_2", f"{len(second)} given for {len(first)} of text_1", len(first))
         outputs = self.embed([*first, *second], use_tqdm=use_tqdm, lora_request=lora_request)
@@ -207,7 +207,7 @@ class LLM:
 
         Raises ``PenstockError`` (``invalid``) where there are not as many of the one as of the other, or one is empty.
         """
-        before, after = _each(prompts), _each(continuations)
+        before, after = _as_list(prompts), _as_list(continuations)
         if len(before) != len(after):
             raise invalid("continuations", f"{len(after)} given for {len(before)} prompts", len(before))
         starts, wholes = [], []
@@ -226,7 +226,7 @@ class LLM:
 
     def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
         """The name of each prompt's adapter, which is loaded."""
-        requests = _spread(given, count, "lora_request")
+        requests = _per_prompt(given, count, "lora_request")
         for request in dict.fromkeys(requests):
             if request and request.lora_path:
                 self.load_lora_adapter(request.lora_name, request.lora_path)
@@ -259,13 +259,13 @@ class LLM:
         return [processor.output for processor in processors]
 
 
-def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, be it one or several that were given."""
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return cast(list[Prompt], [prompts] if one else list(prompts))
 
 
-def _spread(given: T | Sequence[T], count: int, field: str) -> list[T]:
+def _per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
     """One for each prompt."""
     if not isinstance(given, Sequence):
         return [given] * count

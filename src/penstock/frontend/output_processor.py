@@ -1,4 +1,4 @@
-"""From deltas of token ids to outputs with text: one assembler a request."""
+"""From the engine's token deltas to outputs with text: one ``OutputProcessor`` per request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 
 class OutputProcessor:
-    """Puts a request's output together as its deltas come.
+    """Builds a request's output from its deltas.
 
     Args:
-        tokenizer: None where no text is wanted.
-        reading: how answers are read, where the prompt is a chat's.
-        with_logprobs: whether what the request tells of them is for its caller, too.
+        tokenizer: None where the request does not want text (``detokenize`` false).
+        parser_config: how to parse the answer, for chats; None for completions.
+        with_logprobs: whether the caller asked for logprobs; with ``best_of`` they are computed in any case.
     """
 
     def __init__(
@@ -37,27 +37,29 @@ class OutputProcessor:
         self._with_logprobs = with_logprobs
         self.request = request
         self._tokenizer = tokenizer
-        self._texts = [_Text(request, tokenizer, parser_config) if tokenizer else None for _ in range(sampling.told)]
-        self._made = [CompletionOutput(index) for index in range(sampling.told)]
-        """All sequences, of which ``output`` has the best only once all have ended."""
-        for output, text in zip(self._made, self._texts, strict=True):
+        count = sampling.told
+        self._texts = [_SequenceText(request, tokenizer, parser_config) if tokenizer else None for _ in range(count)]
+        self._sequences = [CompletionOutput(index) for index in range(count)]
+        """All sequences; with ``best_of``, ``output`` gets the best ``n`` of them once all have ended."""
+        for output, text in zip(self._sequences, self._texts, strict=True):
             output.message = text.parser.message if text and text.parser else None
-        chosen = self._made if sampling.told == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
+        chosen = self._sequences if sampling.told == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
         self.output = RequestOutput(request.request_id, prompt, request.prompt, chosen)
         if sampling.logprobs is not None:
-            for output in self._made:
+            for output in self._sequences:
                 output.logprobs, output.cumulative_logprob = [], 0.0
 
     def add(self, delta: TokenDelta) -> str | None:
-        """Take in a delta. Returns the stop string that ended the sequence here, for the engine to end it, too."""
-        if self.request.sampling.stop and len(delta.token_ids) > 1:  # of which some may come after a stop string
-            return next((stop for part in _one_by_one(delta) if (stop := self._add(part)) is not None), None)
+        """Process a delta. Returns the stop string found in it, at which the caller has to end the sequence in the
+        engine."""
+        if self.request.sampling.stop and len(delta.token_ids) > 1:  # a stop string may end before the last token
+            return next((stop for part in _per_token(delta) if (stop := self._add(part)) is not None), None)
         return self._add(delta)
 
     def _add(self, delta: TokenDelta) -> str | None:
-        output, text = self._made[delta.sequence], self._texts[delta.sequence]
+        output, text = self._sequences[delta.sequence], self._texts[delta.sequence]
         if output.finished:
-            return None  # the engine was a step ahead of a stop string
+            return None  # ended by a stop string while the engine had computed another step
         output.token_ids += delta.token_ids
         if delta.token_ids or delta.embedding:
             self._note_times(delta)
@@ -85,29 +87,29 @@ class OutputProcessor:
             output.text += piece
             if text.parser:
                 text.parser.add(piece, last=stop is not None or delta.finished is not None)
-                output.reasoning_tokens = text.thought_tokens(output.token_ids)
+                output.reasoning_tokens = text.num_reasoning_tokens(output.token_ids)
         if stop is not None:
             output.finish_reason, output.stop_reason = FinishReason.STOP, stop
         elif delta.finished:
             output.finish_reason, output.failure = delta.finished, delta.failure
             if delta.stop_token not in self.request.eos_token_ids:
                 output.stop_reason = delta.stop_token
-        if len(self._made) > len(self.output.outputs) and all(made.finished for made in self._made):
+        if len(self._sequences) > len(self.output.outputs) and all(made.finished for made in self._sequences):
             self._choose()
         return stop
 
     def _choose(self) -> None:
-        """The likeliest of all that were made, the best first. One that failed stands for all."""
-        self.output.num_discarded_tokens = sum(len(made.token_ids) for made in self._made)
-        ranked = sorted(self._made, key=lambda made: (made.failure is None, -(made.cumulative_logprob or 0.0)))
+        """Put the ``n`` likeliest sequences into the output, the best first; a failed one comes before all others."""
+        self.output.num_discarded_tokens = sum(len(made.token_ids) for made in self._sequences)
+        ranked = sorted(self._sequences, key=lambda made: (made.failure is None, -(made.cumulative_logprob or 0.0)))
         for index, made in enumerate(ranked[: len(self.output.outputs)]):
-            told = made.logprobs if self._with_logprobs else None
-            self.output.outputs[index] = replace(made, index=index, logprobs=told)
+            logprobs = made.logprobs if self._with_logprobs else None
+            self.output.outputs[index] = replace(made, index=index, logprobs=logprobs)
             self.output.num_discarded_tokens -= len(made.token_ids)
 
     def fail(self, failure: Failure) -> None:
-        """End every sequence that has not ended."""
-        for output in (*self._made, *self.output.outputs):
+        """End every open sequence with a failure."""
+        for output in (*self._sequences, *self.output.outputs):
             if not output.finished:
                 output.finish_reason, output.failure = FinishReason.ERROR, failure
 
@@ -119,7 +121,7 @@ class OutputProcessor:
 
     def _position(self, found: Sequence[EngineLogprob]) -> PositionLogprobs:
         def spelled(token_id: int) -> str:
-            return self._tokenizer.spell(token_id) if self._tokenizer else ""
+            return self._tokenizer.decode_token(token_id) if self._tokenizer else ""
 
         position: PositionLogprobs = {}
         for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in found):
@@ -127,45 +129,49 @@ class OutputProcessor:
         return position
 
 
-def _one_by_one(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """A delta for each of its tokens."""
+def _per_token(delta: TokenDelta) -> Iterator[TokenDelta]:
+    """Split a delta into one per token."""
     last = len(delta.token_ids) - 1
     for i, token in enumerate(delta.token_ids):
-        told = None if delta.logprobs is None else delta.logprobs[i : i + 1]
-        scores = _nth(delta.generation_logits, i, last + 1)
-        part = msgspec.structs.replace(delta, token_ids=[token], logprobs=told, generation_logits=scores)
+        logprobs = None if delta.logprobs is None else delta.logprobs[i : i + 1]
+        logits = _row(delta.generation_logits, i, last + 1)
+        part = msgspec.structs.replace(delta, token_ids=[token], logprobs=logprobs, generation_logits=logits)
         if i < last:
             part = msgspec.structs.replace(part, finished=None, failure=None, stop_token=None)
         yield part if i == 0 else msgspec.structs.replace(part, prompt_logprobs=None, context_logits=None)
 
 
-def _nth(rows: bytes | None, i: int, count: int) -> bytes | None:
-    """One of so many rows of the same size."""
+def _row(rows: bytes | None, i: int, count: int) -> bytes | None:
+    """Row ``i`` of ``count`` rows of the same size."""
     return None if rows is None else rows[i * len(rows) // count : (i + 1) * len(rows) // count]
 
 
-class _Text:
-    """The text of one sequence, up to its stop string."""
+class _SequenceText:
+    """Detokenizes one sequence, finds its stop string and parses its answer."""
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer, parser_config: ParserConfig | None) -> None:
         sampling = request.sampling
-        marks = parser_config.marks if parser_config else ()
-        self._detokenizer: Detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, marks)
+        markers = parser_config.markers if parser_config else ()
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(sampling.skip_special_tokens, markers)
         self.parser: ResponseParser | None = None
         if parser_config:
-            special = [mark for mark in marks if tokenizer.id_of(mark) in tokenizer.special_ids]
+            special = [marker for marker in markers if tokenizer.token_to_id(marker) in tokenizer.special_ids]
             self.parser = ResponseParser(parser_config, special if sampling.skip_special_tokens else ())
-        form = parser_config.thought if parser_config else None
-        self._thought_end = form.closed.encode() if form else b""
-        self._thought_tokens: int | None = None
-        """Once it has ended."""
+        form = parser_config.reasoning if parser_config else None
+        self._reasoning_end = form.end_marker.encode() if form else b""
+        self._num_reasoning_tokens: int | None = None
+        """Set once the reasoning has ended."""
         self._vocabulary = tokenizer.vocabulary
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._keep_stop_token = sampling.include_stop_str_in_output
 
     def add(self, delta: TokenDelta, tokens: int) -> tuple[str, str | None]:
-        """The text to append, and the stop string found; ``tokens`` counts those generated with this delta."""
+        """The text to append, and the stop string found.
+
+        Args:
+            tokens: number of tokens generated so far, this delta's included.
+        """
         token_ids = delta.token_ids
         if delta.stop_token is not None and not self._keep_stop_token:
             token_ids = token_ids[:-1]
@@ -174,19 +180,19 @@ class _Text:
             return self._stops.skip(piece), None
         return self._stops.add(piece, last=delta.finished is not None)
 
-    def thought_tokens(self, token_ids: list[int]) -> int:
-        """How many of a sequence's tokens are its thought, with what ends it."""
-        if self.parser is None or not self.parser.thought:
+    def num_reasoning_tokens(self, token_ids: list[int]) -> int:
+        """Number of a sequence's tokens that are reasoning, the end marker included."""
+        if self.parser is None or not self.parser.has_reasoning:
             return 0
-        if self._thought_tokens is None and not self.parser.thinking:
-            self._thought_tokens = self._until_thought_ends(token_ids)
-        return len(token_ids) if self._thought_tokens is None else self._thought_tokens
+        if self._num_reasoning_tokens is None and not self.parser.in_reasoning:
+            self._num_reasoning_tokens = self._count_reasoning_tokens(token_ids)
+        return len(token_ids) if self._num_reasoning_tokens is None else self._num_reasoning_tokens
 
-    def _until_thought_ends(self, token_ids: list[int]) -> int:
-        """Counted by what tokens spell: several may come at once, and the mark need not be one of them."""
+    def _count_reasoning_tokens(self, token_ids: list[int]) -> int:
+        """Counts by the tokens' bytes: a step may add several tokens, and the end marker may span several."""
         size = len(self._vocabulary)
         spelled = [self._vocabulary[token] if token < size else b"" for token in token_ids]
-        before, _, _ = b"".join(spelled).partition(self._thought_end)
+        before, _, _ = b"".join(spelled).partition(self._reasoning_end)
         lengths = itertools.accumulate(map(len, spelled))
-        complete = len(before) + len(self._thought_end)
+        complete = len(before) + len(self._reasoning_end)
         return min(sum(length < complete for length in lengths) + 1, len(token_ids))

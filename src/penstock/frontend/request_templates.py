@@ -1,4 +1,4 @@
-"""Chat templates that come with requests: rendered where they can do no harm (``penstock.text.template_process``)."""
+"""Chat templates of requests, rendered in a sandboxed process (``penstock.text.template_process``)."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import msgspec
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.text.template_process import MOST_RENDERED, SECONDS, RenderRequest, RenderResult
+from penstock.text.template_process import MAX_RENDERED, RENDER_TIMEOUT, RenderRequest, RenderResult
 
 
 class TemplateRenderer:
-    """A process that renders, one conversation at a time; started when the first one comes, and again when it died."""
+    """Renders chats one at a time in another process; starts it with the first chat, and again when it has died."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
 
-    async def render(self, asked: RenderRequest) -> str:
+    async def render(self, request: RenderRequest) -> str:
         """Raises ``PenstockError`` (``invalid``) where the template is wrong, or takes too long."""
         try:
-            told = msgspec.json.encode(asked) + b"\n"
+            message = msgspec.json.encode(request) + b"\n"
         except (UnicodeEncodeError, RecursionError) as error:
             raise invalid("messages", f"cannot be rendered: {error}") from error
         async with self._turn:
             try:
-                line = await self._ask(told)
+                line = await self._send(message)
             except BaseException:
-                self.close()  # a reply that nobody waits for is not to be the next one's
+                self.close()  # the late reply must not be taken for the next request's
                 raise
         if not line:
             self.close()
-            raise invalid("chat_template", f"takes longer than {SECONDS:g} seconds, or too much memory", SECONDS)
+            words = f"takes longer than {RENDER_TIMEOUT:g} seconds, or too much memory"
+            raise invalid("chat_template", words, RENDER_TIMEOUT)
         reply = msgspec.json.decode(line, type=RenderResult)
         if reply.failure:
             raise PenstockError.of(reply.failure)
@@ -45,11 +46,11 @@ class TemplateRenderer:
             self._process.kill()
         self._process = None
 
-    async def _ask(self, line: bytes) -> bytes:
-        """Nothing where the process ended."""
+    async def _send(self, line: bytes) -> bytes:
+        """The reply; empty where the process has died."""
         if self._process is None:
             command = [sys.executable, "-m", "penstock.text.template_process"]
-            limit = 12 * MOST_RENDERED  # a character is no longer in JSON
+            limit = 12 * MAX_RENDERED  # bytes of a character in JSON, at most
             self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=limit)
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin and stdout

@@ -1,4 +1,4 @@
-"""Requests on their way through the gateway: counted, told piece by piece, several prompts at once."""
+"""Generation through the gateway: with metrics and the request log, several prompts at once, and as deltas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, Reques
 from .http.request_record import RequestRecord
 from .models.service import ModelService
 
-AT_ONCE = 64
-"""Prompts of one request that are with the engine at the same time, so that it fills no queue by itself."""
+MAX_CONCURRENT_PROMPTS = 64
+"""Prompts of one request that are in the engine at the same time, so that no request fills the queue by itself."""
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
 
 
@@ -26,11 +26,14 @@ async def generate(
     sampling: SamplingParams,
     **options: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The output so far after every step, or once where streaming is off; metrics and record are kept.
+    """Generate from one prompt: the output so far after every step, or once with ``disable_streaming``.
 
-    ``options`` are the gateway's; of ``timeout`` and what the server allows, the shorter one holds.
+    Updates the metrics and the request's record.
 
-    Raises ``PenstockError`` where the request fails, at its beginning or later.
+    Args:
+        options: arguments of ``Gateway.generate``; the shorter of ``timeout`` and the server's applies.
+
+    Raises ``PenstockError`` where the request fails, before the first output or later.
     """
     service.metrics.record_arrival(sampling)
     record.facts["model"] = service.name
@@ -41,8 +44,8 @@ async def generate(
     stream = service.gateway.generate(
         prompt, sampling, record.request_id, timeout=timeout, arrived=record.begun, **options
     )
-    metrics, told, last = service.metrics, 0, None
-    quiet = service.options.disable_streaming
+    metrics, counted, last = service.metrics, 0, None
+    final_only = service.options.disable_streaming
     async with aclosing(stream) as outputs:
         async for output in outputs:
             for made in output.outputs:
@@ -51,45 +54,45 @@ async def generate(
             if output.embedding:
                 metrics.record_first_token(output)
             tokens = sum([len(made.token_ids) for made in output.outputs]) + output.num_discarded_tokens
-            if tokens > told:
-                if not told:
+            if tokens > counted:
+                if not counted:
                     metrics.record_first_token(output)
                 now = output.times.last_token
-                metrics.record_tokens(tokens - told, now - last if now and last else None, len(output.outputs))
-                told, last = tokens, now
+                metrics.record_tokens(tokens - counted, now - last if now and last else None, len(output.outputs))
+                counted, last = tokens, now
             if output.finished:
                 metrics.record_finish(output)
-                record.note(output)
-            if output.finished or not quiet:
+                record.add_output(output)
+            if output.finished or not final_only:
                 yield output
 
 
 async def merge_streams(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several requests as they come, each with the number of its stream. The first failure ends all."""
+    """The outputs of several streams as they come, each with the index of its stream. The first failure ends all."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    news: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(AT_ONCE)
-    window = asyncio.Semaphore(AT_ONCE)
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(MAX_CONCURRENT_PROMPTS)
+    window = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
             async with window, aclosing(stream) as outputs:
                 async for output in outputs:
-                    await news.put((index, output))
-            await news.put((index, None))
+                    await queue.put((index, output))
+            await queue.put((index, None))
         except Exception as error:
-            await news.put((index, error))
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
-            index, new = await news.get()
+            index, new = await queue.get()
             if isinstance(new, Exception):
                 raise new
             if new is None:
@@ -103,7 +106,7 @@ async def merge_streams(
 
 
 class SequenceDelta(NamedTuple):
-    """What is new of a sequence."""
+    """What was added to a sequence."""
 
     text: str
     token_ids: list[int]
@@ -111,7 +114,7 @@ class SequenceDelta(NamedTuple):
 
 
 class SequenceCursor:
-    """How much of a sequence has been told."""
+    """How much of a sequence has been sent."""
 
     __slots__ = ("finished", "positions", "text", "tokens")
 
@@ -120,7 +123,7 @@ class SequenceCursor:
         self.finished = False
 
     def advance(self, made: CompletionOutput) -> SequenceDelta | None:
-        """What is new since the last time; None where nothing is."""
+        """What was added since the last call; None where nothing was."""
         if self.finished or (len(made.token_ids) == self.tokens and not made.finished):
             return None
         positions = made.logprobs[self.positions :] if made.logprobs else []

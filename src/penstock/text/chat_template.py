@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the conveniences that Hugging Face's templates expect."""
+"""Chat templates: sandboxed Jinja with the functions that Hugging Face's templates use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.core.errors import invalid
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks what the assistant says, for training; when serving, its content is all it is."""
+    """``{% generation %}``, which marks the assistant's text for training; here its content is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -34,7 +34,7 @@ class Generation(Extension):
 
 
 class Arguments(dict[str, Any]):
-    """Of a call in a conversation: an object for templates that write it as JSON, text for those that expect text."""
+    """Arguments of a tool call: an object for templates that use ``tojson``, JSON text where it is used as text."""
 
     def __str__(self) -> str:
         return _tojson(self)
@@ -47,7 +47,7 @@ class Arguments(dict[str, Any]):
 
 
 class TemplateRefusal(Exception):
-    """What a template says when it calls ``raise_exception``."""
+    """Raised by a template's ``raise_exception``."""
 
 
 def _refuse(message: str) -> NoReturn:
@@ -61,7 +61,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter would escape what HTML minds."""
+    """Plain JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -90,7 +90,7 @@ class ChatTemplate:
         try:
             self._template = _environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(_environment.parse(source)))
-            """What it reads of what it is given."""
+            """Names of the variables that the template reads."""
         except jinja2.TemplateSyntaxError as error:
             raise invalid("chat_template", f"line {error.lineno}: {error.message}") from error
         self._special = dict(special or {})
@@ -103,11 +103,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as the model reads it.
+        """Render a chat to the model's prompt.
 
         Args:
-            add_generation_prompt: end with the opening of the assistant's turn.
-            continue_final_message: end within the last message, for the model to go on with it.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end within the last message, which the model continues.
             variables: passed to the template (``enable_thinking`` …).
 
         Raises ``PenstockError`` (``invalid``) with the template's own words where it refuses the conversation.
@@ -130,7 +130,7 @@ class ChatTemplate:
             )
         except TemplateRefusal as refusal:
             raise PenstockError(Code.INVALID, str(refusal), "messages") from refusal
-        except Exception as error:  # a template can raise anything over what it was not made for
+        except Exception as error:  # a template can raise anything for messages that it does not expect
             raise invalid("messages", f"the chat template cannot render them: {error}") from error
         if not continue_final_message:
             return text

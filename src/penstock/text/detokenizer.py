@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, never half a character."""
+"""Incremental detokenization: token ids to text, without splitting characters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Detokenizer:
     """Decodes one sequence as it grows.
 
     Args:
-        vocabulary: the bytes of each token id (``vocabulary.token_bytes``).
-        skipped: token ids that leave no text, as a rule the special ones.
+        vocabulary: bytes of each token id (``vocabulary.token_bytes``).
+        skipped: token ids without text, as a rule the special tokens.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], skipped: Collection[int] = ()) -> None:
@@ -20,9 +20,9 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_ids: Iterable[int], last: bool = False) -> str:
-        """The text that these tokens complete; with ``last`` also what is left of a broken character (U+FFFD).
+        """The text that these tokens complete; with ``last`` an incomplete character becomes U+FFFD.
 
-        An id beyond the vocabulary, which padded models can draw, adds nothing.
+        Ids beyond the vocabulary, which models with a padded vocabulary can sample, add nothing.
         """
         size = len(self._vocabulary)
         new = b"".join(self._vocabulary[i] for i in token_ids if i < size and i not in self._skipped)

@@ -20,15 +20,15 @@ def convert(data: bytes) -> Tokenizer:
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines() if line)}
     spelled = {byte: character for character, byte in byte_alphabet().items()}
 
-    def spell(token: bytes) -> str:
+    def decode_token(token: bytes) -> str:
         return "".join(spelled[byte] for byte in token)
 
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         if len(token) > 1:
             left, right = _halves(ranks, token)
-            merges.append((spell(left), spell(right)))
-    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+            merges.append((decode_token(left), decode_token(right)))
+    vocabulary = {decode_token(token): rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     digits = "{1,3}" if any(len(token) > 1 and token.isdigit() for token in ranks) else ""
     steps: list[Any] = [

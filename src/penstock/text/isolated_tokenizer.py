@@ -1,9 +1,9 @@
 """Tokenizer files read in a process with limits (``python -m penstock.text.isolated_tokenizer DESCRIPTOR``).
 
-A checkpoint's files may come from anywhere, and the library that reads them sets no bounds: a small file can ask for
-all memory, or for minutes of time. ``check`` tries them out before a process that serves reads them itself, once for
-each content. ``IsolatedTokenizer`` leaves the tokenizer in the other process for good: reading one with 150,000 tokens
-holds Python's lock for half a second, which the streams of a process that serves other models would notice.
+Checkpoints are not trusted, and the ``tokenizers`` library has no limits: a small file can take all memory, or minutes.
+``check`` loads the files in another process before a serving process does, once for each content. ``IsolatedTokenizer``
+keeps the tokenizer in the other process: loading one with 150,000 tokens holds the GIL for half a second, which would
+delay the streams of other models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import tokenizer_files as files
 from .tokenizer import Tokenizer
 
 ENCODE_TIMEOUT = 30.0
-"""Seconds for one text."""
+"""Seconds to encode one text."""
 PROBES = (
     *(character * 4096 for character in "a 1\n-"),
     "a" * 4096 + "!",
@@ -39,31 +39,31 @@ PROBES = (
     "🙂" * 1024,
     "The river, it's 3.5 km; (x_1) -> `y`\n\n" * 50,
 )
-"""Texts that a tokenizer's expressions have to be through with in time."""
+"""Texts that a tokenizer's regular expressions must process in time."""
 PROBE_MESSAGES = ({"role": "user", "content": "Hello!"},)
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """For reading a tokenizer's files."""
+    """Limits for loading a tokenizer."""
 
     memory: int = 2 * 2**30
     """Bytes of address space."""
     cpu: float = 20.0
-    """Seconds of processor time; four times as long on the clock."""
+    """Seconds of processor time; the limit on elapsed time is four times as long."""
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What the process is told first."""
+    """The first message to the process."""
 
     folder: str
     chat_template: str | None
     limits: Limits
     stay: bool
-    """Whether to go on with encoding."""
+    """Whether to encode texts after loading."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The reply: why it cannot be used, or, to who stays, all that is known of a tokenizer but how to encode."""
+    """The reply: a failure, or with ``stay`` everything of the tokenizer but its encoding."""
 
     failure: Failure | None = None
     json: str = ""
@@ -75,16 +75,16 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """A text; the reply is its token ids."""
+    """A text to encode; the reply is its token ids."""
 
     text: str
     add_special_tokens: bool
 
 
 def check(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
-    """Read a checkpoint's tokenizer and chat template, and try them, in another process.
+    """Load and try a checkpoint's tokenizer and chat template in another process.
 
-    What was found good is remembered by its content and costs a few milliseconds the next time.
+    Files that have passed are remembered by a hash of their content, which takes a few milliseconds the next time.
 
     Raises ``PenstockError`` (``invalid``) with one sentence where they cannot be used, or not within the limits.
     """
@@ -100,9 +100,7 @@ def check(folder: Path, chat_template: str | None = None, limits: Limits | None 
 
 
 class IsolatedTokenizer(Tokenizer):
-    """A tokenizer in another process, which encodes; all else is known here.
-
-    To be closed. Its process is started again when it has died.
+    """A tokenizer that encodes in another process, which is restarted when it dies. Close it after use.
 
     Raises ``PenstockError`` (``invalid``) as ``check`` does.
     """
@@ -120,14 +118,14 @@ class IsolatedTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
-            asked = msgspec.msgpack.encode(Encode(text, add_special_tokens))
+            request = msgspec.msgpack.encode(Encode(text, add_special_tokens))
         except UnicodeEncodeError as error:
             raise invalid("prompt", f"is not valid text: {error}") from error
         with self._lock:
             if self._process is None:
                 self._process = _Process(self._load)
             try:
-                return msgspec.msgpack.decode(self._process.ask(asked, ENCODE_TIMEOUT), type=list[int])
+                return msgspec.msgpack.decode(self._process.ask(request, ENCODE_TIMEOUT), type=list[int])
             except OSError as error:
                 self._process.close()
                 self._process = None
@@ -146,7 +144,7 @@ class IsolatedTokenizer(Tokenizer):
     def to_json(self) -> str:
         return self._known.json
 
-    def id_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
     def token(self, token_id: int) -> str:
@@ -162,7 +160,7 @@ class IsolatedTokenizer(Tokenizer):
 
 
 class _Process:
-    """The other process, with the files read. Raises ``PenstockError`` (``invalid``) where they cannot be used."""
+    """The other process, after loading. Raises ``PenstockError`` (``invalid``) where the files cannot be used."""
 
     def __init__(self, load: Load) -> None:
         self._socket, theirs = socket.socketpair()
@@ -187,7 +185,7 @@ class _Process:
             raise
 
     def ask(self, message: bytes, timeout: float) -> bytes:
-        """The reply to a message. Raises ``OSError`` where none comes in time, or the process has died."""
+        """The reply to a message. Raises ``OSError`` where it is late, or the process has died."""
         self._socket.settimeout(timeout)
         _send(self._socket, message)
         return _receive(self._socket)
@@ -199,7 +197,7 @@ class _Process:
 
 
 def _mark(folder: Path, chat_template: str | None) -> Path:
-    """The file that says that this content was found good."""
+    """The file whose presence says that this content has passed."""
     digest = hashlib.sha256(f"{tokenizers.__version__} {Limits()} {chat_template!r}".encode())
     for path in files.parts(folder):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -215,13 +213,13 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         load = msgspec.msgpack.decode(_receive(connection), type=Load)
         resource.setrlimit(resource.RLIMIT_AS, (load.limits.memory, load.limits.memory))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
-        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # whose signal ends the process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
+        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # SIGPROF ends the process
         tokenizer, loaded = _loaded(load)
         reply = msgspec.msgpack.encode(loaded)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(connection, reply)
-        with contextlib.suppress(OSError):  # nobody asks any more
+        with contextlib.suppress(OSError):  # the parent has closed the socket
             while tokenizer and load.stay:
                 asked = msgspec.msgpack.decode(_receive(connection), type=Encode)
                 _send(connection, msgspec.msgpack.encode(tokenizer.encode(asked.text, asked.add_special_tokens)))

@@ -1,4 +1,4 @@
-"""Marks in a text that comes in pieces: what may belong to one is held back until it is known."""
+"""Markers in streamed text: the end of a text that may be the beginning of a marker is held back."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Split(NamedTuple):
-    """A text at its first mark."""
+class MarkerSplit(NamedTuple):
+    """A text, split at its first marker."""
 
     before: str
-    """Without the space before the mark."""
+    """Without the whitespace before the marker."""
     gap: str
-    """That space."""
-    mark: str | None
-    """None where no mark is in the text."""
+    """That whitespace."""
+    marker: str | None
+    """None where the text has none."""
     rest: str
-    """What follows the mark; without one, what is to be held back."""
+    """What follows the marker; without one, the end of the text that is to be held back."""
 
 
-def split(text: str, marks: Sequence[str], last: bool, space: str = string.whitespace) -> Split:
-    """Cut a text at its first mark.
+def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = string.whitespace) -> MarkerSplit:
+    """Split a text at its first marker.
 
     Args:
-        marks: none of which has another in it.
-        last: whether the text has come to its end, so that nothing is held back.
-        space: characters that belong to a mark that follows them.
+        markers: none of them contains another.
+        last: whether the text is complete, so that nothing is held back.
+        space: characters that are removed before a marker.
     """
-    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
-        at, mark = min(found)
+        at, marker = min(found)
         before = text[:at].rstrip(space)
-        return Split(before, text[len(before) : at], mark, text[at + len(mark) :])
+        return MarkerSplit(before, text[len(before) : at], marker, text[at + len(marker) :])
     if last:
-        return Split(text, "", None, "")
-    begun = max([beginning(text, mark) for mark in marks], default=0)
-    before = text[: len(text) - begun].rstrip(space)
-    return Split(before, "", None, text[len(before) :])
+        return MarkerSplit(text, "", None, "")
+    partial = max([partial_match_length(text, marker) for marker in markers], default=0)
+    before = text[: len(text) - partial].rstrip(space)
+    return MarkerSplit(before, "", None, text[len(before) :])
 
 
-def beginning(text: str, mark: str) -> int:
-    """How long an end of ``text`` begins ``mark`` without being all of it."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
+def partial_match_length(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that is a proper prefix of ``marker``."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""A model's thought before its answer, told apart from it however the text is cut into pieces."""
+"""Reasoning before an answer (``<think>…</think>``): its formats, and a parser that splits it off in a stream."""
 
 from __future__ import annotations
 
@@ -6,126 +6,128 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from .markers import split
+from .markers import split_at_marker
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """How a kind of model marks its thoughts."""
+    """How a family of models marks its reasoning."""
 
     parser: str
     """Name of ``--reasoning-parser``."""
-    signs: tuple[str, ...]
-    """All of them are in the chat templates of such models."""
-    opened: str = "<think>"
-    closed: str = "</think>"
-    wrapped: tuple[str, ...] = ()
-    """What is around an answer, and no part of it."""
-    always: bool = False
-    """Whether the model thinks first even where neither prompt nor answer says so."""
+    template_markers: tuple[str, ...]
+    """Texts by which the family's chat templates are recognized; all of them must be present."""
+    start_marker: str = "<think>"
+    end_marker: str = "</think>"
+    answer_markers: tuple[str, ...] = ()
+    """Markers around the answer, which are removed."""
+    implicit_start: bool = False
+    """Whether an answer begins with reasoning even without the start marker."""
 
 
 REASONING_FORMATS = (
     ReasoningFormat(
         parser="ernie",
-        signs=("</think>", "<response>"),
-        wrapped=("<response>", "</response>"),
+        template_markers=("</think>", "<response>"),
+        answer_markers=("<response>", "</response>"),
     ),
-    ReasoningFormat(parser="deepseek_r1", signs=("</think>", "<｜Assistant｜>"), always=True),
-    ReasoningFormat(parser="qwen3", signs=("</think>",)),
+    ReasoningFormat(parser="deepseek_r1", template_markers=("</think>", "<｜Assistant｜>"), implicit_start=True),
+    ReasoningFormat(parser="qwen3", template_markers=("</think>",)),
 )
-"""ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may leave ``<think>`` away; and
-Qwen3 with all others that write ``<think>…</think>``."""
+"""ERNIE 4.5 and X1, whose answers stand in ``<response>``; DeepSeek R1 and V3.1, which may omit ``<think>``; Qwen3 and
+all others that write ``<think>…</think>``."""
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
-    """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
+    """The format of a parser by name; ``auto`` is the one that the chat template has, None where it has none."""
     if parser == "auto":
-        return next((form for form in REASONING_FORMATS if all(sign in template for sign in form.signs)), None)
+        recognized = (form for form in REASONING_FORMATS if all(text in template for text in form.template_markers))
+        return next(recognized, None)
     return next((form for form in REASONING_FORMATS if form.parser == parser), None)
 
 
 class Stage(Enum):
-    """Where an answer stands."""
+    """Position in an answer."""
 
-    BEFORE = auto()  # it may begin with a thought
+    BEFORE = auto()  # reasoning may begin
     WITHIN = auto()
-    AFTER = auto()  # the thought has ended, or there is none
+    AFTER = auto()  # the reasoning has ended, or there is none
 
 
 def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> Stage:
-    """Where a prompt leaves its answer.
+    """The stage at which the answer to a prompt begins.
 
     Args:
-        continued: the text of the last message, where the answer goes on with it.
+        prompt: the rendered prompt, or its end.
+        continued: text of the last message, where the answer continues it.
     """
     if continued:
-        return Stage.WITHIN if continued.rfind(form.opened) > continued.rfind(form.closed) else Stage.AFTER
+        return Stage.WITHIN if continued.rfind(form.start_marker) > continued.rfind(form.end_marker) else Stage.AFTER
     end = prompt.rstrip()
-    if end.endswith(form.opened):
+    if end.endswith(form.start_marker):
         return Stage.WITHIN
-    if end.endswith(form.closed):
+    if end.endswith(form.end_marker):
         return Stage.AFTER
-    return Stage.WITHIN if form.always else Stage.BEFORE
+    return Stage.WITHIN if form.implicit_start else Stage.BEFORE
 
 
-class Told(NamedTuple):
-    thought: str
+class ReasoningSplit(NamedTuple):
+    reasoning: str
     answer: str
 
 
 class ReasoningParser:
-    """Parts a text into thought and answer, without the marks and the line breaks around them.
+    """Splits text into reasoning and answer, without the markers and the line breaks around them.
 
     Args:
-        continued: whether a thought that has begun goes on in the middle.
+        continued: whether the answer continues a message, so that no start marker is expected.
     """
 
     def __init__(self, form: ReasoningFormat, stage: Stage, continued: bool = False) -> None:
         self.stage = stage
         self._form = form
         self._held = ""
-        self._opening = stage is not Stage.AFTER and not continued
-        """Whether the mark of a thought may come."""
-        self._fresh = self._opening
-        """Whether line breaks after a mark may come."""
-        self.thought = stage is Stage.WITHIN
-        """Whether there is a thought."""
+        self._expect_start = stage is not Stage.AFTER and not continued
+        """Whether the start marker may follow."""
+        self._skip_newlines = self._expect_start
+        """Whether line breaks are to be removed, as they follow a marker."""
+        self.found = stage is Stage.WITHIN
+        """Whether there is reasoning."""
 
-    def add(self, text: str, last: bool = False) -> Told:
-        """Take in a piece; with ``last`` nothing is held back any more."""
+    def add(self, text: str, last: bool = False) -> ReasoningSplit:
+        """Parse a piece. With ``last`` nothing is held back any more."""
         self._held += text
-        if self._opening and not self._begin(last):
-            return Told("", "")
+        if self._expect_start and not self._read_start(last):
+            return ReasoningSplit("", "")
         if self.stage is Stage.AFTER:
-            return Told("", self._answer())
-        self._skip_breaks()
-        found = split(self._held, [self._form.closed], last, space="\n")
+            return ReasoningSplit("", self._take_answer())
+        self._strip_newlines()
+        found = split_at_marker(self._held, [self._form.end_marker], last, space="\n")
         self._held = found.rest
-        if found.mark is None:
-            return Told(found.before, "")
-        self.stage, self._fresh = Stage.AFTER, True
-        return Told(found.before, self._answer())
+        if found.marker is None:
+            return ReasoningSplit(found.before, "")
+        self.stage, self._skip_newlines = Stage.AFTER, True
+        return ReasoningSplit(found.before, self._take_answer())
 
-    def _begin(self, last: bool) -> bool:
-        """Look for the mark that begins the thought. False: not known yet."""
-        opened, ahead = self._form.opened, self._held.lstrip()
-        if not last and opened.startswith(ahead):
+    def _read_start(self, last: bool) -> bool:
+        """Look for the start marker. False where more text is needed."""
+        start_marker, ahead = self._form.start_marker, self._held.lstrip()
+        if not last and start_marker.startswith(ahead):
             return False
-        self._opening = False
-        if ahead.startswith(opened):
-            self.stage, self._held = Stage.WITHIN, ahead[len(opened) :]
+        self._expect_start = False
+        if ahead.startswith(start_marker):
+            self.stage, self._held = Stage.WITHIN, ahead[len(start_marker) :]
         elif self.stage is Stage.BEFORE:
-            self.stage, self._fresh = Stage.AFTER, False
-        self.thought = self.stage is Stage.WITHIN
+            self.stage, self._skip_newlines = Stage.AFTER, False
+        self.found = self.stage is Stage.WITHIN
         return True
 
-    def _answer(self) -> str:
-        self._skip_breaks()
-        said, self._held = self._held, ""
-        return said
+    def _take_answer(self) -> str:
+        self._strip_newlines()
+        answer, self._held = self._held, ""
+        return answer
 
-    def _skip_breaks(self) -> None:
-        if self._fresh:
+    def _strip_newlines(self) -> None:
+        if self._skip_newlines:
             self._held = self._held.lstrip("\n")
-            self._fresh = not self._held
+            self._skip_newlines = not self._held

@@ -1,99 +1,99 @@
-"""An answer's text taken apart as it comes: thought, content, calls. Streams and whole answers are both read so."""
+"""Splits an answer's text into reasoning, content and tool calls while it is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from .markers import split
+from .markers import split_at_marker
 from .reasoning import ReasoningFormat, ReasoningParser, Stage
 from .tool_calls import ToolCall, ToolCallFormat, ToolCallParser
 
 
 @dataclass(slots=True)
 class Message:
-    """What an assistant says, so far."""
+    """The assistant's message so far."""
 
     content: str = ""
     reasoning_content: str = ""
-    """The thought before it."""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ParserConfig:
-    """How the answer to one prompt is to be read."""
+    """How to parse the answer to one prompt."""
 
-    thought: ReasoningFormat | None = None
+    reasoning: ReasoningFormat | None = None
     stage: Stage = Stage.AFTER
-    """Where the prompt leaves the answer."""
+    """Where the answer begins: before, within or after the reasoning."""
     continued: bool = False
-    """Whether the answer goes on with the last message's text."""
+    """Whether the answer continues the last message (``continue_final_message``)."""
     tools: ToolCallFormat | None = None
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """What has to be in the text, be they special tokens or not."""
-        thought = (self.thought.opened, self.thought.closed) if self.thought else ()
-        return (*thought, *(self.tools.tokens if self.tools else ()))
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser needs to see, also where they are special tokens."""
+        reasoning = (self.reasoning.start_marker, self.reasoning.end_marker) if self.reasoning else ()
+        return (*reasoning, *(self.tools.marker_tokens if self.tools else ()))
 
 
 class ResponseParser:
-    """Reads one answer.
+    """Parses one answer, given in pieces; ``message`` holds what is known so far and only grows.
 
     Args:
-        hidden: texts of special tokens, which are no content where they turn out to mark nothing.
+        hidden: texts of special tokens that are removed from the content where they do not act as markers.
     """
 
-    def __init__(self, reading: ParserConfig, hidden: Collection[str] = ()) -> None:
+    def __init__(self, config: ParserConfig, hidden: Collection[str] = ()) -> None:
         self.message = Message()
-        self._thoughts = ReasoningParser(reading.thought, reading.stage, reading.continued) if reading.thought else None
-        self._calls = ToolCallParser(reading.tools) if reading.tools else None
-        if self._calls:
-            self.message.tool_calls = self._calls.calls
-        self._dropped = _Dropped((*hidden, *(reading.thought.wrapped if reading.thought else ())))
+        form = config.reasoning
+        self._reasoning = ReasoningParser(form, config.stage, config.continued) if form else None
+        self._tool_calls = ToolCallParser(config.tools) if config.tools else None
+        if self._tool_calls:
+            self.message.tool_calls = self._tool_calls.calls
+        self._marker_filter = _MarkerFilter((*hidden, *(form.answer_markers if form else ())))
 
     @property
-    def thought(self) -> bool:
-        """Whether a thought has begun."""
-        return self._thoughts is not None and self._thoughts.thought
+    def has_reasoning(self) -> bool:
+        """Whether the reasoning has begun."""
+        return self._reasoning is not None and self._reasoning.found
 
     @property
-    def thinking(self) -> bool:
-        """Whether it goes on."""
-        return self._thoughts is not None and self._thoughts.stage is Stage.WITHIN
+    def in_reasoning(self) -> bool:
+        """Whether the reasoning has not ended."""
+        return self._reasoning is not None and self._reasoning.stage is Stage.WITHIN
 
     def add(self, text: str, last: bool = False) -> None:
-        """Take in a piece; with ``last`` nothing is held back any more."""
+        """Parse a piece. With ``last`` nothing is held back any more."""
         message = self.message
-        if self._thoughts:
-            thought, text = self._thoughts.add(text, last)
-            message.reasoning_content += thought
-        if self._calls:
-            text = self._calls.add(text, last)
-        message.content += self._dropped.add(text, last)
+        if self._reasoning:
+            reasoning, text = self._reasoning.add(text, last)
+            message.reasoning_content += reasoning
+        if self._tool_calls:
+            text = self._tool_calls.add(text, last)
+        message.content += self._marker_filter.add(text, last)
 
 
-class _Dropped:
-    """Leaves marks out, with the line breaks around them."""
+class _MarkerFilter:
+    """Removes markers and the line breaks around them."""
 
-    def __init__(self, marks: tuple[str, ...]) -> None:
-        self._marks = marks
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        self._markers = markers
         self._held = ""
-        self._fresh = False
-        """Whether line breaks after a mark may come."""
+        self._skip_newlines = False
+        """Whether a marker was just removed, so that line breaks are, too."""
 
     def add(self, text: str, last: bool) -> str:
-        if not self._marks:
+        if not self._markers:
             return text
         self._held += text
-        said = ""
+        kept = ""
         while True:
-            if self._fresh:
+            if self._skip_newlines:
                 self._held = self._held.lstrip("\n")
-                self._fresh = not self._held
-            found = split(self._held, self._marks, last, space="\n")
-            said, self._held = said + found.before, found.rest
-            if found.mark is None:
-                return said
-            self._fresh = True
+                self._skip_newlines = not self._held
+            found = split_at_marker(self._held, self._markers, last, space="\n")
+            kept, self._held = kept + found.before, found.rest
+            if found.marker is None:
+                return kept
+            self._skip_newlines = True

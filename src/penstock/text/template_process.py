@@ -1,7 +1,7 @@
 """Chat templates of requests, rendered in a process with limits (``python -m penstock.text.template_process``).
 
-It reads a request a line on standard input and writes a reply a line on standard output. Whatever a template does, it
-does not do it for long: an alarm ends the process, and the next request is another one's.
+It reads one request per line on standard input and writes one reply per line on standard output. A timer kills the
+process where a template takes too long; the caller then starts another one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.core.errors import invalid
 
 from .chat_template import ChatTemplate
 
-SECONDS = 2.0
-"""For one rendering, compiling included."""
-MEMORY = 2 * 2**30
+RENDER_TIMEOUT = 2.0
+"""Seconds for one rendering, compilation included."""
+MAX_MEMORY = 2 * 2**30
 """Bytes of address space."""
-MOST_RENDERED = 2**24
-"""Characters of a rendering."""
-KEPT = 16
-"""Compiled templates."""
+MAX_RENDERED = 2**24
+"""Characters of a rendered prompt."""
+MAX_COMPILED = 16
+"""Compiled templates that are kept."""
 
 
 class RenderRequest(msgspec.Struct):
@@ -37,7 +37,7 @@ class RenderRequest(msgspec.Struct):
     special: dict[str, str]
     messages: list[Mapping[str, Any]]
     options: dict[str, Any]
-    """Those of ``ChatTemplate.render``."""
+    """Keyword arguments of ``ChatTemplate.render``."""
 
 
 class RenderResult(msgspec.Struct):
@@ -47,7 +47,7 @@ class RenderResult(msgspec.Struct):
     failure: Failure | None = None
 
 
-@lru_cache(KEPT)
+@lru_cache(MAX_COMPILED)
 def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(special))
 
@@ -56,8 +56,8 @@ def _render(asked: RenderRequest) -> RenderResult:
     try:
         template = _compiled(asked.source, tuple(asked.special.items()))
         text = template.render(asked.messages, **asked.options)
-        if len(text) > MOST_RENDERED:
-            raise invalid("chat_template", f"makes more than {MOST_RENDERED} characters", MOST_RENDERED)
+        if len(text) > MAX_RENDERED:
+            raise invalid("chat_template", f"makes more than {MAX_RENDERED} characters", MAX_RENDERED)
         text.encode()
     except PenstockError as error:
         return RenderResult(failure=error.failure)
@@ -67,12 +67,12 @@ def _render(asked: RenderRequest) -> RenderResult:
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     decode, encode = msgspec.json.Decoder(RenderRequest).decode, msgspec.json.Encoder().encode
     for line in sys.stdin.buffer:
         asked = decode(line)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT)
         reply = encode(_render(asked))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(reply + b"\n")

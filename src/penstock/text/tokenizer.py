@@ -19,7 +19,7 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls
 
 
 class Tokenizer:
-    """What ``tokenizer.json``, or a SentencePiece or tiktoken file in its place, and the files beside it say.
+    """A checkpoint's tokenizer, from ``tokenizer.json`` or a SentencePiece or tiktoken file, and its chat template.
 
     Args:
         folder: the checkpoint.
@@ -29,7 +29,7 @@ class Tokenizer:
     """
 
     isolated = False
-    """Whether another process encodes, so that this one has to wait for it."""
+    """Whether another process encodes."""
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         config = _read_json(folder / files.CONFIG)
@@ -40,41 +40,45 @@ class Tokenizer:
         self.special = {name: _content(config[name]) for name in SPECIAL if config.get(name) is not None}
         """Special tokens by their role, ``bos_token`` and so on."""
         self.template_source = chat_template or _chat_template(folder, config)
+        """The chat template's text; None where there is none."""
         self.info = config | {"chat_template": self.template_source}
         """``tokenizer_config.json``, with the chat template that is used."""
-        """The chat template as text; None where there is none."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ``PenstockError`` (``invalid``) for what is no text, as half a surrogate pair is none."""
+        """The token ids of a text. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
         if not isinstance(text, str):
             raise invalid("prompt", f"is not valid text: {type(text).__name__}")
-        try:  # the call for batches, unlike that for one text, lets Python's lock go
+        try:  # encode_batch_fast releases the GIL, unlike encode
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise invalid("prompt", "is not valid text: it has half a surrogate pair") from error
 
     def close(self) -> None:
-        """End what it needs besides this process; it encodes no more."""
+        """End the process that encodes, where there is one."""
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of whole sequences; ``detokenizer`` decodes growing ones, to the same text."""
+        """The text of a complete sequence; ``detokenizer`` decodes one that grows, to the same text."""
         return self.detokenizer(skip_special_tokens).add(token_ids, last=True)
 
     def detokenizer(self, skip_special_tokens: bool = True, kept: Collection[str] = ()) -> Detokenizer:
-        """For one growing sequence; ``kept`` are tokens that leave their text, be they special or not."""
+        """A detokenizer for one sequence.
+
+        Args:
+            kept: special tokens that are not skipped.
+        """
         if not skip_special_tokens:
             return Detokenizer(self.vocabulary)
-        return Detokenizer(self.vocabulary, self.special_ids - {self.id_of(token) for token in kept})
+        return Detokenizer(self.vocabulary, self.special_ids - {self.token_to_id(token) for token in kept})
 
     def to_json(self) -> str:
-        """As ``tokenizer.json`` has it, whatever file it came from."""
+        """The tokenizer as ``tokenizer.json``, whatever file it was read from."""
         return str(self._tokenizer.to_str())
 
-    def id_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
     def token(self, token_id: int) -> str:
-        """The token as its file spells it; nothing for an unknown id."""
+        """The token as its file writes it; empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     @cached_property
@@ -99,20 +103,20 @@ class Tokenizer:
         if self.template_source is not None:
             _ = self.template
 
-    def spell(self, token_id: int) -> str:
-        """The text of one token alone, with U+FFFD for parts of characters; nothing for an unknown id."""
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""
         if (found := self._spelled.get(token_id)) is None:
             found = self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
             self._spelled[token_id] = found
         return found
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """A conversation as text, see ``ChatTemplate.render``."""
+        """Render a chat, see ``ChatTemplate.render``."""
         return self.template.render(messages, **options)
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """From ``chat_template.jinja``, its older place in the configuration, or none."""
+    """The chat template from ``chat_template.jinja``, or ``tokenizer_config.json``."""
     path = folder / files.TEMPLATE
     if path.exists():
         return files.read(path).decode()

@@ -28,12 +28,12 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     Raises ``PenstockError``: ``unsupported`` for tokenizers of another make, ``invalid`` for a huge id.
     """
     kinds = set(_types(json.loads(tokenizer.decoder.__getstate__()))) if tokenizer.decoder else set()
-    spell: Callable[[str], bytes]
+    decode_token: Callable[[str], bytes]
     if "ByteLevel" in kinds:
         # What is not of the alphabet is made something that Latin-1 cannot have.
         alphabet = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in byte_alphabet().items()}
 
-        def spell(token: str) -> bytes:
+        def decode_token(token: str) -> bytes:
             try:
                 return token.translate(alphabet).encode("latin-1")
             except UnicodeEncodeError:
@@ -41,7 +41,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     elif kinds & {"Metaspace", "ByteFallback"}:
 
-        def spell(token: str) -> bytes:
+        def decode_token(token: str) -> bytes:
             byte = BYTE_TOKEN.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
 
@@ -57,7 +57,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         raise invalid("tokenizer", f"it has a token of id {last}; {MAX_TOKENS} are allowed", MAX_TOKENS)
     spelled = [b""] * (last + 1)
     for token, token_id in vocabulary.items():
-        spelled[token_id] = added.get(token_id) or spell(token)
+        spelled[token_id] = added.get(token_id) or decode_token(token)
     return spelled
 
 

@@ -65,7 +65,7 @@ class ChatGeneration:
             async for output in outputs:
                 made = output.outputs[0]
                 advanced = cursor.progress.advance(made) is not None
-                yield output, cursor.news(self.message(made)) if advanced else Delta()
+                yield output, cursor.delta(self.message(made)) if advanced else Delta()
 
     def message(self, made: CompletionOutput) -> Message:
         """A sequence's message: without reasoning where ``include_reasoning`` is false, and with the first call alone

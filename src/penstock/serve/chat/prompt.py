@@ -76,7 +76,7 @@ class ChatPrompt:
             parser_config = gateway.input_processor.parser_config(text, [], {}, calls=False)
             prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         elif request.prompt_token_ids is None:
-            prompt = await gateway.conversation(
+            prompt = await gateway.chat_prompt(
                 self._messages,
                 self._size,
                 self._options,

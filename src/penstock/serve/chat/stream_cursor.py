@@ -1,4 +1,4 @@
-"""What is new of a message that is told as it comes."""
+"""Deltas of a message that is streamed."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from ..generation import SequenceCursor
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new of a call."""
+    """What was added to a tool call."""
 
     index: int
-    """Of the call, in its message."""
+    """Index of the call in its message."""
     arguments: str
     id: str = ""
     name: str = ""
-    """With its id, where the call begins here."""
+    """Id and name are set in the first delta of a call."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """What a step brought to a message."""
+    """What a step added to a message."""
 
-    thought: str = ""
+    reasoning: str = ""
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.thought or self.content or self.calls)
+        return bool(self.reasoning or self.content or self.calls)
 
 
 class StreamCursor:
-    """How much of a sequence has been told."""
+    """How much of a sequence and its message has been sent."""
 
     def __init__(self) -> None:
         self.progress = SequenceCursor()
         self._content = self._thought = 0
         self._arguments: list[int] = []
-        """Of each call that was begun."""
+        """Characters of arguments that were sent, for each call that was begun."""
 
     @property
     def calls(self) -> int:
         return len(self._arguments)
 
-    def news(self, message: Message) -> Delta:
+    def delta(self, message: Message) -> Delta:
         """What is new of a message."""
         thought, content = message.reasoning_content[self._thought :], message.content[self._content :]
         self._thought += len(thought)

@@ -1,4 +1,4 @@
-"""Reading a request's body: no more of it and no longer than allowed."""
+"""Reading a request's body, with limits on its size and time, and converting it to a schema."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ T = TypeVar("T", bound=msgspec.Struct)
 V = TypeVar("V")
 
 
-async def read_body(request: Request, most: int, patience: float) -> bytes:
-    """At most so many bytes, from a client that is silent for no more than ``patience`` seconds.
+async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
+    """The body of a request.
 
-    Raises ``PenstockError`` where the body is too large, or its client falls silent or goes in the middle of it.
+    Args:
+        max_size: bytes.
+        timeout: seconds between two parts of the body.
+
+    Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it
+    disconnects.
     """
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
-        raise _too_large(most)
+    if length.isdecimal() and int(length) > max_size:
+        raise _too_large(max_size)
     parts: list[bytes] = []
     size = 0
     stream = request.stream()
     try:
         while True:
-            part = await asyncio.wait_for(anext(stream, None), patience)
+            part = await asyncio.wait_for(anext(stream, None), timeout)
             if part is None:
                 return b"".join(parts)
             parts.append(part)
             size += len(part)
-            if size > most:
-                raise _too_large(most)
+            if size > max_size:
+                raise _too_large(max_size)
     except TimeoutError as error:
-        words = f"no more of it came for {patience:g} seconds"
-        raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", patience) from error
+        words = f"no more of it came for {timeout:g} seconds"
+        raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", timeout) from error
     except ClientDisconnect as error:
         raise PenstockError(Code.CANCELLED, "the client has gone in the middle of its request") from error
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """A request's JSON, whatever type its client said it has.
-
-    Raises ``PenstockError`` (``invalid``) where it is none.
-    """
+    """The JSON object of a body, whatever its content type. Raises ``PenstockError`` (``invalid``) where it is none."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -61,12 +63,12 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """A request from its JSON, of which nothing else is left.
+    """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``found``.
 
     Args:
-        unknown: told of fields that the schema does not have.
+        unknown: collects these fields.
 
-    Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields where requests are read strictly.
+    Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields with ``strict_requests``.
     """
     try:
         unknown.remove(found, schema)
@@ -74,22 +76,22 @@ def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T
     except (msgspec.ValidationError, RecursionError) as error:
         words, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
-        named = re.search(r"field `(\w+)`", words)  # missing, or unknown
+        named = re.search(r"field `(\w+)`", words)  # of a missing or unknown field
         raise invalid(field or (named[1] if named else "body"), words) from error
 
 
 def given(found: V | None, path: str) -> V:
-    """A value that has to be there. Raises ``PenstockError`` (``invalid``) where it is not."""
+    """The value of a required field. Raises ``PenstockError`` (``invalid``) where it is None."""
     if found is None:
         raise invalid(path, "is missing")
     return found
 
 
 def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse what a server elsewhere has, and this one has not.
+    """Refuse fields that the dialect's own server supports and this one does not.
 
     Args:
-        reasons: by field, the one value that may be given besides null, and what is said to any other.
+        reasons: field → the one value that is accepted besides null, and the error's text for any other.
 
     Raises ``PenstockError`` (``unsupported``) with the field's name.
     """

@@ -12,10 +12,10 @@ from .status import STATUS
 
 
 def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
-    """The same with its field, at the beginning of its words, too, as a dialect calls it.
+    """The failure with its field under the dialect's name, also at the beginning of its message.
 
     Args:
-        names: of fields, by the names under which others know them.
+        names: internal field name → the dialect's.
     """
     ours = failure.field
     theirs = names.get(ours, ours)
@@ -26,19 +26,19 @@ def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
 
 
 class ErrorFormat:
-    """How a dialect says that something failed."""
+    """Formats a dialect's errors."""
 
     dialect = "openai"
-    """Which one, for the log."""
+    """Name of the dialect, for the log."""
 
     def error(self, failure: Failure) -> bytes:
-        """The body of a response that failed."""
+        """The body of an error response."""
         raise NotImplementedError
 
     def stream_error(self, failure: Failure) -> bytes:
-        """The end of a stream that failed."""
+        """The last bytes of a stream that fails after it has begun."""
         raise NotImplementedError
 
     def status(self, failure: Failure) -> int:
-        """HTTP's number of a response that failed."""
+        """The HTTP status of an error response."""
         return STATUS[failure.code]

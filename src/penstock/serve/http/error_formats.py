@@ -11,32 +11,32 @@ from .request_record import record_of
 
 
 class ErrorFormats:
-    """Those of all dialects.
+    """The error formats of all dialects.
 
     Args:
-        usual: where nothing else is known.
-        by_path: for paths that begin like this, which one dialect has to itself.
-        by_head: told by a request's path and headers, where they tell.
+        default: the format where nothing else applies.
+        by_path: path prefix → format, for paths that belong to one dialect.
+        by_head: functions that return the format for a request's path and headers, or None.
     """
 
     def __init__(
         self,
-        usual: ErrorFormat,
+        default: ErrorFormat,
         by_path: Mapping[str, ErrorFormat],
         by_head: Sequence[Callable[[Scope], ErrorFormat | None]] = (),
     ) -> None:
-        self._usual = usual
+        self._default = default
         self._by_path = by_path
         self._by_head = by_head
 
     def of(self, scope: Scope) -> ErrorFormat:
-        """What a request is to be told in."""
-        if spoken := record_of(scope).error_format:
-            return spoken
-        for told in self._by_head:
-            if found := told(scope):
+        """The format for a request: its dialect's where that is known, else by headers, else by path."""
+        if found := record_of(scope).error_format:
+            return found
+        for by_head in self._by_head:
+            if found := by_head(scope):
                 return found
         return next(
             (error_format for path, error_format in self._by_path.items() if scope["path"].startswith(path)),
-            self._usual,
+            self._default,
         )

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of operations, and of what goes in and out, in every dialect."""
+"""Operations and schemas of the OpenAPI document, for all dialects."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FAILURES = {
     "503": "the engine is starting or stopping; try again soon",
 }
 OBJECT: dict[str, Any] = {"type": "object"}
-"""Where the dialect's own documents say more."""
-WORDS: dict[str, Any] = {"type": "string"}
+"""Schema of answers that are described in the dialect's own documentation."""
+STRING: dict[str, Any] = {"type": "string"}
 
 
 def reference(schema: type, prefix: str = "") -> dict[str, Any]:
-    """To a schema of ``components``."""
+    """A reference to a schema of ``components``."""
     return {"$ref": f"#/components/schemas/{prefix}{schema.__name__}"}
 
 
@@ -32,17 +32,17 @@ def operation(
     request: dict[str, Any] | None = None,
     streamed: bool = False,
 ) -> dict[str, Any]:
-    """An operation.
+    """An operation of the OpenAPI document.
 
     Args:
-        answer, failure, request: schemas; without an answer's, all that is said is that all is well, in words or not.
-        streamed: whether the answer may be a stream.
+        answer, failure, request: schemas; None for an answer without JSON, and for a request without a body.
+        streamed: whether the answer may be a stream of server-sent events.
     """
     answers: dict[str, Any] = {"200": {"description": "the answer"}}
     if answer:
         answers["200"]["content"] = _json(answer)
         if streamed:
-            answers["200"]["content"]["text/event-stream"] = {"schema": WORDS}
+            answers["200"]["content"]["text/event-stream"] = {"schema": STRING}
     failures = {code: {"description": words, "content": _json(failure)} for code, words in FAILURES.items()}
     described: dict[str, Any] = {"responses": answers | failures}
     if request:
@@ -51,11 +51,11 @@ def operation(
 
 
 def components(schemas: Iterable[type], prefix: str = "", strict: bool = False) -> dict[str, Any]:
-    """Schemas by their names.
+    """Schemas by name.
 
     Args:
-        prefix: of their names, which other dialects have, too.
-        strict: whether requests with fields that they do not have are refused.
+        prefix: put before the names, which other dialects may use, too.
+        strict: whether requests with unknown fields are refused.
     """
     template = f"#/components/schemas/{prefix}{{name}}"
     _, found = msgspec.json.schema_components(list(schemas), ref_template=template)

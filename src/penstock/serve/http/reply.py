@@ -1,4 +1,4 @@
-"""A reply on the wire: one piece or a stream of them, cancelled when its client goes."""
+"""Responses with a generated body: a JSON document or a stream of events, cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
 
 
 class Admission(Protocol):
-    """Limits the requests that are open at the same time."""
+    """Counts and limits open requests."""
 
     def admit(self) -> AbstractContextManager[None]:
-        """Held while a request is open. Raises ``PenstockError`` (``overloaded``) where too many are."""
+        """Entered while a request is open. Raises ``PenstockError`` (``overloaded``) where too many are."""
         ...
 
 
@@ -44,12 +44,12 @@ class Handler(Protocol):
 
 
 class Reply(Response):
-    """Sends what ``pieces`` yields, with the status 200 once the first one is there.
+    """Sends what ``pieces`` yields, with status 200 once the first piece is there.
+
+    A failure before the first piece becomes an error response, a later one the last event of the stream.
 
     Args:
         streamed: whether pieces are server-sent events; otherwise the only one is a JSON document.
-
-    A failure before the first piece becomes an error response, a later one the end of the stream.
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class Reply(Response):
 
     @classmethod
     def of(cls, service: Admission, handler: Handler, error_format: ErrorFormat, streamed: bool | None) -> Reply:
-        """The reply to a request: a stream where the client asks for one."""
+        """The reply of a handler: a stream where the request has ``stream``."""
         return cls(service, handler.stream() if streamed else handler.full(), error_format, bool(streamed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record, worker, left = record_of(scope), asyncio.current_task(), False
+        record, worker, disconnected = record_of(scope), asyncio.current_task(), False
         assert worker is not None
 
-        def leave(watcher: asyncio.Task[None]) -> None:
-            nonlocal left
+        def on_disconnect(watcher: asyncio.Task[None]) -> None:
+            nonlocal disconnected
             if not watcher.cancelled():
-                left = True
+                disconnected = True
                 worker.cancel()
 
         watcher = asyncio.create_task(_disconnected(receive))
-        watcher.add_done_callback(leave)
+        watcher.add_done_callback(on_disconnect)
         try:
             record.failure = await self._run(send)
         except asyncio.CancelledError:
-            if not left:
+            if not disconnected:
                 raise
             worker.uncancel()
             record.failure = GONE
         finally:
-            watcher.remove_done_callback(leave)
+            watcher.remove_done_callback(on_disconnect)
             watcher.cancel()
 
     async def _run(self, send: Send) -> Failure | None:
@@ -125,7 +125,7 @@ async def refuse(
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Send an error response, by default with the shape's own status; ``more`` are further headers."""
+    """Send an error response, by default with the format's own status; ``more`` are further headers."""
     body = error_format.error(failure)
     given = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]

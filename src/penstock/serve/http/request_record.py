@@ -1,4 +1,4 @@
-"""What is known of one HTTP request, for its line in the log."""
+"""The record of one request: its id, and what the request log and the error handlers need."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from .unknown_fields import UnknownFields
 
 @dataclass(slots=True)
 class RequestRecord:
+    """One request, over HTTP or gRPC."""
+
     request_id: str
     path: str = ""
-    """That was asked for."""
+    """Path of the URL."""
     begun: float = field(default_factory=time.monotonic)
-    """When it came, in seconds."""
+    """Time of arrival, seconds on the monotonic clock."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Counts of tokens; times in seconds."""
+    """Fields of its line in the log: token counts; times in seconds."""
     client: str = ""
-    """Its connection, where what is asked of it may end others of its requests."""
+    """Its connection (gRPC), within which one request may stop another."""
     failure: Failure | None = None
-    """What its client was told, or would have been."""
+    """The error that was sent to the client, or would have been had it not disconnected."""
     error_format: ErrorFormat | None = None
-    """Of the dialect that it speaks, once that is known."""
+    """The error format of its dialect, once the dialect is known."""
     unknown: UnknownFields = field(default_factory=UnknownFields)
-    """Its fields that nobody here knows."""
+    """Its fields that the schema does not have."""
 
-    def note(self, output: RequestOutput) -> None:
-        """One of its prompts has been answered: counts add up, of times the longest counts."""
+    def add_output(self, output: RequestOutput) -> None:
+        """Add the counts and times of one finished prompt: counts add up, of times the longest counts."""
         times, facts = output.times, self.facts
         counts = {
             "prompt": len(output.prompt_token_ids),

@@ -1,4 +1,4 @@
-"""HTTP's numbers for our codes."""
+"""HTTP statuses and headers of error codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = {
     Code.UNAVAILABLE: 503,
 }
 RETRY_AFTER = "1"
-"""Seconds after which what is full or restarting is worth another try."""
+"""Seconds after which a client may try again."""
 
 
 def headers(failure: Failure) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Fields of a request that its schema does not have: ignored and told, or refused (``strict_requests``)."""
+"""Fields of a request that its schema does not have: ignored and reported, or refused (``strict_requests``)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.core.errors import invalid
 logger = logging.getLogger("penstock.requests")
 
 HEADER = "x-penstock-ignored"
-MOST_FIELDS = 32
-"""That a request's header and log line name."""
-MOST_NAME, MOST_HEADER = 64, 1024
-"""Characters of a name, and of all of them."""
-MOST_TOLD = 4096
-"""Fields and clients that are remembered, so that each is logged once."""
+MAX_FIELDS = 32
+"""Unknown fields that one request's header and log line name."""
+MAX_NAME, MAX_HEADER = 64, 1024
+"""Characters of a field's name, and of the header."""
+MAX_LOGGED = 4096
+"""Pairs of client and field that are remembered as logged."""
 UNSAFE = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
-"""What a name may not bring into a header: spaces, commas, control characters, anything but ASCII."""
+"""Characters that are replaced in a header: spaces, commas, control characters, all but ASCII."""
 
 
 class UnknownFields:
@@ -43,10 +43,10 @@ class UnknownFields:
         self._more = False
 
     def ignore(self, path: str, name: str, known: Iterable[str] = (), kind: str | None = None) -> None:
-        """Note a field that is ignored.
+        """Add an unknown field.
 
         Args:
-            path: of the object that has it, with a dot at its end; nothing for the request itself.
+            path: of the object that has it, with a dot at its end; empty for the request itself.
             known: names that the object may have.
             kind: the path without indexes, where it has any.
 
@@ -55,10 +55,10 @@ class UnknownFields:
         if self.strict:
             place = path + name[:100]
             raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
-        kind, name = path if kind is None else kind, name[:MOST_NAME]
-        if kind + name in self._seen:  # as often as a request has messages
+        kind, name = path if kind is None else kind, name[:MAX_NAME]
+        if kind + name in self._seen:  # of another message
             return
-        if len(self._seen) == MOST_FIELDS:
+        if len(self._seen) == MAX_FIELDS:
             self._more = True
             return
         self._seen.add(kind + name)
@@ -66,60 +66,60 @@ class UnknownFields:
         self.places.setdefault(kind + safe, path + safe)
 
     def join(self, other: UnknownFields) -> None:
-        """Note what was ignored of another request, too."""
+        """Add the unknown fields of another request."""
         self._more |= other._more
         for kind, place in other.places.items():
-            if kind not in self.places and len(self.places) == MOST_FIELDS:
+            if kind not in self.places and len(self.places) == MAX_FIELDS:
                 self._more = True
                 return
             self.places.setdefault(kind, place)
 
     def remove(self, found: Any, schema: type[msgspec.Struct]) -> None:
-        """Take what ``schema`` does not have out of a JSON document, at all depths. Raises as ``ignore`` does."""
+        """Remove the fields that ``schema`` does not have from a JSON document, at all depths. Raises as ``ignore``."""
         _remove(found, _node_of(schema), "", "", self)
 
     @property
     def header(self) -> str:
-        """ASCII, at most ``MOST_HEADER`` characters; nothing where all fields are known."""
-        told, size, more = [], 0, self._more
+        """ASCII, at most ``MAX_HEADER`` characters; nothing where all fields are known."""
+        named, size, more = [], 0, self._more
         for place in self.places.values():
             size += len(place) + 2
-            if size > MOST_HEADER - 3:
+            if size > MAX_HEADER - 3:
                 more = True
                 break
-            told.append(place)
-        return ", ".join([*told, "..."] if more else told)
+            named.append(place)
+        return ", ".join([*named, "..."] if more else named)
 
 
 class UnknownFieldLog:
-    """Logs each unknown field once a client. What was logged longest ago is forgotten, and then logged again."""
+    """Logs each unknown field once per client, as far as the last ``MAX_LOGGED`` pairs are remembered."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], None] = {}
+        self._logged: dict[tuple[str, str], None] = {}
 
     def log(self, request_id: str, client: str, unknown: UnknownFields) -> None:
-        """Log the fields of a request that are ignored and that this client has not sent before."""
-        new = [kind for kind in unknown.places if (client, kind) not in self._told]
+        """Log the unknown fields of a request that this client has not sent before."""
+        new = [kind for kind in unknown.places if (client, kind) not in self._logged]
         if not new:
             return
-        self._told |= dict.fromkeys((client, kind) for kind in new)
-        while len(self._told) > MOST_TOLD:
-            del self._told[next(iter(self._told))]
+        self._logged |= dict.fromkeys((client, kind) for kind in new)
+        while len(self._logged) > MAX_LOGGED:
+            del self._logged[next(iter(self._logged))]
         facts = {"id": request_id, "client": client}
         logger.info("unknown fields are ignored: %s", ", ".join(new), extra={"facts": facts})
 
 
 @dataclass(slots=True)
 class _Node:
-    """What a schema says of a value, as far as there are structs in it."""
+    """The part of a schema that has structs in it, as a tree."""
 
     known: dict[str, _Node | None] | None = None
-    """Of an object: its fields."""
+    """An object's fields."""
     closed: bool = False
-    """Whether a strict reader refuses others; otherwise they are what this dialect is known to send and changes no
-    answer."""
+    """Whether ``strict_requests`` refuses unknown fields here (``forbid_unknown_fields``); elsewhere clients of this
+    dialect send some that do not change the answer."""
     items: _Node | None = None
-    """Of an array's items."""
+    """Node of an array's items."""
     nested: list[tuple[str, _Node]] = field(default_factory=list)
     """The known fields that have nodes themselves."""
 
@@ -155,7 +155,7 @@ def _node(kind: inspect.Type, seen: dict[type, _Node]) -> _Node | None:
     if isinstance(kind, inspect.ListType):
         items = _node(kind.item_type, seen)
         return _Node(items=items) if items else None
-    if isinstance(kind, inspect.UnionType):  # of which at most one is an object, and one an array
+    if isinstance(kind, inspect.UnionType):  # at most one member is an object, and one an array
         found = [node for node in (_node(one, seen) for one in kind.types) if node]
         objects = next((node for node in found if node.known is not None), None)
         arrays = next((node for node in found if node.items), None)

@@ -1,7 +1,7 @@
-"""Tool calls: the forms in which models write them, read from their texts, and made where they must be."""
+"""Tool calls: the formats in which models write them, a parser, and a structural tag that forces them."""
 
-from .formats import FORMS, ToolCallFormat, tool_call_format
+from .formats import TOOL_CALL_FORMATS, ToolCallFormat, tool_call_format
 from .parser import ToolCall, ToolCallParser
 from .structural_tag import forced_call_tag
 
-__all__ = ["FORMS", "ToolCall", "ToolCallFormat", "ToolCallParser", "forced_call_tag", "tool_call_format"]
+__all__ = ["TOOL_CALL_FORMATS", "ToolCall", "ToolCallFormat", "ToolCallParser", "forced_call_tag", "tool_call_format"]

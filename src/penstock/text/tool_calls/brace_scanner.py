@@ -1,4 +1,4 @@
-"""Where a JSON object ends in a text that comes in pieces, and that need not be right."""
+"""Finds the end of a JSON object in streamed text that may be malformed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 class Scanned(NamedTuple):
     length: int
-    """Characters that belong to the object; the next piece begins after them."""
+    """Characters that were consumed; the next call starts after them."""
     ended: bool
 
 
 class BraceScanner:
-    """Counts braces outside of strings.
+    """Counts braces outside strings.
 
     Args:
-        stops: marks that end an object outside of its strings, whatever braces are open: its writer forgot them.
-        depth: braces that are open at the beginning.
+        stops: texts that end the object outside its strings even where braces are still open.
+        depth: number of open braces at the beginning.
     """
 
     def __init__(self, stops: Sequence[str], depth: int = 0) -> None:
@@ -27,7 +27,7 @@ class BraceScanner:
         self._string = self._escaped = False
 
     def scan(self, text: str, last: bool) -> Scanned:
-        """Go on with a piece; the ``last`` one may end with the beginning of a mark."""
+        """Scan a piece. Unless it is the ``last`` one, it is consumed up to what may be the beginning of a stop."""
         for at, char in enumerate(text):
             if self._string:
                 self._string = char != '"' or self._escaped

@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools, as data: a form's name is that of vLLM's parser for it."""
+"""The formats in which models write tool calls, as data. Parsers have the names of vLLM's."""
 
 from __future__ import annotations
 
@@ -9,157 +9,161 @@ from uuid import uuid4
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallFormat:
-    """How a kind of model writes calls.
+    """How a family of models writes tool calls.
 
-    In all of them a call begins with a mark, and its arguments are a JSON object. The name stands before that, be it
-    within an object of both (``{"name": …, "arguments": {…}}``) or by itself.
+    A call begins with a start marker, and its arguments are a JSON object. The name comes before the arguments, either
+    in one object with them (``{"name": …, "arguments": {…}}``) or by itself.
     """
 
     parsers: tuple[str, ...]
     """Names of ``--tool-call-parser``."""
-    signs: tuple[str, ...]
-    """All of them are in the chat templates of such models."""
-    unlike: tuple[str, ...] = ()
-    """None of these is."""
-    marks: tuple[str, ...]
-    """Each begins a call."""
-    bare: bool = False
-    """Whether a call may also begin an answer without a mark."""
+    template_markers: tuple[str, ...]
+    """Texts by which the family's chat templates are recognized; all of them must be present."""
+    excluded_markers: tuple[str, ...] = ()
+    """Texts that must not be present."""
+    start_markers: tuple[str, ...]
+    """Each of them begins a call."""
+    allow_unmarked: bool = False
+    """Whether a call at the beginning of an answer needs no start marker."""
     lead: str = " \n\r\t"
-    """Characters that may stand between a mark and an object of name and arguments."""
-    named: re.Pattern[str] | None = None
-    """What stands between a mark and the arguments, where the name is told there."""
-    closers: tuple[str, ...] = ()
-    """Whatever may follow a call, and is part of it."""
+    """Characters allowed between a start marker and the object of name and arguments."""
+    name_pattern: re.Pattern[str] | None = None
+    """The text between a start marker and the arguments, where the name is there; its groups hold the name."""
+    end_markers: tuple[str, ...] = ()
+    """Texts that may follow a call and belong to it."""
     separators: tuple[str, ...] = ()
-    """After a call, what another one without a mark may begin with."""
-    tokens: tuple[str, ...]
-    """Marks and all else that may be tokens of their own, and special ones."""
+    """Texts after a call that begin another one without a start marker."""
+    marker_tokens: tuple[str, ...]
+    """Texts of this format that may be special tokens; they are detokenized nevertheless."""
 
+    # How a forced call is written:
     call_id: tuple[str, int] = ("call_", 24)
-    """What the id of a call begins with, and how many characters follow. Some templates take no others back."""
-    before: str = ""
-    """What is written before the first call."""
-    begin: tuple[str, str]
-    """Before and after its name."""
-    end: str = ""
-    """After its arguments."""
-    between: str = ""
-    """Between two calls."""
-    after: str = ""
-    """After the last call."""
+    """Prefix of a call's id, and number of characters after it; some templates accept no others."""
+    prefix: str = ""
+    """Text before the first call."""
+    call_start: tuple[str, str]
+    """Text before and after a call's name."""
+    call_end: str = ""
+    """Text after a call's arguments."""
+    separator: str = ""
+    """Text between two calls."""
+    suffix: str = ""
+    """Text after the last call."""
 
-    def is_in(self, template: str) -> bool:
-        """Whether a chat template has this form."""
-        return all(sign in template for sign in self.signs) and not any(sign in template for sign in self.unlike)
+    def matches(self, template: str) -> bool:
+        """Whether a chat template uses this format."""
+        present = all(text in template for text in self.template_markers)
+        return present and not any(text in template for text in self.excluded_markers)
 
     def new_id(self) -> str:
-        """For a call."""
+        """A new id for a call."""
         prefix, length = self.call_id
         return prefix + uuid4().hex[:length]
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """What ends arguments, however many braces are open: marks, and no part of any JSON."""
-        return tuple(text for text in (*self.marks, *self.closers, *self.separators) if text not in ("]", ","))
+        """Texts that end the arguments even where braces are open: the markers that cannot be part of JSON."""
+        return tuple(
+            text for text in (*self.start_markers, *self.end_markers, *self.separators) if text not in ("]", ",")
+        )
 
 
 HERMES = ToolCallFormat(
     parsers=("hermes", "qwen", "ernie"),
-    signs=("<tool_call>",),
-    unlike=("<function=", "<arg_key>"),  # which are in other forms with this mark
-    marks=("<tool_call>",),
-    closers=("</tool_call>",),
-    tokens=("<tool_call>", "</tool_call>"),
-    begin=('<tool_call>\n{"name": ', ', "arguments": '),
-    end="}\n</tool_call>",
-    between="\n",
+    template_markers=("<tool_call>",),
+    excluded_markers=("<function=", "<arg_key>"),  # which are in other forms with this mark
+    start_markers=("<tool_call>",),
+    end_markers=("</tool_call>",),
+    marker_tokens=("<tool_call>", "</tool_call>"),
+    call_start=('<tool_call>\n{"name": ', ', "arguments": '),
+    call_end="}\n</tool_call>",
+    separator="\n",
 )
 """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each call: Hermes 2 and 3, Qwen 2.5 and 3, ERNIE 4.5."""
 
 LLAMA3_JSON = ToolCallFormat(
     parsers=("llama3_json",),
-    signs=('{"name": function name, "parameters": ',),
-    marks=("<|python_tag|>",),
-    bare=True,
+    template_markers=('{"name": function name, "parameters": ',),
+    start_markers=("<|python_tag|>",),
+    allow_unmarked=True,
     separators=(";",),
-    tokens=("<|python_tag|>",),
-    begin=('{"name": ', ', "parameters": '),
-    end="}",
-    between="; ",
+    marker_tokens=("<|python_tag|>",),
+    call_start=('{"name": ', ', "parameters": '),
+    call_end="}",
+    separator="; ",
 )
 """``{"name": …, "parameters": {…}}`` at the beginning of the answer or after ``<|python_tag|>``, several with ``; ``
 between them: Llama 3.1, 3.2 and 3.3."""
 
 MISTRAL = ToolCallFormat(
     parsers=("mistral",),
-    signs=("[TOOL_CALLS]",),
-    marks=("[TOOL_CALLS]",),
+    template_markers=("[TOOL_CALLS]",),
+    start_markers=("[TOOL_CALLS]",),
     lead=" \n\r\t[",
-    named=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(\[CALL_ID\][^\s\[\]{}]*\s*)?(\[ARGS\]\s*)?"),
-    closers=("]",),
+    name_pattern=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(\[CALL_ID\][^\s\[\]{}]*\s*)?(\[ARGS\]\s*)?"),
+    end_markers=("]",),
     separators=(",",),
-    tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    marker_tokens=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     call_id=("", 9),
-    before="[TOOL_CALLS] [",
-    begin=('{"name": ', ', "arguments": '),
-    end="}",
-    between=", ",
-    after="]",
+    prefix="[TOOL_CALLS] [",
+    call_start=('{"name": ', ', "arguments": '),
+    call_end="}",
+    separator=", ",
+    suffix="]",
 )
 """``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``: Mistral up to the tokenizer v7."""
 
 MISTRAL_ARGS = replace(
     MISTRAL,
-    signs=("[TOOL_CALLS]", "[ARGS]"),
-    before="",
-    begin=("[TOOL_CALLS]", "[ARGS]"),
-    end="",
-    between="",
-    after="",
+    template_markers=("[TOOL_CALLS]", "[ARGS]"),
+    prefix="",
+    call_start=("[TOOL_CALLS]", "[ARGS]"),
+    call_end="",
+    separator="",
+    suffix="",
 )
 """``[TOOL_CALLS]name[ARGS]{…}`` for each call: Mistral from the tokenizer v11 on. Both are read by either."""
 
 DEEPSEEK_V3 = ToolCallFormat(
     parsers=("deepseek_v3",),
-    signs=("<｜tool▁call▁begin｜>", "```json"),
-    marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    named=re.compile(
+    template_markers=("<｜tool▁call▁begin｜>", "```json"),
+    start_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    name_pattern=re.compile(
         r"\s*(<｜tool▁call▁begin｜>\s*)?"
         r"(function<｜tool▁sep｜>(?P<name>[^\n{]+)\n```json\s*|(?P<other>[^\n{]+?)<｜tool▁sep｜>\s*)"
     ),
-    closers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    tokens=(
+    end_markers=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    marker_tokens=(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     ),
-    before="<｜tool▁calls▁begin｜>",
-    begin=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
-    end="\n```<｜tool▁call▁end｜>",
-    between="\n",
-    after="<｜tool▁calls▁end｜>",
+    prefix="<｜tool▁calls▁begin｜>",
+    call_start=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
+    call_end="\n```<｜tool▁call▁end｜>",
+    separator="\n",
+    suffix="<｜tool▁calls▁end｜>",
 )
 """``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name``, the arguments as a block of JSON,
 ``<｜tool▁call▁end｜>`` … ``<｜tool▁calls▁end｜>``: DeepSeek V3 and R1."""
 
 DEEPSEEK_V31 = replace(
     DEEPSEEK_V3,
-    signs=("<｜tool▁call▁begin｜>",),
-    begin=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-    end="<｜tool▁call▁end｜>",
-    between="",
+    template_markers=("<｜tool▁call▁begin｜>",),
+    call_start=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    call_end="<｜tool▁call▁end｜>",
+    separator="",
 )
 """The same with the name alone before ``<｜tool▁sep｜>`` and the arguments alone after it: DeepSeek V3.1. Both are read
 by either."""
 
-FORMS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
+TOOL_CALL_FORMATS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
 
 
 def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:
-    """The form that a parser of that name reads, or ``auto``: the one that the chat template has, if it has any."""
-    own = [form for form in FORMS if parser in ("auto", *form.parsers)]
-    found = next((form for form in own if form.is_in(template)), None)
+    """The format of a parser by name; ``auto`` is the one that the chat template uses, None where it uses none."""
+    own = [form for form in TOOL_CALL_FORMATS if parser in ("auto", *form.parsers)]
+    found = next((form for form in own if form.matches(template)), None)
     return found if found or parser == "auto" else own[-1]

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, found however the text is cut into pieces."""
+"""Parses tool calls in streamed text."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from penstock.text.markers import split
+from penstock.text.markers import split_at_marker
 
 from .brace_scanner import BraceScanner
 from .formats import ToolCallFormat
 
-HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)')
-"""An object of name and arguments up to the latter, as models write it."""
-LONGEST = 512
-"""Characters that a name by itself may have, with all that belongs to it."""
+NAME_AND_ARGUMENTS = re.compile(
+    r'\{\s*"name"\s*:\s*"(?P<name>([^"\\]|\\.){1,256})"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""The beginning of an object of name and arguments, up to the arguments."""
+MAX_NAME_LENGTH = 512
+"""Characters between a start marker and the arguments, where the name is there."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call, which grows while it is written."""
+    """A tool call; ``arguments`` grow while the model writes them."""
 
     id: str = field(compare=False)
     name: str
@@ -28,137 +30,137 @@ class ToolCall:
 
 
 class ToolCallParser:
-    """Takes calls out of a text, with the space around them.
+    """Removes tool calls from a text, with the whitespace around them.
 
-    A call is one from the moment that its name and the opening brace of its arguments have been read: from there on its
-    arguments are passed on as they are written, to their closing brace, to the next mark, or to the end of the text, so
-    that what streams is what is there in the end. They may turn out to be no JSON, as they may with OpenAI. What comes
-    before that moment is held back, and if it turns out to be no call, it is text, as it was written. An object whose
-    name does not come first is held back until it is complete.
+    Text is held back from a start marker on until the name and the opening brace of the arguments have been read; if it
+    turns out not to be a call, it is passed on as content. From the opening brace on, the arguments are passed on as
+    they are written: to their closing brace, to the next marker, or to the end of the text. So a stream adds up to the
+    whole answer; the arguments may be invalid JSON, as they may with OpenAI. An object in which the name does not come
+    first is held back until it is complete.
     """
 
     def __init__(self, form: ToolCallFormat) -> None:
         self.calls: list[ToolCall] = []
-        """Those found so far; the last one may still grow."""
+        """The calls so far; the last one may still grow."""
         self._form = form
-        self._held = self._said = ""
-        self._gap = self._mark = ""
-        """The mark at hand, and the space before it."""
-        self._braces = BraceScanner(form.stops)
+        self._held = self._content = ""
+        self._gap = self._marker = ""
+        """The current start marker, and the whitespace before it."""
+        self._scanner = BraceScanner(form.stops)
         self._scanned = 0
-        """How much of what is held the braces have seen, of an object that is read as a whole."""
+        """Characters of the held text that were scanned, of an object that is held back as a whole."""
         self._in_object = False
-        """Whether an object has the arguments in it."""
-        self._step = self._lead if form.bare else self._outside
+        """Whether the arguments are in one object with the name."""
+        self._step = self._read_start if form.allow_unmarked else self._read_content
 
     def add(self, text: str, last: bool = False) -> str:
-        """Take in a piece; returns what is said besides. With ``last`` nothing is held back any more."""
+        """Parse a piece and return the content in it. With ``last`` nothing is held back any more."""
         self._held += text
-        self._said = ""
+        self._content = ""
         while self._step(last):
             pass
-        return self._said
+        return self._content
 
-    # Each step works on what is held, and returns whether there is another one to do.
+    # The states of the parser. Each works on the held text and returns whether to continue with the next state.
 
-    def _outside(self, last: bool) -> bool:
-        found = split(self._held, self._form.marks, last)
-        self._said += found.before
+    def _read_content(self, last: bool) -> bool:
+        found = split_at_marker(self._held, self._form.start_markers, last)
+        self._content += found.before
         self._held = found.rest
-        if found.mark is None:
+        if found.marker is None:
             return False
-        self._gap, self._mark, self._step = found.gap, found.mark, self._lead
+        self._gap, self._marker, self._step = found.gap, found.marker, self._read_start
         return True
 
-    def _lead(self, last: bool) -> bool:
-        """Between a mark and the first brace."""
+    def _read_start(self, last: bool) -> bool:
+        """Between a start marker and the first brace."""
         form, ahead = self._form, self._held.lstrip(self._form.lead)
         if not ahead and not last:
             return False
         if ahead.startswith("{"):
-            self._scanned, self._braces, self._step = 0, BraceScanner(form.stops), self._object
+            self._scanned, self._scanner, self._step = 0, BraceScanner(form.stops), self._read_object
             return True
         at = self._held.find("{")
-        if form.named is None:
-            return self._give_back()
-        if at < 0 and len(self._held) <= LONGEST and not last:
+        if form.name_pattern is None:
+            return self._reject()
+        if at < 0 and len(self._held) <= MAX_NAME_LENGTH and not last:
             return False
-        told = form.named.fullmatch(self._held, 0, at) if 0 <= at <= LONGEST else None
-        if told is None:
-            return self._give_back()
-        self._begin(next(name for name in told.groupdict().values() if name), in_object=False)
+        match = form.name_pattern.fullmatch(self._held, 0, at) if 0 <= at <= MAX_NAME_LENGTH else None
+        if match is None:
+            return self._reject()
+        self._start_call(next(name for name in match.groupdict().values() if name), in_object=False)
         self._held = self._held[at:]
         return True
 
-    def _object(self, last: bool) -> bool:
-        """An object that has name and arguments in it."""
+    def _read_object(self, last: bool) -> bool:
+        """In an object of name and arguments, before the arguments."""
         ahead = self._held.lstrip(self._form.lead)
-        if head := HEAD.match(ahead):
-            self._begin(_string(head["name"]), in_object=True)
+        if head := NAME_AND_ARGUMENTS.match(ahead):
+            self._start_call(_string(head["name"]), in_object=True)
             self._held = ahead[head.end() :]
             return True
-        length, ended = self._braces.scan(ahead[self._scanned :], last)
+        length, ended = self._scanner.scan(ahead[self._scanned :], last)
         self._scanned += length
         if not ended:
-            if last:  # what is open to the end has no calls in it, as looking for them there again and again takes long
-                self._said += self._gap + self._mark + self._held
-                self._held, self._step = "", self._outside
+            if last:  # an unclosed object is content as a whole; searching it again would take quadratic time
+                self._content += self._gap + self._marker + self._held
+                self._held, self._step = "", self._read_content
             return False
         found = _call(ahead[: self._scanned])
         if found is None:
-            return self._give_back()
+            return self._reject()
         self.calls.append(ToolCall(self._form.new_id(), *found))
-        self._held, self._step = ahead[self._scanned :], self._after
+        self._held, self._step = ahead[self._scanned :], self._read_end
         return True
 
-    def _arguments(self, last: bool) -> bool:
-        length, ended = self._braces.scan(self._held, last)
+    def _read_arguments(self, last: bool) -> bool:
+        length, ended = self._scanner.scan(self._held, last)
         self.calls[-1].arguments += self._held[:length]
         self._held = self._held[length:]
         if not ended:
             return False
-        self._braces = BraceScanner(self._form.stops, depth=1)
-        self._step = self._rest if self._in_object else self._after
+        self._scanner = BraceScanner(self._form.stops, depth=1)
+        self._step = self._skip_object_end if self._in_object else self._read_end
         return True
 
-    def _rest(self, last: bool) -> bool:
-        """What an object has besides name and arguments says nothing."""
-        length, ended = self._braces.scan(self._held, last)
+    def _skip_object_end(self, last: bool) -> bool:
+        """After the arguments, to the end of the object; fields other than name and arguments are ignored."""
+        length, ended = self._scanner.scan(self._held, last)
         self._held = self._held[length:]
         if ended:
-            self._step = self._after
+            self._step = self._read_end
         return ended
 
-    def _after(self, last: bool) -> bool:
+    def _read_end(self, last: bool) -> bool:
         form = self._form
         self._held = self._held.lstrip()
-        for text in (*form.closers, *form.separators):
+        for text in (*form.end_markers, *form.separators):
             if self._held.startswith(text):
                 self._held = self._held[len(text) :]
                 if text in form.separators:
-                    self._gap, self._mark, self._step = "", text, self._lead
+                    self._gap, self._marker, self._step = "", text, self._read_start
                 return True
             if not last and text.startswith(self._held):
                 return False
-        if form.bare and self._held.startswith("{"):
-            self._gap, self._mark, self._step = "", "", self._lead
+        if form.allow_unmarked and self._held.startswith("{"):
+            self._gap, self._marker, self._step = "", "", self._read_start
         else:
-            self._step = self._outside
+            self._step = self._read_content
         return True
 
-    def _begin(self, name: str, in_object: bool) -> None:
+    def _start_call(self, name: str, in_object: bool) -> None:
         self.calls.append(ToolCall(self._form.new_id(), name))
-        self._in_object, self._braces, self._step = in_object, BraceScanner(self._form.stops), self._arguments
+        self._in_object, self._scanner, self._step = in_object, BraceScanner(self._form.stops), self._read_arguments
 
-    def _give_back(self) -> bool:
-        """The mark at hand was none."""
-        self._said += self._gap + self._mark
-        self._step = self._outside
+    def _reject(self) -> bool:
+        """Pass the current start marker on as content."""
+        self._content += self._gap + self._marker
+        self._step = self._read_content
         return True
 
 
 def _string(written: str) -> str:
-    """A name as JSON writes it, or as it stands where that is wrong."""
+    """The value of a JSON string; the text itself where it is invalid."""
     try:
         name = str(json.loads(f'"{written}"', strict=False))
         return name if _is_text(name) else written
@@ -167,12 +169,12 @@ def _string(written: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be sent: half a surrogate pair, which JSON can write, cannot."""
+    """Whether it can be encoded as UTF-8: JSON can write unpaired surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _call(written: str) -> tuple[str, str] | None:
-    """Name and arguments."""
+    """Name and arguments of a complete object; None where it is not a call."""
     try:
         found = json.loads(written)
         name, arguments = found["name"], found.get("arguments", found.get("parameters")) or {}

@@ -1,4 +1,4 @@
-"""Calls that must be made: a structural tag for guided decoding."""
+"""The structural tag that forces tool calls in guided decoding."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from .formats import ToolCallFormat
 
 
 def forced_call_tag(form: ToolCallFormat, tools: Mapping[str, Mapping[str, Any]], several: bool) -> dict[str, Any]:
-    """A structural tag of nothing but calls, as the model writes them by itself.
+    """A structural tag that allows tool calls alone, in the model's own format.
 
     Args:
-        tools: names with the schemas of their arguments.
-        several: whether more than one call may come.
+        tools: name → JSON schema of the arguments.
+        several: whether more than one call is allowed.
     """
-    before, after = form.begin
+    prefix, suffix = form.call_start
     calls = []
     for name, arguments in tools.items():
-        told = json.dumps(name, ensure_ascii=False) if '"name"' in before else name
+        written = json.dumps(name, ensure_ascii=False) if '"name"' in prefix else name
         content = {"type": "json_schema", "json_schema": arguments, "separators": [", ", ": "]}
-        calls.append({"type": "tag", "begin": before + told + after, "content": content, "end": form.end})
+        calls.append({"type": "tag", "begin": prefix + written + suffix, "content": content, "end": form.call_end})
     elements = [
-        {"type": "const_string", "value": form.before},
+        {"type": "const_string", "value": form.prefix},
         {
             "type": "tags_with_separator",
             "tags": calls,
-            "separator": form.between,
+            "separator": form.separator,
             "at_least_one": True,
             "stop_after_first": not several,
         },
-        {"type": "const_string", "value": form.after},
+        {"type": "const_string", "value": form.suffix},
     ]
     return {"format": {"type": "sequence", "elements": elements}}

@@ -150,16 +150,16 @@ class Blocks:
         self._open = ""
         """The type of the block that is being told."""
 
-    def tell(self, news: Delta) -> bytes:
+    def tell(self, delta: Delta) -> bytes:
         """The events of what is new."""
         events = b""
-        if news.thought:
+        if delta.reasoning:
             events += self._within("thinking", {"thinking": "", "signature": ""})
-            events += self._delta(type="thinking_delta", thinking=news.thought)
-        if news.content:
+            events += self._delta(type="thinking_delta", thinking=delta.reasoning)
+        if delta.content:
             events += self._within("text", {"text": ""})
-            events += self._delta(type="text_delta", text=news.content)
-        for part in news.calls:
+            events += self._delta(type="text_delta", text=delta.content)
+        for part in delta.calls:
             events += self._call(part)
         return events
 

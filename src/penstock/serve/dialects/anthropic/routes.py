@@ -96,9 +96,9 @@ class MessageHandler:
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        telling, blocks = StreamCursor(), Blocks()
+        cursor, blocks = StreamCursor(), Blocks()
         begun = False
-        async with aclosing(self._chat.deltas(telling)) as deltas:
+        async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:
                 if not begun:
                     begun = True
@@ -110,7 +110,7 @@ class MessageHandler:
                 made = output.outputs[0]
                 if made.finished:
                     usage = msgspec.to_builtins(usage_of(output))
-                    ending = ending_of(made, telling.calls > 0, self._max_tokens)
+                    ending = ending_of(made, cursor.calls > 0, self._max_tokens)
                     yield blocks.end() + event("message_delta", delta=ending, usage=usage)
         yield event("message_stop")
 

@@ -91,13 +91,13 @@ class BladeChatHandler:
         yield encode(Answer(id=self._id, choices=choices, object="chat.completion", usage=usage))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        telling: dict[int, StreamCursor] = {}
+        cursor: dict[int, StreamCursor] = {}
         async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 usage = Usage.of([output])
                 for made in output.outputs:
-                    begins = made.index not in telling
-                    new = self._openai.new(made, telling.setdefault(made.index, StreamCursor()))
+                    begins = made.index not in cursor
+                    new = self._openai.new(made, cursor.setdefault(made.index, StreamCursor()))
                     for choice in self._chunks(new, begins):
                         chunk = Answer(id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage)
                         yield event(chunk)

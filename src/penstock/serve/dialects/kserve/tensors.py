@@ -35,7 +35,7 @@ LARGEST = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_inf
 """The largest finite number of each."""
 LONGEST_NAME = 100
 """Characters."""
-AT_ONCE = 65_536
+MAX_INLINE_ELEMENTS = 65_536
 """Elements that are written into JSON in one go: more would hold up the streams."""
 LENGTH = struct.Struct("<I")
 """Before an element of BYTES."""
@@ -125,11 +125,11 @@ def to_json(tensor: Tensor) -> list[Any]:
 
 async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
     """The same, written already where there are many, with turns for others in between."""
-    if len(tensor.elements) <= AT_ONCE:
+    if len(tensor.elements) <= MAX_INLINE_ELEMENTS:
         return to_json(tensor)
     pieces = []
-    for start in range(0, len(tensor.elements), AT_ONCE):
-        part = replace(tensor, elements=tensor.elements[start : start + AT_ONCE])
+    for start in range(0, len(tensor.elements), MAX_INLINE_ELEMENTS):
+        part = replace(tensor, elements=tensor.elements[start : start + MAX_INLINE_ELEMENTS])
         pieces.append(msgspec.json.encode(to_json(part))[1:-1])
         await asyncio.sleep(0)
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")

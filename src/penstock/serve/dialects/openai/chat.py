@@ -78,22 +78,22 @@ class ChatHandler:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
         with_usage, always = (given and given.include_usage), (given and given.continuous_usage_stats)
-        telling: dict[int, StreamCursor] = {}
+        cursor: dict[int, StreamCursor] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
-                begins, told = not telling, []
+                begins, told = not cursor, []
                 usage = usage_of([output]) if always else None if with_usage else UNSET
                 for made in output.outputs:
                     chunks = []
-                    if made.index not in telling:
-                        telling[made.index] = StreamCursor()
+                    if made.index not in cursor:
+                        cursor[made.index] = StreamCursor()
                         chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
                         if self._echoed:
                             echoed = ChatDelta(content=self._echoed)
                             chunks.append(ChunkChoice(index=made.index, delta=echoed))
-                    chunks += self.new(made, telling[made.index])
+                    chunks += self.new(made, cursor[made.index])
                     for chunk in chunks:
                         if chunk.delta == ChatDelta():
                             chunk.delta.content = (
@@ -114,25 +114,25 @@ class ChatHandler:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
 
-    def new(self, made: CompletionOutput, telling: StreamCursor) -> list[ChunkChoice]:
+    def new(self, made: CompletionOutput, cursor: StreamCursor) -> list[ChunkChoice]:
         """What a step brought to a sequence, in a chunk, none, or two."""
-        piece = telling.progress.advance(made)
+        piece = cursor.progress.advance(made)
         if piece is None:
             return []
-        news = telling.news(self._chat.message(made))
-        chunk = ChunkChoice(index=made.index, delta=_delta(news))
+        delta = cursor.delta(self._chat.message(made))
+        chunk = ChunkChoice(index=made.index, delta=_delta(delta))
         if self.sampling.logprobs is not None:
             chunk.logprobs = self._logprobs(piece.positions)
         if self._request.return_token_ids:
             chunk.token_ids = piece.token_ids
         chunks = [chunk]
         if made.finished:
-            if news.calls:  # OpenAI's client does not tell the end of a call that begins in the chunk with the reason
+            if delta.calls:  # OpenAI's client does not tell the end of a call that begins in the chunk with the reason
                 chunks.append(ChunkChoice(index=made.index, delta=ChatDelta()))
                 chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
-            chunks[-1].finish_reason = self._reason(made, telling.calls > 0)
+            chunks[-1].finish_reason = self._reason(made, cursor.calls > 0)
             chunks[-1].stop_reason = made.stop_reason
-        elif not news and chunk.logprobs is None and not self._request.return_token_ids:
+        elif not delta and chunk.logprobs is None and not self._request.return_token_ids:
             return []
         return chunks
 
@@ -152,7 +152,7 @@ class ChatHandler:
         )
         if made.logprobs is not None:
             fair_queue = self._service.gateway.fair_queue
-            await fair_queue.next()
+            await fair_queue.turn()
             choice.logprobs = ChatLogprobs(content=await in_pieces(made.logprobs, self._position, fair_queue))
         if self._request.return_token_ids:
             choice.token_ids = message.completion_token_ids = made.token_ids
@@ -199,15 +199,15 @@ class ChatHandler:
         return found
 
 
-def _delta(news: Delta) -> ChatDelta:
-    delta = ChatDelta()
-    if news.thought:
-        delta.reasoning = delta.reasoning_content = news.thought
-    if news.content:
-        delta.content = news.content
-    if news.calls:
-        delta.tool_calls = [_part(part) for part in news.calls]
-    return delta
+def _delta(delta: Delta) -> ChatDelta:
+    chat_delta = ChatDelta()
+    if delta.reasoning:
+        chat_delta.reasoning = chat_delta.reasoning_content = delta.reasoning
+    if delta.content:
+        chat_delta.content = delta.content
+    if delta.calls:
+        chat_delta.tool_calls = [_part(part) for part in delta.calls]
+    return chat_delta
 
 
 def _part(part: CallDelta) -> ToolCallDelta:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from penstock.core import SamplingParams
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from penstock.serve.chat.prompt import truncated
@@ -97,7 +97,8 @@ class CompletionHandler:
         """Encoded already where it must not be encoded like others, or not one after the other in one go."""
         request, size = self._request, self._size
         special = request.add_special_tokens is not False
-        if request.truncate_prompt_tokens is None and (not isinstance(prompt, str) or (special and size <= AT_ONCE)):
+        inline = not isinstance(prompt, str) or (special and size <= MAX_INLINE_SIZE)
+        if request.truncate_prompt_tokens is None and inline:
             return prompt
         token_ids = await self._service.gateway.encode(prompt, special, size)
         if request.truncate_prompt_tokens is None:
@@ -167,7 +168,7 @@ class CompletionHandler:
             return self._piece(index, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
         for start in range(0, len(positions), PIECE):
-            await self._fair_queue.next()
+            await self._fair_queue.turn()
             piece = self._piece(index, positions[start : start + PIECE], prompt)
             for name, found in parts.items():
                 found.append(encode(getattr(piece, name))[1:-1])

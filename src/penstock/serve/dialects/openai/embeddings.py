@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import NO_GENERATION, Prompt
 from penstock.frontend.outputs import RequestOutput, cosine, floats_of
 from penstock.serve.chat.prompt import truncated
@@ -60,7 +60,7 @@ class _PoolingHandler:
         """One of them; texts of such a size together are not encoded one after the other in one go."""
         try:
             cut = self._request.truncate_prompt_tokens is not None
-            if cut or (isinstance(prompt, str) and (not self._special or size > AT_ONCE)):
+            if cut or (isinstance(prompt, str) and (not self._special or size > MAX_INLINE_SIZE)):
                 token_ids = await self._service.gateway.encode(prompt, self._special, size)
                 most = self._service.gateway.engine.check().max_model_len
                 prompt = {"prompt_token_ids": truncated(token_ids, self._request, most, "right")}

@@ -283,7 +283,7 @@ async def in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: Fa
         return list(map(make, items))
     parts = []
     for start in range(0, len(items), PIECE):
-        await fair_queue.next()
+        await fair_queue.turn()
         parts.append(encode(list(map(make, items[start : start + PIECE])))[1:-1])
     return joined(parts)
 

@@ -16,7 +16,7 @@ from penstock.serve.chat.request import ChatRequest, Truncated
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
-from penstock.serve.http.openapi import WORDS, operation, reference
+from penstock.serve.http.openapi import STRING, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.models.messages import DEFAULT_NAME
@@ -190,7 +190,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
             raise invalid("prompt", "give either prompt or messages")
         if wanted.messages is not None:
             options = template_options(wanted, gateway.input_processor.response_formats().tools is not None)
-            conversation = await gateway.conversation(messages_of(wanted.messages), size, options)
+            conversation = await gateway.chat_prompt(messages_of(wanted.messages), size, options)
             tokens = await gateway.encode(conversation)
         else:
             tokens = await gateway.encode(wanted.prompt or "", wanted.add_special_tokens is not False)
@@ -247,5 +247,5 @@ def _described(answer: type | None, request: type | None = None) -> dict[str, An
     asked = reference(request) if request else None
     described = operation(told, reference(ErrorAnswer), asked, streamed)
     if answer is None:
-        described["responses"]["200"]["content"] = {"text/plain": {"schema": WORDS}}
+        described["responses"]["200"]["content"] = {"text/plain": {"schema": STRING}}
     return described

@@ -119,7 +119,7 @@ class PaddleNLPHandler:
         """In token ids, which together with the longest answer have room in the context."""
         request, gateway = self._request, self._service.gateway
         if self._messages:
-            prompt = await gateway.conversation(self._messages, self._size, {})
+            prompt = await gateway.chat_prompt(self._messages, self._size, {})
         elif request.text is not None:
             prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
         else:

@@ -42,18 +42,18 @@ class Items:
         self._open = False
         """Whether the last one goes on."""
 
-    def tell(self, news: Delta) -> bytes:
+    def tell(self, delta: Delta) -> bytes:
         """The events of what is new."""
         events = b""
-        if news.thought:
+        if delta.reasoning:
             events += self._within("reasoning")
-            self._content["text"] += news.thought
-            events += self._told("response.reasoning_text.delta", content_index=0, delta=news.thought)
-        if news.content:
+            self._content["text"] += delta.reasoning
+            events += self._told("response.reasoning_text.delta", content_index=0, delta=delta.reasoning)
+        if delta.content:
             events += self._within("message")
-            self._content["text"] += news.content
-            events += self._told("response.output_text.delta", content_index=0, delta=news.content, logprobs=[])
-        for part in news.calls:
+            self._content["text"] += delta.content
+            events += self._told("response.output_text.delta", content_index=0, delta=delta.content, logprobs=[])
+        for part in delta.calls:
             events += self._call(part)
         return events
 

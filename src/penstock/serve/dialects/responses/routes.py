@@ -77,15 +77,15 @@ class ResponseHandler:
     async def full(self) -> AsyncGenerator[bytes, None]:
         items = Items(self._name, lambda kind, **fields: b"")
         last = await self._chat.final()
-        items.tell(StreamCursor().news(self._chat.message(last.outputs[0])))
+        items.tell(StreamCursor().delta(self._chat.message(last.outputs[0])))
         items.end(self._status(last))
         yield encode(self._response(items, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        event, telling = self._events.event, StreamCursor()
+        event, cursor = self._events.event, StreamCursor()
         items = Items(self._name, event)
         begun = False
-        async with aclosing(self._chat.deltas(telling)) as deltas:
+        async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:
                 if not begun:
                     begun = True

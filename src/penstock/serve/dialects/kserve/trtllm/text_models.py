@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import Prompt
 from penstock.serve.generation import SequenceDelta
 from penstock.serve.models.service import ModelService
@@ -62,7 +62,7 @@ class TextModel(GenerationModel):
 
     async def _prompt(self, prompt: str, size: int) -> Prompt:
         """Encoded already where there is too much to encode it all in one go."""
-        if size <= AT_ONCE:
+        if size <= MAX_INLINE_SIZE:
             return prompt
         return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from penstock.core.errors import invalid
-from penstock.frontend.gateway import AT_ONCE
+from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.serve.generation import SequenceDelta
 from penstock.serve.models.service import ModelService
 
@@ -234,7 +234,7 @@ class Postprocessing(Model):
         def decoded() -> list[bytes]:
             return [self._service.gateway.input_processor.tokenizer.decode(row).encode() for row in rows]
 
-        texts = await asyncio.to_thread(decoded) if len(tokens.elements) > AT_ONCE else decoded()
+        texts = await asyncio.to_thread(decoded) if len(tokens.elements) > MAX_INLINE_SIZE else decoded()
         yield ModelResponse([Tensor("OUTPUT", BYTES, (len(texts),), texts)])
 
 
