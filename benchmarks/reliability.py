@@ -23,17 +23,17 @@ from tqdm import tqdm
 COLUMNS = (Outcome.RIGHT, Outcome.LEFT, Outcome.REFUSED, Outcome.FAILED, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 Scenario = Callable[[list[Question]], Coroutine[Any, Any, Tally]]
 SCENARIOS: dict[str, Scenario] = {
-    "clients leave in mid-answer": lambda asked: storm.leaving(asked, 1000),
+    "clients disconnect in mid-answer": lambda asked: storm.leaving(asked, 1000),
     "slow readers, and one who never reads": lambda asked: storm.reading(asked, slow=16, silent=2, others=200),
     "1,000 connections at once, a queue for all": lambda asked: storm.connections(asked, 1000, "--max-waiting", "1000"),
     "1,000 connections at once, a queue of 256": lambda asked: storm.connections(asked, 1000),
-    "more than the queue holds": lambda asked: storm.overload(asked, 400),
+    "more requests than the queue holds": lambda asked: storm.overload(asked, 400),
     "kill -9 of the engine": lambda asked: storm.engine_killed(asked, 200),
     "greedy clients": lambda asked: storm.greedy(asked, 24),
     "10,000 pipelined requests": lambda asked: storm.pipelined(asked, 10_000),
     "SIGSTOP of the engine": lambda asked: storm.engine_hung(asked, 200),
     "kill -9 of an API process, one of two": lambda asked: storm.api_killed(asked, 200),
-    "an API process stands still": lambda asked: storm.api_held_up(asked, 200),
+    "SIGSTOP of an API process": lambda asked: storm.api_held_up(asked, 200),
     "SIGTERM": lambda asked: storm.drained(asked, 200),
     "SIGTERM with 0.2 s to drain": lambda asked: storm.cut_short(asked, 200),
     "kill -9 of the engine, three times": lambda asked: storm.given_up(asked, 50),

@@ -243,7 +243,7 @@ def check(names: tuple[str, ...], choice: dict[str, Any]) -> None:
 
 def test_the_documents_list_what_does_not_go_together() -> None:
     text = (Path(__file__).parents[1] / "docs" / "features.md").read_text(encoding="utf-8")
-    table = text[text.index("## What does not go together") :]
+    table = text[text.index("## Incompatible options") :]
     for field, others in NOT_TOGETHER.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| `{field}`"))
         assert all(f"`{other}`" in row for other in others if other != "bad_word_ids"), row
