@@ -27,7 +27,7 @@ from serving import TO_START, Served, belongings
 
 from penstock import LLM, SamplingParams
 from penstock.engine.service import wire
-from penstock.frontend.gateway import ENCODERS
+from penstock.frontend.gateway import NUM_ENCODE_THREADS
 
 HANGS = 120.0
 """Seconds after which a request counts as lost."""
@@ -41,7 +41,7 @@ LOUD = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True
 """Makes answers that are much longer than their text."""
 
 
-UNSTARTED = {"threads of api": ENCODERS - 1}
+UNSTARTED = {"threads of api": NUM_ENCODE_THREADS - 1}
 """What a process may have more of than when it was warm: one thread encodes all where a machine is too busy for two."""
 HOLD = r"event loop was held for ([\d.]+) s"
 HELD = 0.15

@@ -420,7 +420,7 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
     for _ in range(2):
         assert shell.says(command) == "int8: weights are rounded to wint8 when they are loaded\n"
     made = LLM(shell.folder / "int8")
-    assert made.options.quantization == "none" and made.engine.fingerprint.endswith("-wint8")
+    assert made.options.quantization == "none" and "wint8" in made.engine.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
     greedy = SamplingParams(temperature=0, max_tokens=12)
     texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (made, plain)]

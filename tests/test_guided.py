@@ -290,7 +290,7 @@ def test_a_tag_may_be_a_token_of_its_own(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
     tag = {"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}
     form = guided(structural_tag={"structures": [tag], "triggers": ["<tool_call>"]})
-    mark = llm.get_tokenizer().id_of("<tool_call>")
+    mark = llm.get_tokenizer().token_to_id("<tool_call>")
     params = sampling(form, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
     text = llm.chat(ASKED, params, use_tqdm=False)[0].outputs[0].text
     assert text.startswith("<tool_call>")

@@ -224,13 +224,13 @@ def test_special_marks_are_read_and_are_no_content(tmp_path: Path) -> None:
 def test_marks_that_are_no_tokens_are_read_and_set_no_limit(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, lambda token: token if "think" not in token["content"] else None)
     llm = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer)
-    written = "".join(llm.get_tokenizer().spell(i) for i in llm.get_tokenizer().encode("</think>"))
+    written = "".join(llm.get_tokenizer().decode_token(i) for i in llm.get_tokenizer().encode("</think>"))
     assert written == "</think>" and len(llm.get_tokenizer().encode("</think>")) > 1
-    with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no token that ends them"):
+    with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no token that ends it"):
         llm.chat(SUM, SamplingParams(reasoning_max_tokens=5), use_tqdm=False, **THINK)
     said = "<think>\nx\n</think>\n\ny"
     forced = SamplingParams(temperature=0, max_tokens=100, guided_decoding=GuidedDecodingParams(choice=[said]))
     made = llm.chat(SUM, forced, use_tqdm=False, **THINK)[0].outputs[0]
     assert (made.message.reasoning_content, made.message.content) == ("x", "y")
-    spelled = [llm.get_tokenizer().spell(token) for token in made.token_ids]
+    spelled = [llm.get_tokenizer().decode_token(token) for token in made.token_ids]
     assert "".join(spelled[: made.reasoning_tokens]).rstrip("\n") == "<think>\nx\n</think>"

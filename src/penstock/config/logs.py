@@ -1,6 +1,6 @@
-"""What the log looks like: lines for people, or one JSON object a line.
+"""Log formats: text, or one JSON object per line.
 
-Every process writes to standard error, and a line at a time to the end of one file where that is asked for.
+Every process writes to standard error and, with ``log_file``, appends to one file, a line at a time.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from .options import LogOptions
 
 
 def set_up(options: LogOptions, process: str) -> None:
-    """Send all loggers to standard error in the form that ``options`` choose, and to their file.
+    """Configure all loggers of this process.
 
     Args:
-        process: which of the server's processes this is.
+        process: name of the process, in every line.
 
     Raises ``PenstockError`` (``invalid``) where the file cannot be written.
     """
     handlers: list[logging.Handler] = [_file(Path(options.log_file))] if options.log_file else []
     handlers.append(logging.StreamHandler(sys.stderr))
     for handler in handlers:
-        handler.setFormatter(AsJson(process) if options.log_format == "json" else ForPeople(process))
+        handler.setFormatter(JsonFormatter(process) if options.log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=options.log_level.upper(), handlers=handlers, force=True)
-    for name in ("httpx", "httpx2", "uvicorn.error"):  # which tell at INFO what our own lines say
+    for name in ("httpx", "httpx2", "uvicorn.error"):  # their INFO lines duplicate ours
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _file(path: Path) -> logging.Handler:
-    """Whoever moves the file away finds a new one there."""
-    from logging.handlers import WatchedFileHandler  # which takes some time to load
+    """A handler that opens a new file when log rotation moves the file."""
+    from logging.handlers import WatchedFileHandler  # slow to import
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,8 @@ def _file(path: Path) -> logging.Handler:
         raise invalid("log_file", f"cannot write {path} ({error.strerror}); name another file, or none") from error
 
 
-class ForPeople(logging.Formatter):
-    """Date, time, level if worth a look, process, message, and ``name=value`` for each of ``extra={"facts": …}``."""
+class TextFormatter(logging.Formatter):
+    """Date, time, process, level unless INFO, message, and ``name=value`` for each of ``extra={"facts": …}``."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class ForPeople(logging.Formatter):
         return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
 
 
-class AsJson(logging.Formatter):
-    """The same as an object: ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the facts."""
+class JsonFormatter(logging.Formatter):
+    """An object with ``time`` (ISO 8601), ``level``, ``process``, ``logger``, ``message`` and the facts."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

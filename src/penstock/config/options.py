@@ -1,6 +1,6 @@
-"""The schema of the configuration: every option with its default, unit and help, under the field's own names.
+"""The options: every one with its type, default, unit and help, under the names that vLLM and others use.
 
-Command lines, configuration files and documentation are generated from it. Reading is done above.
+Flags, configuration files and their documentation are generated from it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import msgspec
 
 from penstock.core.errors import PenstockError, invalid
 from penstock.core.quantization import QuantizationName
-from penstock.core.sampling import MOST_LOGPROBS, MOST_SEQUENCES, SamplingParams
+from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
 
 
 def option(help: str, unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
-    """What is known of an option besides its name, type and default.
+    """Help, unit and bounds of an option.
 
     Args:
-        empty: what an empty text stands for.
+        empty: meaning of an empty value, for the help.
     """
     return msgspec.Meta(description=help, extra={"unit": unit, "empty": empty}, **bounds)
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Who runs when, and how much of a step each gets."""
+    """Options of the scheduler."""
 
     max_num_seqs: Annotated[int, option("Sequences that run at the same time.", ge=1)] = 256
     max_num_batched_tokens: Annotated[int, option("Tokens computed in one step.", "tokens", ge=1)] = 2048
@@ -40,9 +40,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
-    max_waiting: Annotated[int, option("Requests that may wait; more are refused at once.", ge=0)] = 256
+    max_waiting: Annotated[int, option("Requests that may wait in the queue; more are refused at once.", ge=0)] = 256
     max_queue_time: Annotated[
-        float, option("Time a request may wait for its first step before it fails; 0 is any.", "seconds", ge=0)
+        float, option("Time that a request may wait for its first step before it fails; 0 is any.", "seconds", ge=0)
     ] = 0.0
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], option("First come first served, or by the requests' priority (lower first).")
@@ -57,11 +57,11 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "inflight"
     preemption_mode: Annotated[
         Literal["recompute", "swap"],
-        option("Compute a preempted sequence again, or keep its blocks in host memory while there is room."),
+        option("Recompute a preempted sequence, or keep its KV blocks in host memory while there is room."),
     ] = "recompute"
-    enable_prefix_caching: Annotated[bool, option("Find computed prefixes again.")] = True
-    enable_chunked_prefill: Annotated[bool, option("Split prompts that do not fit into what a step has left.")] = True
-    max_num_partial_prefills: Annotated[int, option("Prompts that may be half computed at the same time.", ge=1)] = 1
+    enable_prefix_caching: Annotated[bool, option("Reuse the KV blocks of common prefixes.")] = True
+    enable_chunked_prefill: Annotated[bool, option("Split prompts that exceed a step's remaining tokens.")] = True
+    max_num_partial_prefills: Annotated[int, option("Partially computed prompts at the same time.", ge=1)] = 1
     max_long_partial_prefills: Annotated[
         int, option("Of these, long ones; shorter prompts then overtake the longer.", ge=1)
     ] = 1
@@ -93,108 +93,108 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
-    """A model, where and in what it runs, and what its cache may take."""
+    """Options of an engine: the model, its device, precision and KV cache."""
 
     model: Annotated[
-        str, option("Folder of a Hugging Face checkpoint, or its name on the hub; nothing for the model in the box.")
+        str, option("Folder of a Hugging Face checkpoint, or its name on the hub; nothing for the built-in model.")
     ] = ""
     load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"], option("How weights are read; dummy makes random ones.")
+        Literal["auto", "safetensors", "dummy"], option("Format of the weights; dummy is random weights.")
     ] = "auto"
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], option("What is computed in; auto is the checkpoint's own.")
+        Literal["auto", "bfloat16", "float16", "float32"], option("Type of the computation; auto is the checkpoint's.")
     ] = "auto"
     quantization: Annotated[
         QuantizationName,
         option(
-            "What weights are rounded to at load: w and int say their bits, a8 that activations have 8 bits, too, g32 "
-            "that a scale is for 32 weights, not 128 (4 bits) or a whole row (8 bits)."
+            "Quantization of the weights at load: w and int give their bits, a8 quantizes activations to 8 bits, too, "
+            "g32 has a scale for 32 weights, not 128 (4 bits) or a whole row (8 bits)."
         ),
     ] = "none"
     weight_cache_dir: Annotated[
         str,
         option(
-            "Folder for packed weights, which the next start maps; none for nowhere.",
+            "Folder of the weight cache, whose files the next start maps; none for no cache.",
             empty="~/.cache/penstock",
         ),
     ] = ""
     weight_cache_size: Annotated[
         float,
         option(
-            "Most that this folder holds; what was used least recently is deleted. 0 is 30 % of its disk; 10 % of the "
-            "disk are always left free.",
+            "Maximum size of this folder; the least recently used files are deleted. 0 is 30 % of its disk; 10 % of "
+            "the disk are always left free.",
             "GiB",
             ge=0,
         ),
     ] = 0.0
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
-    ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto takes the fastest that run here.")] = (
-        "auto"
-    )
-    seed: Annotated[int, option("Of random weights.")] = 0
+    ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto is the fastest available.")] = "auto"
+    seed: Annotated[int, option("Seed of random weights.")] = 0
     max_model_len: Annotated[
         int, option("Prompt and output of one sequence together; 0 is the model's own.", "tokens", ge=0)
     ] = 0
     block_size: Annotated[int, option("Tokens in a KV block.", "tokens", ge=1)] = 64
-    num_gpu_blocks_override: Annotated[int, option("KV blocks, whatever the memory; 0 counts.", "blocks", ge=0)] = 0
+    num_gpu_blocks_override: Annotated[int, option("Number of KV blocks; 0 computes it.", "blocks", ge=0)] = 0
     gpu_memory_utilization: Annotated[
         float, option("Share of a GPU's memory for weights, activations and cache together.", gt=0, le=1)
     ] = 0.9
     kv_cache_free_memory_fraction: Annotated[
         float,
         option(
-            "Share for the KV cache of what the weights leave free, on a GPU in place of gpu_memory_utilization; 0 is "
-            "as without.",
+            "Share of the memory that weights leave free for the KV cache, on a GPU in place of "
+            "gpu_memory_utilization; 0 is off.",
             ge=0,
             lt=1,
         ),
     ] = 0.0
     kv_cache_memory_bytes: Annotated[
-        int, option("Memory of the KV cache; 0 takes half of what is free, on a GPU what it may use.", "bytes", ge=0)
+        int, option("Memory of the KV cache; 0 is half of what is free, on a GPU what it may use.", "bytes", ge=0)
     ] = 0
     kv_cache_sequences: Annotated[
         float,
-        option("Sequences of max_model_len that the KV cache holds, where its bytes are not given; 0 counts.", ge=0),
+        option("Size of the KV cache in sequences of max_model_len; 0 is off.", ge=0),
     ] = 0.0
     kv_cache_dtype: Annotated[
         Literal["auto", "int8"],
-        option("What keys and values are kept in: auto as they are computed, int8 rounded, which takes half the room."),
+        option("Type of the KV cache: auto is the model's, int8 is quantized and takes half the memory."),
     ] = "auto"
     guided_decoding_backend: Annotated[
         Literal["auto", "llguidance", "xgrammar", "off"],
-        option("What keeps outputs to schemas, patterns and grammars; off refuses requests for it."),
+        option("Backend of guided decoding; off refuses guided requests."),
     ] = "auto"
     guided_decoding_disable_any_whitespace: Annotated[
-        bool, option("No space or line break between the parts of any JSON, as requests can ask, too.")
+        bool, option("No whitespace between the parts of guided JSON.")
     ] = False
     guided_decoding_disable_additional_properties: Annotated[
-        bool, option("Objects of a JSON Schema have no properties but those it lists, where it says nothing of others.")
+        bool, option("additionalProperties: false for objects of a JSON Schema that do not give it.")
     ] = False
     speculative_config: Annotated[
         str,
         option(
-            'Guess tokens ahead, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for a '
-            "draft model; nothing guesses none. Results do not depend on it."
+            'Speculative decoding, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for '
+            "a draft model; empty is off. Results do not depend on it."
         ),
     ] = ""
-    enable_lora: Annotated[bool, option("Take LoRA adapters besides those of lora_modules.")] = False
+    enable_lora: Annotated[bool, option("Support LoRA adapters besides those of lora_modules.")] = False
     lora_modules: Annotated[
         tuple[str, ...], option("LoRA adapters to load at the start, as PEFT saves them: name=folder.")
     ] = ()
-    max_loras: Annotated[int, option("Adapters that may be loaded at the same time.", ge=1, le=1024)] = 16
+    max_loras: Annotated[int, option("Adapters loaded at the same time, at most.", ge=1, le=1024)] = 16
     max_lora_rank: Annotated[int, option("Largest rank of an adapter.", ge=1)] = 64
     use_warmup: Annotated[
-        bool, option("Run the longest prompt and as many sequences as may run, once before requests are welcome.")
+        bool, option("Run the longest prompt and max_num_seqs sequences once before requests are accepted.")
     ] = False
-    threads: Annotated[int, option("Of the CPU kernels; 0 is one a core. Results do not depend on it.", ge=0)] = 0
+    threads: Annotated[
+        int, option("Threads of the CPU kernels; 0 is one per core. Results do not depend on it.", ge=0)
+    ] = 0
     drain_timeout: Annotated[
-        float, option("Time that running requests get to end when the engine is stopped.", "seconds", ge=0)
+        float, option("Time that open requests get to finish when the server stops.", "seconds", ge=0)
     ] = 30.0
     engine_iteration_timeout: Annotated[
         float,
         option(
-            "Silence of an engine's process, beyond the time that its step may take, after which it is killed and "
-            "started again; after a quarter of it /health fails. 0 never kills it.",
+            "Time without progress of an engine, beyond the time that its step may take, after which it is killed and "
+            "restarted; after a quarter of it /health fails. 0 never kills it.",
             "seconds",
             ge=0,
         ),
@@ -204,16 +204,16 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     ] = 4.0
 
     def scheduler(self, max_model_len: int) -> SchedulerOptions:
-        """The scheduler's part, with the length that the model has."""
+        """The scheduler's options, with the resolved ``max_model_len``."""
         names = msgspec.structs.fields(SchedulerOptions)
         return SchedulerOptions(**{f.name: getattr(self, f.name) for f in names} | {"max_model_len": max_model_len})
 
     def __post_init__(self) -> None:
-        """The scheduler's options are checked once the length is known."""
+        """No checks here: those of the scheduler's options need the resolved ``max_model_len``."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model comes from, besides its name, how its text is read, and what is told of it."""
+    """Options of the model's text: tokenizer, templates, parsers, default sampling, and its download."""
 
     pooling_type: Annotated[
         Literal["auto", "last", "mean"],
@@ -223,35 +223,28 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[str, option("File with a template, or the template; nothing for the model's own.")] = ""
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "qwen", "ernie", "llama3_json", "mistral", "deepseek_v3"],
-        option("The form in which the model calls tools; auto is the one that its chat template has."),
+        option("Format of the model's tool calls; auto is the one that its chat template has."),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "qwen3", "deepseek_r1", "ernie"],
         option(
-            "How the model marks its thoughts, which are then told apart from its answers; auto is as its chat "
-            "template does, none leaves them in."
+            "Format of the model's reasoning, which is separated from its answers; auto is the one that its chat "
+            "template has, none leaves it in the content."
         ),
     ] = "auto"
     generation_config: Annotated[
         str,
         option(
-            "Sampling that a request does not choose: auto is as the model's makers do, vllm as vLLM without them, "
-            "else a folder with a generation_config.json to read in place of the model's."
+            "Default sampling parameters of requests: auto is the model's generation_config.json, vllm is vLLM's "
+            "defaults, else a folder with another generation_config.json."
         ),
     ] = "auto"
     override_generation_config: Annotated[
         str,
-        option(
-            "Values for sampling that a request does not choose, before those of generation_config, as JSON: "
-            '{"temperature": 0.6}.'
-        ),
+        option('Default sampling parameters that override those of generation_config, as JSON: {"temperature": 0.6}.'),
     ] = ""
-    max_logprobs: Annotated[
-        int, option("Likeliest tokens that a request may ask to be told at each position.", ge=0, le=MOST_LOGPROBS)
-    ] = MOST_LOGPROBS
-    enable_logprob: Annotated[
-        bool, option("Give log probabilities to who asks; without, such requests are refused.")
-    ] = True
+    max_logprobs: Annotated[int, option("Maximum logprobs of a request.", ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
+    enable_logprob: Annotated[bool, option("Return logprobs; without it, requests for them are refused.")] = True
     revision: Annotated[str, option("Branch, tag or commit on the hub; nothing for its main branch.")] = ""
     hf_token: Annotated[str, option("Token for the hub; nothing for the environment's HF_TOKEN.")] = ""
     download_dir: Annotated[str, option("Where downloads are kept; nothing for Hugging Face's own cache.")] = ""
@@ -274,46 +267,44 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Who may ask, where, and how much at a time."""
+    """Options of the server: addresses, protocols, limits, security."""
 
     compat: Annotated[
-        str, option("System whose names of settings, values by default and ports are taken, too (docs/dialects).")
+        str, option("System whose flags, variables, defaults and ports are accepted, too (docs/dialects).")
     ] = ""
     host: Annotated[
         str,
-        option("Address to listen on. With an api_key, or under compat, all of this machine's by default (0.0.0.0)."),
+        option("Address to listen on. With api_key or compat, all addresses by default (0.0.0.0)."),
     ] = "127.0.0.1"
-    port: Annotated[
-        int, option("TCP port for HTTP; -1 is none where there is gRPC, 0 any that is free.", ge=-1, le=65535)
-    ] = 8000
+    port: Annotated[int, option("TCP port for HTTP; -1 is none (with grpc_port), 0 any free one.", ge=-1, le=65535)] = (
+        8000
+    )
     health_port: Annotated[
-        int, option("TCP port that answers health checks only; -1 is none, 0 any that is free.", ge=-1, le=65535)
+        int, option("TCP port for health checks only; -1 is none, 0 any free one.", ge=-1, le=65535)
     ] = -1
-    metrics_port: Annotated[
-        int, option("TCP port that answers for metrics only; -1 is none, 0 any that is free.", ge=-1, le=65535)
-    ] = -1
-    grpc_port: Annotated[
-        int, option("TCP port for KServe's gRPC; -1 is none, 0 any that is free.", ge=-1, le=65535)
-    ] = -1
+    metrics_port: Annotated[int, option("TCP port for metrics only; -1 is none, 0 any free one.", ge=-1, le=65535)] = -1
+    grpc_port: Annotated[int, option("TCP port for KServe's gRPC; -1 is none, 0 any free one.", ge=-1, le=65535)] = -1
     exclude_input_in_output: Annotated[
-        bool, option("Whole answers of KServe's models go without their prompt, where a request does not say.")
+        bool, option("Default of exclude_input_in_output in requests to KServe's models.")
     ] = False
     max_beam_width: Annotated[
-        int, option("Beams that a request to KServe's models may ask for.", ge=1, le=MOST_SEQUENCES)
-    ] = MOST_SEQUENCES
+        int, option("Maximum beam_width of requests to KServe's models.", ge=1, le=MAX_SEQUENCES)
+    ] = MAX_SEQUENCES
     allow_shared_memory: Annotated[
         bool,
         option(
-            "Let clients of KServe's paths register system shared memory where the server listens beyond this machine, "
-            "too: they read and write any POSIX shared memory object that the server may."
+            "Let clients register system shared memory (KServe) also where the server listens beyond this machine: "
+            "they read and write any POSIX shared memory object that the server may."
         ),
     ] = False
     max_logits_size: Annotated[
         int,
-        option("Of all scores that a request to KServe's models may ask to be told; 0 tells none.", "bytes", ge=0),
+        option(
+            "Maximum size of the logits that a request to KServe's models may ask for; 0 refuses them.", "bytes", ge=0
+        ),
     ] = 16 * 2**20
     accumulate_tokens: Annotated[
-        bool, option("Each answer of a stream of the model tensorrt_llm_bls has all of the text so far.")
+        bool, option("Each response of a stream of tensorrt_llm_bls has the whole text so far.")
     ] = False
     models: Annotated[
         str,
@@ -324,60 +315,58 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     model_control_mode: Annotated[
         Literal["none", "explicit"],
-        option("Models are loaded at the start and stay, or are loaded and unloaded by requests, too (KServe's)."),
+        option("explicit lets clients load and unload models (KServe)."),
     ] = "none"
     load_model: Annotated[
-        tuple[str, ...], option("Models to load at the start where the control is explicit; * is all, none loads none.")
+        tuple[str, ...], option("With explicit, models to load at the start; * is all, none loads none.")
     ] = ()
     served_model_name: Annotated[
-        tuple[str, ...], option("Names under which clients ask for the model; nothing for that of --model.")
+        tuple[str, ...], option("Names of the model for clients; nothing for that of --model.")
     ] = ()
-    require_model: Annotated[
-        bool, option("Refuse requests of OpenAI's API that do not name their model, which may be absent otherwise.")
-    ] = False
-    api_server_count: Annotated[int, option("Processes that speak HTTP.", ge=1)] = 1
-    api_key: Annotated[tuple[str, ...], option("Keys, of which a client must send one; none lets everybody in.")] = ()
-    max_concurrency: Annotated[
-        int, option("Requests that one HTTP process has open at the same time; more are refused.", ge=1)
-    ] = 4096
-    request_timeout: Annotated[float, option("Time a request may take; 0 is any.", "seconds", ge=0)] = 0.0
+    require_model: Annotated[bool, option("Refuse requests of OpenAI's API without a model.")] = False
+    api_server_count: Annotated[int, option("Number of API processes.", ge=1)] = 1
+    api_key: Annotated[tuple[str, ...], option("API keys, one of which a request needs; nothing for open access.")] = ()
+    max_concurrency: Annotated[int, option("Open requests of one API process; more are refused.", ge=1)] = 4096
+    request_timeout: Annotated[float, option("Maximum duration of a request; 0 is any.", "seconds", ge=0)] = 0.0
     disable_streaming: Annotated[
-        bool, option("Send streams in one piece once they have ended, which is less work than token by token.")
+        bool, option("Send streams in one piece at their end, which takes less work than token by token.")
     ] = False
     template_text: Annotated[
         bool,
-        option("Ask PaddleNLP's `text` as a user's turn of the chat template, where there is one; else continue it."),
+        option(
+            "Render PaddleNLP's `text` as a user's turn of the chat template, where there is one; else continue it."
+        ),
     ] = True
     client_timeout: Annotated[
-        float, option("Silence of a client in mid-request or mid-answer that ends its connection.", "seconds", gt=0)
+        float, option("Time without progress in a request or response that closes its connection.", "seconds", gt=0)
     ] = 60.0
-    timeout_keep_alive: Annotated[int, option("Time an idle connection is kept.", "seconds", ge=0)] = 75
+    timeout_keep_alive: Annotated[int, option("Time that an idle connection is kept open.", "seconds", ge=0)] = 75
     strict_requests: Annotated[
         bool,
         option(
-            "Refuse requests with fields that nobody knows, naming the nearest known one; otherwise they are ignored, "
-            "logged, and named in the header x-penstock-ignored."
+            "Refuse requests with unknown fields, naming the nearest known one; otherwise they are ignored, logged, "
+            "and named in the header x-penstock-ignored."
         ),
     ] = False
     trust_request_chat_template: Annotated[
-        bool, option("Render chat templates that requests bring, each in a process that may take two seconds.")
+        bool, option("Accept chat templates of requests, rendered in a separate process within two seconds.")
     ] = False
     max_body_size: Annotated[
-        int, option("Of a request; 0 is 64 bytes for each token of the context, and at least 1 MiB.", "bytes", ge=0)
+        int, option("Maximum size of a request; 0 is 64 bytes per token of the context, at least 1 MiB.", "bytes", ge=0)
     ] = 0
-    max_header_size: Annotated[int, option("Of a request's headers together.", "bytes", ge=256)] = 64 * 2**10
+    max_header_size: Annotated[int, option("Maximum size of a request's headers together.", "bytes", ge=256)] = (
+        64 * 2**10
+    )
     root_path: Annotated[
         str,
-        option(
-            "Prefix of all paths at which a proxy serves this server, such as /llm; they are found without it, too."
-        ),
+        option("Prefix of all paths behind a proxy, such as /llm; paths without it are served, too."),
     ] = ""
-    ssl_certfile: Annotated[str, option("Certificate chain (PEM); with it the server speaks HTTPS.")] = ""
+    ssl_certfile: Annotated[str, option("Certificate chain (PEM) for HTTPS.")] = ""
     ssl_keyfile: Annotated[str, option("The certificate's private key (PEM).")] = ""
     allow_runtime_lora_updating: Annotated[
-        bool, option("Let clients load adapters from any folder of the server, and unload them.")
+        bool, option("Let clients load LoRA adapters from any folder of the server, and unload them.")
     ] = False
-    allowed_origins: Annotated[tuple[str, ...], option("Origins of web pages that may ask; * is any.")] = ("*",)
+    allowed_origins: Annotated[tuple[str, ...], option("Origins allowed by CORS; * is any.")] = ("*",)
 
     def __post_init__(self) -> None:
         if self.port < 0 and self.grpc_port < 0:
@@ -390,15 +379,15 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written to standard error, and to a file beside it."""
+    """Options of the log."""
 
-    log_level: Annotated[LogLevel, option("Least level; debug shows health checks, too.")] = "info"
-    log_format: Annotated[Literal["text", "json"], option("Lines for people, or a JSON object a line.")] = "text"
-    log_file: Annotated[str, option("File to which the log is appended, too; nothing for none.")] = ""
+    log_level: Annotated[LogLevel, option("Minimum level; debug includes health checks.")] = "info"
+    log_format: Annotated[Literal["text", "json"], option("Text, or a JSON object per line.")] = "text"
+    log_file: Annotated[str, option("File to append the log to, besides standard error; nothing for none.")] = ""
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """All there is to set, by section."""
+    """All options, by section."""
 
     model: ModelOptions = ModelOptions()
     engine: EngineOptions = EngineOptions()

@@ -1,4 +1,4 @@
-"""The configuration's schema as a list: what flags, environment names and files are made of."""
+"""The options as a list of ``Setting``, from which flags, environment variables and files are derived."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Setting:
     unit: str
     help: str
     empty: str
-    """What an empty text stands for."""
+    """Meaning of an empty value, for the help."""
 
     @property
     def flag(self) -> str:
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """Name of the environment variable."""
         return f"PENSTOCK_{self.name.upper()}"
 
     @property
@@ -61,7 +61,7 @@ def settings() -> dict[str, Setting]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that is most like a mistyped one, or nothing."""
+    """The hint "; did you mean …?" with the known name that is most similar; empty where none is."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""Where options come from, in rising precedence: defaults, a profile, a YAML file, the environment, flags."""
+"""The sources of options, in rising precedence: defaults, a profile, a YAML file, the environment, flags."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from penstock.core.errors import invalid
 
 logger = logging.getLogger(__name__)
 
-EVERYWHERE = "0.0.0.0"
-"""Where a server listens that has keys, or stands in for another system's."""
+ALL_ADDRESSES = "0.0.0.0"
+"""Default of ``host`` with API keys or under a profile."""
 SECTIONS = tuple(Configuration.__struct_fields__)
 NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS")
-"""Variables that something else reads: the kernels, and their build."""
+"""Environment variables that are not options: they are read by the kernels, and by their build."""
 
 
 @dataclass(frozen=True)
 class ResolvedConfiguration:
-    """A configuration, and where each of its values was found."""
+    """A configuration with the source of each of its values."""
 
     configuration: Configuration
     sources: Mapping[str, str]
-    """By name: ``default``, the profile, the file, the environment's name or the flag."""
+    """By option: ``default``, the profile, the file, the variable or the flag."""
     ignored: Mapping[str, str]
-    """What was given and has no meaning here, by flag or environment's name, with the reason."""
+    """Flags and variables without effect, with the reason."""
 
 
 def read(
@@ -45,13 +45,13 @@ def read(
     profile: Profile | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> ResolvedConfiguration:
-    """Put a configuration together.
+    """Resolve the configuration from all sources.
 
     Args:
-        flags: values given on the command line, by name.
-        aliases: of the profile's flags, those given on the command line, as they were typed.
-        file: of YAML: options by name, with ``_`` or ``-``, at the top or under their section's name.
-        environment: ``PENSTOCK_`` and the name in capitals; several values with commas between them.
+        flags: values of our flags, by option.
+        aliases: values of the profile's flags, as text.
+        file: a YAML file of options by name, with ``_`` or ``-``, at the top level or under their section.
+        environment: ``PENSTOCK_`` and the name in capitals; several values separated by commas.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
@@ -75,7 +75,7 @@ def read(
     given += [(name, value, known[name].flag) for name, value in flags.items()]
     chosen = profile.name if profile else ""
     if chosen or any(name == "api_key" for name, _, _ in given):
-        given.insert(0, ("host", EVERYWHERE, f"the profile {chosen}" if chosen else "api_key is given"))
+        given.insert(0, ("host", ALL_ADDRESSES, f"the profile {chosen}" if chosen else "api_key is given"))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
     for name, value, source in given:
@@ -97,7 +97,7 @@ def checked(setting: Setting, value: Any, source: str) -> Any:
         if not all(value):
             raise invalid(setting.name, f"holds nothing, in {source}; leave it out, or give a value")
     if setting.kind is str and isinstance(value, dict):
-        value = json.dumps(value)  # what flags give as JSON may be written out in a file
+        value = json.dumps(value)  # options that take JSON text may be objects in a file
     try:
         found = msgspec.convert(value, setting.annotated, strict=False)
     except msgspec.ValidationError as error:
@@ -108,7 +108,7 @@ def checked(setting: Setting, value: Any, source: str) -> Any:
 
 
 def _typed(name: str) -> str:
-    """A profile's flag, with dashes where it is ours."""
+    """A profile's flag as typed: with dashes where it is also an option of ours."""
     return settings()[name].flag if name in settings() else flag(name)
 
 
@@ -148,7 +148,7 @@ def _of(environment: Mapping[str, str]) -> Settings:
             ):
                 logger.warning("%s in the environment is no option%s", variable, hint)
             continue
-        if text.startswith("tcp://"):  # what Kubernetes sets for a service of our name
+        if text.startswith("tcp://"):  # set by Kubernetes for a service called penstock
             logger.warning("%s=%s is not ours and was ignored", variable, text)
             continue
         name = names[variable]

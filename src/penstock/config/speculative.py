@@ -1,4 +1,4 @@
-"""How tokens are guessed ahead, for the model to confirm several in one step."""
+"""Configuration of speculative decoding."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ Number = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding, under the names that vLLM's users know.
+    """``speculative_config``, under vLLM's names.
 
     Raises ``PenstockError`` (``invalid``) for values that do not go together.
     """
 
     method: Literal["", "ngram", "draft_model", "mtp"] = ""
-    """Who guesses: the text so far (what followed the last time), a smaller model, or heads that the model itself has.
-    Nothing is ``draft_model``, or ``ngram`` where there is no such model."""
+    """The drafter: n-grams of the text, a smaller model, or the model's own MTP layers. Empty is ``draft_model``, or
+    ``ngram`` without one."""
     model: str = ""
-    """Folder of the draft model; nothing for the one in the box, beside the model in the box."""
+    """Folder of the draft model; empty for the built-in model's."""
     num_speculative_tokens: Number = 4
-    """Guessed at a time, at most."""
+    """Maximum length of a draft."""
     prompt_lookup_max: Number = 4
-    """Last tokens that are looked for in the text before them, at most and at least."""
+    """Longest n-gram that is looked up in the text."""
     prompt_lookup_min: Number = 2
+    """Shortest one."""
     adaptive: bool = True
-    """Stop guessing while it makes steps slower than it makes them fewer."""
+    """Do not draft while drafts lower the tokens a second."""
 
     def __post_init__(self) -> None:
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -38,9 +39,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def read(cls, text: str) -> Self | None:
-        """From the option's JSON; None where it is empty.
+        """Parse the option's JSON; None where it is empty.
 
-        Raises ``PenstockError`` (``invalid``) for what is no such object.
+        Raises ``PenstockError`` (``invalid``) for anything but such an object.
         """
         if not text.strip():
             return None

@@ -1,4 +1,4 @@
-"""Plain data that every floor shares: requests, sampling parameters, deltas, errors. No torch, no I/O."""
+"""Plain data that all packages share: requests, sampling parameters, deltas, errors. No torch, no I/O."""
 
 from .errors import Code, Failure, PenstockError
 from .guided import GuidedDecodingParams

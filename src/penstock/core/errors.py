@@ -1,7 +1,4 @@
-"""The one error that crosses every floor: what went wrong, where, and what would have been right.
-
-Dialects render it in their own shape; the code decides their status numbers.
-"""
+"""The one error of all packages: its code, message, field and limit. Each dialect formats it in its own way."""
 
 from __future__ import annotations
 
@@ -11,31 +8,31 @@ import msgspec
 
 
 class Code(StrEnum):
-    """Kinds of failure, by who can do something about it."""
+    """Error codes."""
 
-    INVALID = "invalid"  # the request is wrong; sending it again will not help
-    UNSUPPORTED = "unsupported"  # the request is right, but this build or model cannot do it
-    TOO_LARGE = "too_large"  # more bytes than are read
-    TOO_LONG = "too_long"  # more tokens than the context holds: the failure's value, and its limit
-    UNAUTHORIZED = "unauthorized"  # a key is missing or wrong
-    NOT_FOUND = "not_found"  # a model, adapter or request of that name is not here
-    NOT_ALLOWED = "not_allowed"  # the path is here, but not for this HTTP method
-    OVERLOADED = "overloaded"  # the queue is full; later it may work
-    TIMEOUT = "timeout"  # the deadline passed
-    CANCELLED = "cancelled"  # the client asked for the end, or went away
+    INVALID = "invalid"  # a wrong value
+    UNSUPPORTED = "unsupported"  # a valid request that this build or model does not support
+    TOO_LARGE = "too_large"  # the body has too many bytes
+    TOO_LONG = "too_long"  # the prompt has more tokens (value) than the context holds (limit)
+    UNAUTHORIZED = "unauthorized"  # the API key is missing or wrong
+    NOT_FOUND = "not_found"  # no model, adapter or request of that name
+    NOT_ALLOWED = "not_allowed"  # the path exists, but not for this HTTP method
+    OVERLOADED = "overloaded"  # the queue is full; a later attempt may succeed
+    TIMEOUT = "timeout"  # the deadline has passed
+    CANCELLED = "cancelled"  # by the client, or because it disconnected
     UNAVAILABLE = "unavailable"  # the engine is starting, stopping or was restarted
-    INTERNAL = "internal"  # a fault of ours
+    INTERNAL = "internal"  # a bug
 
 
 RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))
-"""Codes after which the same request may succeed."""
+"""Codes after which the same request may succeed later."""
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client is told.
+    """An error as data.
 
-    ``field`` names the offending field as the engine knows it (``sampling.top_p``), ``limit`` the bound that was
-    passed, where there is one, and ``value`` what passed it, where a dialect says both in its own words.
+    ``field`` is the offending field by its internal name (``top_p``), ``limit`` the bound that was exceeded, and
+    ``value`` what exceeded it, for dialects that format both in their own words.
     """
 
     code: Code
@@ -50,7 +47,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PenstockError(Exception):
-    """Raised wherever a request, a checkpoint or a configuration cannot be served; carries its ``Failure``."""
+    """Raised for requests, checkpoints and configurations that cannot be served; ``failure`` has the details."""
 
     def __init__(
         self, code: Code, message: str, field: str = "", limit: float | None = None, value: float | None = None
@@ -64,10 +61,10 @@ class PenstockError(Exception):
 
 
 def invalid(field: str, message: str, limit: float | None = None) -> PenstockError:
-    """The error for a value that the sender has to change."""
+    """The error for a wrong value."""
     return PenstockError(Code.INVALID, f"{field}: {message}", field, limit)
 
 
 def too_long(field: str, message: str, tokens: int, most: int) -> PenstockError:
-    """The error for a prompt that the context, or what the server takes of it, does not hold."""
+    """The error for a prompt that exceeds the context, or the server's limit."""
     return PenstockError(Code.TOO_LONG, f"{field}: {message}", field, most, tokens)

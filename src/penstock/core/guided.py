@@ -1,4 +1,4 @@
-"""What an output must look like."""
+"""Constraints for guided decoding."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import msgspec
 
 from .errors import Code, PenstockError, invalid
 
-MOST_CHARACTERS = 65_536
-"""Of a schema, pattern or grammar."""
-MOST_CHOICES = 4096
+MAX_CHARACTERS = 65_536
+"""Characters of a schema, pattern or grammar."""
+MAX_CHOICES = 4096
 STRICT = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
-"""How llguidance takes schemas: to the letter, and without ``\\u`` in strings, by which a property's name could be
-written so that it is not recognized."""
+"""Options of llguidance: refuse what it does not support, and write no ``\\u`` in strings, which could hide a
+property's name."""
 OF_JSON = ("json", "json_object", "structural_tag")
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One form that the output has from its first token to its last.
+    """One constraint on the whole output.
 
-    Raises ``PenstockError`` (``invalid``) unless there is exactly one, of the right type. Whether it can be kept to is
-    known when it is compiled, by the engine.
+    Raises ``PenstockError`` (``invalid``) unless exactly one is given, of the right type. Unsupported schemas are found
+    when the engine compiles the constraint.
     """
 
     json: Any = None
-    """A JSON Schema (draft 2020-12): as text, as an object, or a pydantic model."""
+    """A JSON Schema (draft 2020-12): text, an object, or a pydantic model."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """Of the whole output; in the syntax of Rust's ``regex``, without looking around."""
+    """A regular expression for the whole output, in the syntax of Rust's ``regex``, without lookaround."""
     choice: tuple[str, ...] | None = None
     """One of these texts."""
     grammar: str | None = None
-    """Context free, in Lark's or GBNF's notation."""
+    """A context-free grammar in Lark's or GBNF's notation."""
     structural_tag: Any = None
-    """Free text with tagged parts that keep to schemas, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``,
-    or parts put together, ``{"format": {"type", …}}``, as vLLM and xgrammar know them; as text or as an object."""
+    """Free text with tagged parts that follow schemas, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``, or
+    a combination, ``{"format": {"type", …}}``, as in vLLM and xgrammar; text or an object."""
     disable_any_whitespace: bool = False
-    """JSON without any space or line break between its parts."""
+    """JSON without whitespace between its parts."""
     whitespace_pattern: str | None = None
-    """A pattern of what may stand between the parts of JSON."""
+    """A regular expression for the whitespace between the parts of JSON."""
     asked_as: str = ""
-    """What the request called it, where errors are to name something else than the form."""
+    """The request's field, for errors, where it is not ``guided_…``."""
 
     def __post_init__(self) -> None:
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
@@ -58,8 +58,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
             raise invalid("guided_choice", "must hold at least one text, and none that is empty")
-        if len(self.choice or ()) > MOST_CHOICES:
-            raise invalid("guided_choice", f"must hold at most {MOST_CHOICES} texts", MOST_CHOICES)
+        if len(self.choice or ()) > MAX_CHOICES:
+            raise invalid("guided_choice", f"must hold at most {MAX_CHOICES} texts", MAX_CHOICES)
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
                 raise invalid(f"guided_{name}", f"must be text, is {type(value).__name__}")
@@ -71,12 +71,12 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
             raise invalid("guided_whitespace_pattern", "does not go with disable_any_whitespace")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in OF_JSON:
             raise invalid("guided_whitespace_pattern", f"goes with JSON only, not with {given[0]}")
-        if self.characters > MOST_CHARACTERS:
-            raise invalid(self.field, f"must have at most {MOST_CHARACTERS} characters", MOST_CHARACTERS)
+        if self.characters > MAX_CHARACTERS:
+            raise invalid(self.field, f"must have at most {MAX_CHARACTERS} characters", MAX_CHARACTERS)
 
     @property
     def field(self) -> str:
-        """What the request, or any request, calls the form that is asked for."""
+        """The request's field that holds the constraint."""
         if self.asked_as:
             return self.asked_as
         form = next(name for name in FORMS if getattr(self, name) not in (None, False))
@@ -84,7 +84,7 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
     @property
     def of_json(self) -> bool:
-        """Whether it has JSON in it."""
+        """Whether the constraint is about JSON."""
         return any(getattr(self, name) not in (None, False) for name in OF_JSON)
 
     @property
@@ -101,12 +101,12 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
 
 def closed(schema: Any, strict: bool = False) -> Any:
-    """A schema whose objects have no other properties than those that it lists, where it says nothing of others.
+    """A schema with ``additionalProperties: false`` for objects that do not give it.
 
-    Parts of ``allOf`` stay open, as each lists some of one object's.
+    Parts of ``allOf`` are left open, as each lists some of one object's properties.
 
     Args:
-        strict: they have all that it lists, too, as OpenAI's strict schemas demand.
+        strict: also require all listed properties, as OpenAI's strict schemas do.
     """
     if not isinstance(schema, dict):
         return schema
@@ -128,9 +128,9 @@ def closed(schema: Any, strict: bool = False) -> Any:
 
 
 def as_json(field: str, given: Any) -> str:
-    """A schema as text, whichever way it was given: an object, in which whole numbers are written as such.
+    """A schema as JSON text, in which integral numbers are written as integers.
 
-    Raises ``PenstockError`` (``invalid``) for what is none.
+    Raises ``PenstockError`` (``invalid``) for anything but a JSON object, its text, or a pydantic model.
     """
     if isinstance(given, type) and hasattr(given, "model_json_schema"):
         given = given.model_json_schema()
@@ -148,10 +148,10 @@ def as_json(field: str, given: Any) -> str:
 
 
 def check_schema(field: str, part: Any) -> None:
-    """Raises ``PenstockError`` (``unsupported``) for what llguidance would loosen without a word.
+    """Raises ``PenstockError`` (``unsupported``) for keywords that llguidance would relax silently.
 
-    Names may come twice where a schema leaves them open, and are then counted twice: more cannot be asked for than are
-    required by name. And there are characters that only ``\\u`` can write.
+    ``minProperties``: where names are open, a name may be written twice and is counted twice; so it cannot exceed the
+    number of required properties. Control characters: only ``\\u`` can write them.
     """
     if isinstance(part, dict):
         least, required = part.get("minProperties"), part.get("required")

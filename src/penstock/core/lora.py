@@ -1,4 +1,4 @@
-"""Which adapter a prompt is for."""
+"""LoRA adapters of requests and options."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from .errors import invalid
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """A LoRA adapter by name, under the names that vLLM's users know."""
+    """The LoRA adapter of a prompt, as in vLLM."""
 
     lora_name: str
     lora_int_id: int = 0
-    """A number that vLLM knows it by; here the name is enough."""
+    """Ignored; vLLM needs it."""
     lora_path: str = ""
-    """Folder to load it from where it is not loaded yet; nothing for one that is."""
+    """Folder to load the adapter from unless it is loaded; empty for a loaded one."""
 
 
 def named(lora_modules: tuple[str, ...]) -> dict[str, str]:
-    """Folders by name, from ``name=folder``.
+    """The option ``lora_modules``, entries of ``name=folder``, as a mapping.
 
-    Raises ``PenstockError`` (``invalid``) where one is not written so, or a name comes twice.
+    Raises ``PenstockError`` (``invalid``) for other entries, and for a name that is given twice.
     """
     found: dict[str, str] = {}
     for entry in lora_modules:

@@ -1,4 +1,4 @@
-"""What crosses the waist between text and tokens: requests down, deltas up. Plain data that msgspec can send."""
+"""Messages between frontend and engine: requests down, token deltas up. Encoded with msgspec."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token, or (above the engine) a stop string
     LENGTH = "length"  # max_tokens, or the context is full
     CANCELLED = "cancelled"
-    ERROR = "error"  # the delta's failure says which
+    ERROR = "error"  # see the delta's failure
 
 
 class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
-    """What frames a sequence's thought before its answer, in tokens."""
+    """The token ids around a sequence's reasoning (``<think>…</think>``)."""
 
     begin: int
+    """Start token."""
     end: int
+    """End token."""
     answer: tuple[int, ...] = ()
-    """What the model writes between the end of its thought and an answer. It is made to where the answer has a form, or
-    its thought was ended for it."""
+    """Tokens forced after ``end`` where the answer is guided, or the reasoning was cut off."""
     begun: bool = False
-    """Whether the prompt ends within the thought; otherwise the first token may begin it."""
+    """Whether the prompt ends within the reasoning; otherwise the first generated token may be ``begin``."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A prompt in token ids and what to do with it."""
+    """A request to the engine."""
 
     request_id: str
     prompt: list[int]
@@ -42,28 +43,28 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence unless ``ignore_eos`` is set."""
     priority: int = 0
-    """Lower runs first under the policy ``priority``."""
+    """Lower runs first under ``scheduling_policy`` ``priority``."""
     deadline: float | None = None
-    """On the machine's monotonic clock, seconds; past it the request fails with ``timeout``."""
+    """Seconds on the monotonic clock; after it the request fails with ``timeout``."""
     pooling: PoolingParams | None = None
-    """Makes a vector of the prompt; then nothing is generated, and ``sampling`` is void."""
+    """Embeds the prompt; nothing is generated, and ``sampling`` is ignored."""
     external_id: str = ""
-    """What its client calls it, where no two requests that have not ended may be called the same; nothing for any."""
+    """The client's id, which must be unique among open requests; empty for none."""
     adapter: str = ""
-    """The name of a LoRA adapter that is loaded; nothing for none."""
+    """Name of a loaded LoRA adapter; empty for the base model."""
     cache_salt: str = ""
-    """Requests share cached prefixes only with others of the same salt."""
+    """Cached prefixes are shared only among requests of the same salt."""
     thought: ReasoningSpan | None = None
-    """The thought that may come before the output, to which the output's form does not apply, or which is limited."""
+    """Reasoning before the output, which guided decoding exempts, or whose length is limited."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What tokens spell. The engine hands it on to guided decoding, and knows nothing of it."""
+    """The vocabulary for guided decoding; the engine itself does not read it."""
 
     tokenizer: str
-    """Hugging Face's ``tokenizer.json``."""
+    """The text of a ``tokenizer.json``."""
     eos: list[int]
-    """Ids that end a sequence, at least one."""
+    """Token ids that end a sequence, at least one."""
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -75,15 +76,16 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PerfMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """What a sequence has taken so far."""
+    """Resources that a sequence has used so far."""
 
     first_scheduled: float
-    """When it ran for the first time, on the machine's monotonic clock, seconds."""
+    """Time of its first step, seconds on the monotonic clock."""
     allocated_blocks: int
-    """KV blocks allocated for it, those again that it lost when it was preempted."""
+    """KV blocks allocated, those allocated again after a preemption included."""
     draft_tokens: int
-    """Guessed ahead for it, and how many of them were accepted."""
+    """Tokens drafted by speculative decoding."""
     accepted_tokens: int
+    """Draft tokens that were accepted."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -91,27 +93,27 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     request_id: str
     sequence: int = 0
-    """Which of the request's ``n`` sequences."""
+    """Index of the sequence in its request."""
     token_ids: list[int] = []
     logprobs: list[list[Logprob]] | None = None
-    """For each new token, itself first, then the likeliest alternatives."""
+    """For each new token: the token itself first, then the likeliest alternatives."""
     prompt_logprobs: list[list[Logprob]] | None = None
-    """Once, with the first token: for each prompt token but the first."""
+    """Once, with the first token: for each prompt token except the first."""
     context_logits: bytes | None = None
-    """Likewise once: scores after each prompt token, ``[prompt tokens, vocabulary]`` float32."""
+    """Once, with the first token: logits after each prompt token, ``[prompt tokens, vocabulary]`` float32."""
     generation_logits: bytes | None = None
-    """Scores that each new token was chosen by, ``[tokens, vocabulary]`` float32."""
+    """Logits that each new token was sampled from, ``[tokens, vocabulary]`` float32."""
     cumulative_logprob: float | None = None
-    """Of all tokens of a beam together."""
+    """Sum over all tokens of a beam."""
     embedding: bytes | None = None
-    """The prompt's vector, float32, where that is asked for; with the end."""
+    """The prompt's embedding, float32; in the last delta of an embedding request."""
     finished: FinishReason | None = None
     stop_token: int | None = None
     """The token that ended the sequence; it is the last of ``token_ids``."""
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     queued: float = 0.0
-    """Seconds from arrival until it ran for the first time; with the first token."""
+    """Seconds from arrival to the first step; in the delta with the first token."""
     perf: PerfMetrics | None = None
-    """Where ``return_perf_metrics`` asks for it."""
+    """With ``return_perf_metrics``."""
     failure: Failure | None = None

@@ -1,4 +1,4 @@
-"""What a request for an embedding may ask for."""
+"""Parameters of an embedding request."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .errors import invalid
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a prompt's hidden states, which are those after the last norm, become one vector.
+    """How a prompt's hidden states (after the last norm) are pooled into one vector.
 
     Raises ``PenstockError`` (``invalid``) where a value is out of range.
     """
 
     pooling_type: Literal["last", "mean"] = "last"
-    """The last token's, or the mean over all."""
+    """The last token's hidden state, or the mean over all tokens."""
     normalize: bool = True
-    """Divide it by its length."""
+    """Scale the vector to length 1."""
     dimensions: int | None = None
-    """Keep so many of its first numbers, before it is normalized; None is all."""
+    """Number of leading dimensions to keep, before normalization; None is all."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and self.dimensions < 1:

@@ -1,7 +1,7 @@
-"""Profiles: what another system's names of settings mean here, and the values it has where none are given.
+"""Profiles: another system's flags, environment variables, defaults and metrics, translated to ours.
 
-A profile is a table, a module of its own for each system, and is chosen with ``--compat`` or by the command that the
-system's users type. Values are text to it, as they are typed; which are right is told by the setting they are for.
+A profile is a table in a module of its own, selected with ``--compat`` or by the system's own command. It handles
+values as text; the settings that they become check them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from penstock.core.errors import invalid
 
 NAMES = ("ascend-vllm", "bladellm", "fastdeploy", "paddlenlp", "triton", "vllm")
 Settings = Iterator[tuple[str, Any, str]]
-"""Settings here and their values, with where each was found."""
+"""Triples of setting, value, and source (flag, variable or file)."""
 
 
 class DerivedMetric(NamedTuple):
-    """A gauge of another system that is made of ours."""
+    """A gauge of another system that is computed from our metrics."""
 
     help: str
     value: Callable[[Mapping[str, float], EngineOptions], float]
-    """From our counters and gauges, by name without ``penstock:``."""
+    """Computes it from our counters and gauges, by name without ``penstock:``."""
 
 
 def share(help: str, part: str, whole: str) -> DerivedMetric:
-    """What one of our metrics is of another; 0 where there is nothing yet."""
+    """The ratio of two of our metrics; 0 while the second is 0."""
     return DerivedMetric(help, lambda ours, options: ours[part] / max(ours[whole], 1))
 
 
@@ -40,36 +40,36 @@ def same(help: str, name: str) -> DerivedMetric:
 
 @dataclass(frozen=True)
 class Alias:
-    """What one name means."""
+    """The translation of one flag or variable."""
 
     to: str = ""
-    """The setting here; nothing where ``read`` tells several, or there is none."""
+    """The setting; empty where ``read`` returns several, or there is none."""
     read: Callable[[str], Any] = str
-    """Its value here, or a mapping of settings to values. Raises ``ValueError`` where it is wrong."""
+    """Converts the value, or returns a mapping of settings to values. Raises ``ValueError`` where it is wrong."""
     why: str = ""
-    """Why it has no meaning here: it is taken, ignored, and said so in the log."""
+    """Why it has no effect: it is accepted and ignored, and the log gives this reason."""
     switch: bool = False
-    """Whether its flag stands without a value."""
+    """Whether the flag takes no value."""
     short: str = ""
-    """Another flag for it, with its dash."""
+    """A short flag, with its dash."""
 
     def settings(self, text: str) -> Mapping[str, Any]:
-        """The settings that a value stands for. Raises ``ValueError`` where it is wrong."""
+        """The settings for a value. Raises ``ValueError`` where it is wrong."""
         found = self.read(text)
         return found if isinstance(found, Mapping) else {self.to: found}
 
 
 def ignored(why: str, switch: bool = False, short: str = "") -> Alias:
-    """A name that has no meaning here."""
+    """A name without effect."""
     return Alias(why=why, switch=switch, short=short)
 
 
 COMBINED = Alias(read=lambda text: {})
-"""A name that means something only together with others."""
+"""A name that ``Profile.together`` evaluates in combination with others."""
 
 
 def only_value(value: str, why: str, short: str = "") -> Alias:
-    """A name that can have one value, which changes nothing; others are refused by name for a reason."""
+    """A name that accepts one value, without effect; other values are refused with the reason."""
 
     def read(text: str) -> Mapping[str, Any]:
         if text.lower() != value:
@@ -80,7 +80,7 @@ def only_value(value: str, why: str, short: str = "") -> Alias:
 
 
 def refused(why: str, switch: bool = False) -> Alias:
-    """A name that cannot be given, for a reason."""
+    """A name that is refused with the reason."""
 
     def read(text: str) -> Mapping[str, Any]:
         raise ValueError(why)
@@ -89,7 +89,7 @@ def refused(why: str, switch: bool = False) -> Alias:
 
 
 def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
-    """How a value among few is read, in capitals or not."""
+    """A reader for a table of values, case-insensitive."""
 
     def read(text: str) -> Any:
         if text.lower() not in table:
@@ -100,40 +100,46 @@ def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def on(text: str) -> bool:
-    """A switch; in Python it may also be given as off."""
+    """A boolean: a switch on the command line, ``True`` or ``False`` in Python."""
     return one_of({"true": True, "false": False})(text)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The names of one system."""
+    """The names and defaults of one system."""
 
     name: str
     title: str
-    """What people call the system."""
+    """The system's name in texts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of settings here, where nothing is given."""
+    """Its defaults, by our settings."""
     flags: Mapping[str, Alias] = field(default_factory=dict)
-    """By the name without dashes in front, with ``_`` within."""
+    """Its flags, by the name without leading dashes and with ``_``."""
     variables: Mapping[str, Alias] = field(default_factory=dict)
-    """By the name in the environment."""
+    """Its environment variables."""
     check: Callable[[Mapping[str, str]], None] = lambda given: None
-    """Looks at all that was given, by name, together. Raises ``PenstockError`` (``invalid``) for what contradicts."""
+    """Checks all given names together. Raises ``PenstockError`` (``invalid``) for contradictions."""
     together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
-    """Settings that several names tell together, from all that was given. Raises ``PenstockError`` (``invalid``)."""
+    """Settings that depend on several names. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
-    """Values of settings where they are not given, which depend on what is."""
+    """Defaults that depend on what is given."""
     metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
-    """By its names: those of ours, without ``penstock:``, or how to make them of ours. ``name.label`` is a sample of
-    ``name`` that has the label ``label="label"``."""
+    """Its metrics: name → ours without ``penstock:``, or how to compute it. ``name.label`` is a sample of ``name`` with
+    the label ``label="label"``."""
     ready_message: Callable[[int, EngineOptions], str] = lambda blocks, options: ""
-    """What it says in the log once it is ready, with so many KV blocks."""
+    """The line that it logs when it is ready, given the number of KV blocks."""
 
 
 def translate(
     table: Mapping[str, Alias], given: Mapping[str, str], source: Callable[[str], str], ignored: dict[str, str]
 ) -> Settings:
-    """The settings that another system's names mean; what means nothing here is noted."""
+    """Translate given names to settings.
+
+    Args:
+        table: the profile's flags or variables.
+        source: formats a name for errors and the log.
+        ignored: collects names without effect, with the reason.
+    """
     for name, text in given.items():
         if table[name].why:
             ignored[source(name)] = table[name].why
@@ -151,7 +157,7 @@ def flag(name: str) -> str:
 
 
 def load(name: str) -> Profile | None:
-    """The profile of a system, none for none. Raises ``PenstockError`` (``invalid``) for an unknown one."""
+    """The profile of a name, None for the empty one. Raises ``PenstockError`` (``invalid``) for an unknown name."""
     if not name:
         return None
     if name not in NAMES:

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import EngineRequest, Failure, TokenDelta, Vocabulary
-from penstock.core.sampling import MOST_SEQUENCES
+from penstock.core.sampling import MAX_SEQUENCES
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -171,7 +171,7 @@ class AboutRequest(msgspec.Struct, frozen=True):
     def sequences(self) -> int:
         """Those that its client waits for; one where that is not known."""
         wanted = [self.sampling.get(name) for name in ("n", "best_of")]
-        return max([1, *(number for number in wanted if isinstance(number, int) and number <= MOST_SEQUENCES)])
+        return max([1, *(number for number in wanted if isinstance(number, int) and number <= MAX_SEQUENCES)])
 
 
 class About(msgspec.Struct, frozen=True):

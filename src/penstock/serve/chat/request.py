@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.core.sampling import MOST_LOGPROBS, MOST_SEQUENCES
+from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES
 
 Number = float
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -81,8 +81,8 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
-    best_of: Annotated[int, msgspec.Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     """Make so many and give the n likeliest."""
     use_beam_search: bool | None = None
     """Search for the likeliest with best_of beams; goes with temperature 0."""
@@ -129,7 +129,7 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     """The newer name of all these."""
 
-    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
     """Call tokens among log probabilities token_id:ID."""
     temp_scaled_logprobs: bool | None = None
@@ -153,7 +153,7 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default"] | None = None
 
 
-MOST_TEMPLATE = 65_536
+MAX_TEMPLATE = 65_536
 """Characters of a chat template that a request brings."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -222,7 +222,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     """Whether a tool is called: as the model likes, not, at least one, or this one."""
@@ -242,7 +242,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """FastDeploy's: the first message's text is the prompt, as it is."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template (enable_thinking …)."""
-    chat_template: Annotated[str, msgspec.Meta(max_length=MOST_TEMPLATE)] | None = None
+    chat_template: Annotated[str, msgspec.Meta(max_length=MAX_TEMPLATE)] | None = None
     """Used in place of the model's, where the server does so (trust_request_chat_template)."""
     documents: list[dict[str, Any]] | None = None
     """Passed to the chat template, if it reads them."""

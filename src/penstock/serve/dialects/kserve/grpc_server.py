@@ -50,7 +50,7 @@ STATUS = {
 }
 UNREADABLE = object()
 """A request whose bytes are no message."""
-MOST_MESSAGE = 64 * 2**20
+MAX_MESSAGE = 64 * 2**20
 """Bytes of a message that are received at all; ``max_body_size`` is told by name."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
 OPEN_TO_ALL = ("ServerLive", "ServerReady")
@@ -70,7 +70,7 @@ class Server:
     def __init__(self, repository: ModelRepository, address: str, options: ServerOptions) -> None:
         self._stopping = asyncio.Event()
         self._stopped: asyncio.Task[None] | None = None
-        limits = [("grpc.max_receive_message_length", MOST_MESSAGE), ("grpc.max_send_message_length", -1)]
+        limits = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", -1)]
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 1), *limits])
         self._server.add_generic_rpc_handlers((_handlers(Inference(repository, options.api_key, self._stopping)),))
         try:

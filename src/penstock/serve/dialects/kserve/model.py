@@ -16,7 +16,7 @@ from .tensors import BYTES, LARGEST, REAL, WHOLE, Spec, Tensor, kind
 
 VERSION = "1"
 """That of every model."""
-MOST_BATCH = 256
+MAX_BATCH = 256
 """Rows of one request."""
 
 
@@ -69,7 +69,7 @@ class Model:
     """Other names of its inputs."""
     not_yet: ClassVar[Mapping[str, str]] = {}
     """Inputs that are known and refused, with the reason."""
-    most_batch: int = MOST_BATCH
+    most_batch: int = MAX_BATCH
     """Rows that a request may have; 0 where inputs have no dimension for them."""
     decoupled: ClassVar[bool] = False
     """Whether a request may have other than one answer."""

@@ -14,7 +14,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.models.messages import ServedModel
 
-from .model import MOST_BATCH, VERSION
+from .model import MAX_BATCH, VERSION
 from .repository import ModelRepository
 from .settings import change_trace, check_trace
 from .settings import trace_settings as current_trace
@@ -158,8 +158,8 @@ def overriding(parameters: Mapping[str, Any]) -> int | None:
 def _batch_size(value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         value = int(value)  # as protobuf's JSON may have it
-    if type(value) is not int or not 0 <= value <= MOST_BATCH:
-        raise invalid("max_batch_size", f"must be a whole number from 0 to {MOST_BATCH}", MOST_BATCH)
+    if type(value) is not int or not 0 <= value <= MAX_BATCH:
+        raise invalid("max_batch_size", f"must be a whole number from 0 to {MAX_BATCH}", MAX_BATCH)
     return value
 
 

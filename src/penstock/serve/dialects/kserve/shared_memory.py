@@ -25,7 +25,7 @@ from .shared_state import Region, SharedState
 FOLDER = Path("/dev/shm")
 KEY = re.compile(r"/?([A-Za-z0-9_.-]{1,255})")
 """A name that ``shm_open`` takes, which is no path."""
-MOST_REGIONS = 1024
+MAX_REGIONS = 1024
 LONGEST_NAME = 255
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 """Parameters of a tensor that lies in a region."""
@@ -63,8 +63,8 @@ class SharedMemory:
         with self._shared.changing() as state:
             if name in state.regions:
                 raise invalid("name", f"shared memory region '{name}' already in manager")
-            if len(state.regions) >= MOST_REGIONS:
-                raise invalid("name", f"{MOST_REGIONS} regions are registered; unregister some", MOST_REGIONS)
+            if len(state.regions) >= MAX_REGIONS:
+                raise invalid("name", f"{MAX_REGIONS} regions are registered; unregister some", MAX_REGIONS)
             state.regions[name] = region
 
     def unregister(self, name: str = "") -> None:

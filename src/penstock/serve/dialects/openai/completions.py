@@ -20,7 +20,7 @@ from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
 from .parse import completion_sampling
-from .requests import MOST_PROMPTS, CompletionRequest
+from .requests import MAX_PROMPTS, CompletionRequest
 from .responses import (
     DONE,
     LEAST,
@@ -213,6 +213,6 @@ def _prompts(request: CompletionRequest) -> list[Prompt]:
         raise invalid(field, "mixes texts, token ids and lists of token ids")
     if isinstance(prompt[0], int):
         return [cast(list[int], prompt)]
-    if len(prompt) > MOST_PROMPTS:
-        raise invalid(field, f"holds {len(prompt)} prompts, and at most {MOST_PROMPTS} are taken", MOST_PROMPTS)
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid(field, f"holds {len(prompt)} prompts, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
     return cast(list[Prompt], prompt)

@@ -22,7 +22,7 @@ from penstock.serve.http.body import given
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
-from .requests import MOST_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
+from .requests import MAX_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage, PairScore, Scores, encode
 
 
@@ -174,6 +174,6 @@ def _inputs(request: EmbeddingRequest) -> list[Prompt]:
         raise invalid("input", "mixes texts, token ids and lists of token ids")
     if isinstance(given[0], int):
         return [cast(list[int], given)]
-    if len(given) > MOST_PROMPTS:
-        raise invalid("input", f"holds {len(given)} inputs, and at most {MOST_PROMPTS} are taken", MOST_PROMPTS)
+    if len(given) > MAX_PROMPTS:
+        raise invalid("input", f"holds {len(given)} inputs, and at most {MAX_PROMPTS} are taken", MAX_PROMPTS)
     return cast(list[Prompt], given)

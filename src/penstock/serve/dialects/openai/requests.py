@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.core.sampling import MOST_LOGPROBS
+from penstock.core.sampling import MAX_LOGPROBS
 from penstock.serve.chat.request import (
     ChatRequest,
     Count,
@@ -19,15 +19,15 @@ from penstock.serve.chat.request import (
     Words,
 )
 
-MOST_PROMPTS = 2048
+MAX_PROMPTS = 2048
 PROMPTS = [
     {"type": "string"},
-    {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
+    {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
     {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
     {
         "type": "array",
         "minItems": 1,
-        "maxItems": MOST_PROMPTS,
+        "maxItems": MAX_PROMPTS,
         "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
     },
 ]
@@ -45,7 +45,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     """16 by default; 0 goes with echo."""
     echo: bool | None = None
     """Give the prompt, too."""
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -76,7 +76,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     """Whether vectors have length 1; by default as the checkpoint says."""
 
 
-Texts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
+Texts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
