@@ -217,7 +217,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def between(field: str, value: float, low: float, high: float | None) -> None:
-    """Raise ``PenstockError`` (``invalid``) unless ``low <= value <= high``, NaN included. ``high`` None is no bound."""
+    """Raise ``PenstockError`` (``invalid``) unless ``low <= value <= high``; ``high`` None is no upper bound."""
     if not isinstance(value, int | float):
         raise invalid(field, f"must be a number, is {value!r}")
     if not low <= value:
