@@ -96,10 +96,13 @@ def effort_fields(effort: str | None, variables: Collection[str]) -> dict[str, A
 
 
 def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, Any]:
-    """What the chat template is given besides the messages.
+    """Keyword arguments of ``ChatTemplate.render`` besides the messages.
 
-    Raises ``PenstockError``: ``invalid`` for names that cannot be given, ``unsupported`` for tools that the template
-    does not know.
+    Args:
+        calls_tools: whether the chat template has a known tool call format.
+
+    Raises ``PenstockError``: ``invalid`` for reserved names in ``chat_template_kwargs``, ``unsupported`` for tools that
+    the template does not support.
     """
     options = dict(request.chat_template_kwargs or {})
     own = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -120,9 +123,9 @@ def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, An
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates read them: text in one piece, arguments of calls as objects.
+    """Messages as chat templates read them: content as one text, arguments of calls as objects.
 
-    Raises ``PenstockError`` (``unsupported``) for content that is no text.
+    Raises ``PenstockError`` (``unsupported``) for content that is not text.
     """
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -153,7 +156,7 @@ def _text(message: Message, path: str) -> str:
 
 
 def _arguments(given: str | Mapping[str, Any] | None) -> Any:
-    """An object where the text holds one; clients may send what a model wrote, whatever it was."""
+    """Arguments as an object; text that is not a JSON object is kept, as a model may have written it."""
     if not isinstance(given, str):
         return given or {}
     try:

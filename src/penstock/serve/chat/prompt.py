@@ -1,4 +1,4 @@
-"""What a chat is to be answered to: messages for a template, or token ids."""
+"""The prompt of a chat: rendered from messages, or given in token ids; and truncation of prompts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .request import ChatRequest, Truncated
 OF_MESSAGES = (
     "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
 ).split()
-"""Fields that say how messages are rendered."""
+"""Fields of the chat template, which cannot be combined with ``prompt_token_ids``."""
 TAIL = 32
-"""Tokens at the end of a prompt that may say where its answer begins."""
+"""Tokens at the end of a given prompt that are decoded to find out whether it ends within the reasoning."""
 
 
 async def count_tokens(service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> int:
-    """How many tokens a chat's prompt has.
+    """The number of tokens of a chat's prompt.
 
     Raises ``PenstockError`` as ``ChatPrompt`` does, and for an unknown model.
     """
@@ -32,14 +32,14 @@ async def count_tokens(service: ModelService, request: ChatRequest, size: int, u
 
 
 class ChatPrompt:
-    """A request's prompt.
+    """The prompt of one chat.
 
     Args:
-        size: of the request, about as many characters.
-        unknown: told of fields that this model has no use for.
+        size: about how many characters the request has.
+        unknown: collects fields that this model's template does not read.
 
-    Raises ``PenstockError``: ``invalid`` for what is wrong or does not go together, ``unsupported`` for what this model
-    or this server does not do.
+    Raises ``PenstockError``: ``invalid`` for wrong values and contradictions, ``unsupported`` for what this model or
+    server does not support.
     """
 
     def __init__(self, service: ModelService, request: ChatRequest, size: int, unknown: UnknownFields) -> None:
@@ -57,12 +57,12 @@ class ChatPrompt:
             raise PenstockError(Code.UNSUPPORTED, words, "chat_template")
         input_processor = self._gateway.input_processor
         self.tools = input_processor.response_formats(request.chat_template).tools
-        """The form of calls; None where there is none."""
+        """The model's tool call format; None where it has none."""
         self._calls = bool(request.tools) and request.tool_choice != "none"
         self._messages = messages_of(request.messages)
         self._options = template_options(request, self.tools is not None) | self._read_by_template(request, unknown)
         self.echoed = ""
-        """What the answer begins with before the model says a word."""
+        """Text of the last message that the answer repeats (``echo``)."""
         last = self._messages[-1] if self._messages else {}
         if request.echo and (last.get("role") == "assistant" or not self._options["add_generation_prompt"]):
             self.echoed = last.get("content", "")
@@ -95,8 +95,8 @@ class ChatPrompt:
         return prompt | {"prompt_token_ids": truncated(prompt["prompt_token_ids"], request, most)}
 
     def _read_by_template(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
-        """What the template is given. Where the model's own does not read it, documents are refused, and an effort,
-        which clients send to any model, is ignored."""
+        """``documents`` and ``reasoning_effort`` for the template. Where the model's own does not read them, documents
+        are refused, and an effort, which clients send to any model, is ignored as an unknown field."""
         wanted = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         given = {name: value for name, value in wanted.items() if value is not None}
         if request.chat_template is None:
@@ -110,11 +110,11 @@ class ChatPrompt:
 
 
 def truncated(token_ids: list[int], request: Truncated, most: int, side: str = "left") -> list[int]:
-    """A prompt cut to the length that its request asks for.
+    """Apply ``truncate_prompt_tokens`` to a prompt.
 
     Args:
-        most: the longest that there is room for, which -1 asks for.
-        side: what is cut where the request does not say: the beginning or the end (``right``).
+        most: number of tokens that there is room for, the meaning of -1.
+        side: default of ``truncation_side``: ``left`` removes the beginning, ``right`` the end.
     """
     wanted = request.truncate_prompt_tokens
     if wanted is None:

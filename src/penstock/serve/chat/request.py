@@ -13,14 +13,14 @@ from penstock.core.sampling import MAX_LOGPROBS, MAX_SEQUENCES
 
 Number = float
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""-1 is a random one."""
+"""-1 is a random seed."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Words = Annotated[str, msgspec.Meta(min_length=1)]
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-"""Letters, digits and a few marks, as models' forms of calls have no room for others."""
+"""Letters, digits and a few punctuation marks; models' tool call formats allow no others."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
     schema: dict[str, Any] | bool | None = None
     description: str | None = None
     strict: bool | None = None
-    """Kept to in either case."""
+    """Also require all listed properties, and no others; the schema is enforced in either case."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of these forms."""
+    """One of these constraints."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -63,7 +63,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class Truncated(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all requests with a prompt have in common."""
+    """Fields of all requests with a prompt."""
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     """Of the prompt, only so many tokens; -1 is as many as there is room for."""
@@ -74,7 +74,7 @@ class Truncated(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
-    """What all requests that generate have in common. A field that is null is one that is not given."""
+    """Fields of all requests that generate. A field that is null is taken as absent."""
 
     model: str | None = None
     """Absent or "default": the one that is served."""

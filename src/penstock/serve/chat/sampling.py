@@ -16,11 +16,16 @@ SAME = (
     "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens prompt_logprobs "
     "temp_scaled_logprobs top_p_normalized_logprobs"
 ).split()
-"""Fields that sampling parameters have under the same name."""
+"""Fields that have the same name in ``SamplingParams``."""
 
 
 def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any) -> SamplingParams:
-    """``own`` are the values that the two kinds of requests name differently."""
+    """The sampling parameters of a request.
+
+    Args:
+        defaults: for fields that the request does not give.
+        own: values that chats and completions name differently.
+    """
     given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         if name in given:
@@ -34,13 +39,13 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any
         raise invalid("stream_options", "goes with stream only")
     if given.get("top_p") == 0:
         given |= {"top_p": 1.0, "top_k": 1}
-    if request.use_beam_search:  # whose makers had sampling in mind
+    if request.use_beam_search:  # the defaults of generation_config.json are for sampling
         defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **own)
 
 
 def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
-    """Raises ``PenstockError`` (``invalid``) for values that do not go together."""
+    """The sampling parameters of a chat. Raises ``PenstockError`` (``invalid``) for contradictions."""
     both = {value for value in (request.max_tokens, request.max_completion_tokens) if value is not None}
     if len(both) > 1:
         raise invalid("max_completion_tokens", "differs from max_tokens; give one of them")

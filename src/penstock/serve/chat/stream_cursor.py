@@ -47,7 +47,7 @@ class StreamCursor:
         return len(self._arguments)
 
     def delta(self, message: Message) -> Delta:
-        """What is new of a message."""
+        """What was added to a message since the last call."""
         thought, content = message.reasoning_content[self._thought :], message.content[self._content :]
         self._thought += len(thought)
         self._content += len(content)
@@ -56,7 +56,7 @@ class StreamCursor:
         return Delta(thought, content, [part for part in parts if part])
 
     def _part(self, index: int, call: ToolCall) -> CallDelta | None:
-        """What is new of the last call that was begun, or of one that has not been."""
+        """What was added to the last call, or a new call."""
         if index == self.calls:
             self._arguments.append(len(call.arguments))
             return CallDelta(index, call.arguments, call.id, call.name)

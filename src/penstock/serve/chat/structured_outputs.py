@@ -1,4 +1,4 @@
-"""The form that an answer has, by any of the names that clients know for it."""
+"""Constraints of guided decoding, from the request's fields: ``response_format``, ``guided_…``, ``tool_choice`` …"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 def form_of(request: GenerationRequest) -> GuidedDecodingParams | None:
-    """Raises ``PenstockError`` (``invalid``) where several are asked for, or one is wrong."""
+    """The constraint of a request; None for none. Raises ``PenstockError`` (``invalid``) for several, or a wrong one."""
     given = {name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
         given["structural_tag"] = request.structural_tag
@@ -40,7 +40,7 @@ def form_of(request: GenerationRequest) -> GuidedDecodingParams | None:
 
 
 def calls_of(request: ChatRequest, form: ToolCallFormat | None) -> GuidedDecodingParams | None:
-    """The form of an answer that must call a tool, in the model's own form of calls.
+    """The constraint of a forced tool call (``tool_choice``), in the model's own format; None where none is forced.
 
     Raises ``PenstockError`` (``invalid``) where there is no such tool.
     """
@@ -98,8 +98,8 @@ def _format(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _closed(field: str, schema: Any, strict: bool = True) -> Any:
-    """A schema whose objects have no properties that it does not list, and all that it does where it is ``strict``, as
-    OpenAI demands it. Raises ``PenstockError`` (``invalid``) where it is too deep."""
+    """A schema whose objects have no other properties than those that it lists, and with ``strict`` all of them, as in
+    OpenAI's strict mode. Raises ``PenstockError`` (``invalid``) where it is nested too deeply."""
     try:
         return closed(schema, strict)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Paths that several dialects share. Which one a request speaks is told by its body and its headers."""
+"""Paths that several dialects share; the dialect of a request is recognized by its body and headers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from ..models.registry import ModelRegistry
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
 CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
-"""The second of each is what OpenAI's client asks for where its ``base_url`` ends in ``/v1/chat/completions``, as
-PaddleNLP's document has it."""
+"""The second path of each is the one that OpenAI's client requests where its ``base_url`` ends in
+``/v1/chat/completions``, as PaddleNLP's documentation shows it."""
 
 
 class Dialect(Protocol):
-    """One that is spoken on these paths."""
+    """A dialect on the shared paths."""
 
     error_format: ErrorFormat
 
     def speaks(self, request: Request, found: dict[str, Any]) -> bool:
-        """Whether a request is in it; ``found`` is its body."""
+        """Whether a request is in this dialect; ``found`` is its body."""
         ...
 
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        """Answer a request whose body had ``size`` bytes; raises ``PenstockError`` where it is wrong."""
+        """The response to a completion request whose body had ``size`` bytes. Raises ``PenstockError`` where it is
+        invalid."""
         ...
 
     def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        """Likewise."""
+        """Likewise, to a chat request."""
         ...
 
 
 def add_shared_routes(
     app: FastAPI, registry: ModelRegistry, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
 ) -> None:
-    """Let dialects answer; the first that a request speaks takes it.
+    """Add the shared paths. The first dialect that recognizes a request answers it.
 
     Args:
-        described: what the OpenAPI document says of the first of each.
+        described: operations of the OpenAPI document for the first path of each.
     """
 
     async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
         body = await registry.read(request)
         found = read_object(body)
-        spoken = next(dialect for dialect in dialects if dialect.speaks(request, found))
-        record_of(request.scope).error_format = spoken.error_format
-        return spoken, found, len(body)
+        dialect = next(dialect for dialect in dialects if dialect.speaks(request, found))
+        record_of(request.scope).error_format = dialect.error_format
+        return dialect, found, len(body)
 
     async def create_completion(request: Request) -> Response:
         dialect, found, size = await read(request)

@@ -1,4 +1,4 @@
-"""From Anthropic's messages to a chat, as the rest of the house knows it."""
+"""Conversion of Anthropic's messages to a chat request."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
-    """The same as a chat.
+    """The chat request for a message request.
 
     Args:
-        variables: what the model's chat template reads.
+        variables: names that the model's chat template reads.
 
-    Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for content that is no text.
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text.
     """
     messages: list[dict[str, Any]] = []
     if system := text_of(request.system or "", "system"):
@@ -41,7 +41,7 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
     found: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
-    if messages and messages[-1]["role"] == "assistant":  # which the answer goes on with
+    if messages and messages[-1]["role"] == "assistant":  # the answer continues it
         if messages[-1].get("tool_calls"):
             raise invalid(f"messages[{len(request.messages)}]", "is missing: a tool_result for each tool_use before it")
         found |= {"continue_final_message": True}
@@ -94,7 +94,7 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
 
 
 def _messages(message: Message, path: str) -> list[dict[str, Any]]:
-    """A message, and before it the results of tools that it brings."""
+    """A message, after the tool results that it contains."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[str] = []
@@ -127,5 +127,5 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
 
 
 def _call_id(found: str | None, path: str) -> str:
-    """A call's id as the model's chat template has it, which may want a form of its own."""
+    """A call's id without Anthropic's prefix, as the model's chat template expects it."""
     return given(found, path).removeprefix(CALL_ID)

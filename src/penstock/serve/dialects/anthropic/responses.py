@@ -1,4 +1,4 @@
-"""What clients get: a message whole, or told in events."""
+"""Responses of Anthropic's API: a message, or the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Blocks:
         """The type of the block that is being told."""
 
     def tell(self, delta: Delta) -> bytes:
-        """The events of what is new."""
+        """The events for a delta."""
         events = b""
         if delta.reasoning:
             events += self._within("thinking", {"thinking": "", "signature": ""})

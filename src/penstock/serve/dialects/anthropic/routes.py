@@ -45,14 +45,14 @@ SCHEMAS = (MessagesRequest, Counted, MessageAnswer, TokenCount, ErrorAnswer)
 PREFIX = "anthropic."
 """Of these schemas' names in the OpenAPI document."""
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
-"""Fields of messages, by the names that they have in chats."""
+"""Field names of chats → those of messages, for errors."""
 
 
 class AnthropicErrorFormat(ErrorFormat):
-    """How a message is told that it failed.
+    """Anthropic's error format.
 
     Args:
-        names: of its fields, by those that chats have.
+        names: field names of chats → those of messages.
     """
 
     dialect = "anthropic"
@@ -73,7 +73,7 @@ READ = AnthropicErrorFormat(NAMES)
 
 
 def error_format_of(scope: Scope) -> ErrorFormat | None:
-    """How to tell one of Anthropic's clients what went wrong at a path that it shares with OpenAI's."""
+    """The error format for requests of Anthropic's clients at paths that OpenAI's API shares; else None."""
     return ERROR_FORMAT if scope["path"].startswith("/v1/models") and from_client(scope) else None
 
 
@@ -116,7 +116,7 @@ class MessageHandler:
 
 
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """What Anthropic's clients call."""
+    """Add the routes of Anthropic's API."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
         body = await registry.read(request)

@@ -49,7 +49,7 @@ class CompletionHandler:
         self._adapter = service.adapter_of(request.model)
         self.sampling: SamplingParams = completion_sampling(request, service.gateway.input_processor.default_sampling())
         self._untold = 1 if request.max_tokens == 0 else 0
-        """Tokens that had to be computed and are not asked for."""
+        """Generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
         self._prompts = _prompts(request)
         self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
         self._offsets = [0] * (len(self._prompts) * self.sampling.n)
@@ -94,7 +94,7 @@ class CompletionHandler:
         yield DONE
 
     async def _prompt(self, prompt: Prompt) -> Prompt:
-        """Encoded already where it must not be encoded like others, or not one after the other in one go."""
+        """The prompt, encoded here where it is to be truncated, or too long to be encoded in the event loop."""
         request, size = self._request, self._size
         special = request.add_special_tokens is not False
         inline = not isinstance(prompt, str) or (special and size <= MAX_INLINE_SIZE)
@@ -109,7 +109,7 @@ class CompletionHandler:
     async def new(
         self, i: int, output: RequestOutput, made: CompletionOutput, progress: SequenceCursor
     ) -> CompletionChoice | None:
-        """What a step brought to a sequence; None where there is nothing to tell yet."""
+        """What a step added to a sequence; None where there is nothing to send."""
         first = not progress.tokens
         piece = progress.advance(made)
         if piece is None:
@@ -163,7 +163,7 @@ class CompletionHandler:
     async def _logprobs(
         self, index: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
     ) -> CompletionLogprobs:
-        """As ``_piece``; many a piece in each turn."""
+        """As ``_piece``; long ones in pieces, one in each turn of the event loop."""
         if len(positions) <= PIECE:
             return self._piece(index, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
@@ -178,7 +178,8 @@ class CompletionHandler:
     def _piece(
         self, index: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
     ) -> CompletionLogprobs:
-        """Of prompt and output tokens in turn; ``prompt`` has the first token, for which there is no probability."""
+        """The logprobs of consecutive prompt and output tokens. None stands for the prompt's first token, which has
+        none; ``prompt`` has its id."""
         as_ids = self._request.return_tokens_as_token_ids
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for position in positions:

@@ -1,4 +1,4 @@
-"""From bytes to requests, and from requests to what the gateway takes."""
+"""Parsing requests, and the sampling parameters of completions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ONLY_CHATS = frozenset(ChatRequest.__struct_fields__).difference(CompletionReque
 
 
 def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """A request from its JSON, of which nothing else is left.
+    """Convert a JSON object to a request. Removes fields that the schema does not have from ``found``.
 
     Args:
-        unknown: told of fields that nobody knows.
+        unknown: collects unknown fields.
 
-    Raises ``PenstockError``: ``unsupported`` for fields that are not there yet, ``invalid`` for those of other requests
-    and for values of a wrong type, and for unknown fields where requests are read strictly.
+    Raises ``PenstockError``: ``unsupported`` for fields that are not supported yet, ``invalid`` for those of chats in
+    completions, for wrong values, and for unknown fields with ``strict_requests``.
     """
     elsewhere = ONLY_CHATS if schema is CompletionRequest else frozenset()
     not_yet = next((fields for kind, fields in NOT_YET.items() if issubclass(schema, kind)), {})
@@ -42,9 +42,9 @@ def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """With ``echo``, ``max_tokens`` 0 computes one token, which is not told.
+    """The sampling parameters of a completion. With ``echo``, ``max_tokens`` 0 generates one token that is not returned.
 
-    Raises ``PenstockError`` (``invalid``) for values that do not go together.
+    Raises ``PenstockError`` (``invalid``) for contradictions.
     """
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "must be at least 1, or 0 with echo", 1)

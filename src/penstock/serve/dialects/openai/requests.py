@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields, and those that vLLM's users add to them."""
+"""Requests of OpenAI's API, with the fields that vLLM and FastDeploy add. ``serve/chat/request.py`` has the chat's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
 
 class PoolingRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
-    """What requests for vectors have in common. A field that is null is one that is not given."""
+    """Fields of all embedding and score requests. A field that is null is taken as absent."""
 
     model: str | None = None
     """Absent or "default": the one that is served."""
@@ -188,5 +188,4 @@ NOT_YET: dict[type, dict[str, tuple[Any, ...]]] = {
         "mm_processor_kwargs": ({},),
     },
 }
-"""By kind of request: fields that other servers know and this one does not yet, each with the values that ask for
-nothing."""
+"""By kind of request: fields of other servers that are not supported yet, each with the values that have no effect."""

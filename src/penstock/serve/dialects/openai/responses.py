@@ -1,4 +1,4 @@
-"""What clients get, whole and in chunks."""
+"""Responses of OpenAI's API, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.serve.http.status import STATUS
 T = TypeVar("T")
 
 PIECE = 32
-"""Positions whose log probabilities are told in one turn of the event loop."""
+"""Positions whose logprobs are encoded in one turn of the event loop."""
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON does not have."""
 KINDS = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
@@ -126,7 +126,7 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The first of a call has its id, type and name, and all have what is new of its arguments."""
+    """The first delta of a call has its id, type and name; each has a piece of its arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -138,12 +138,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     reasoning: str | UnsetType | None = None
-    """The thought before it, under the name that vLLM has for it now, and under its older one."""
+    """The reasoning, under vLLM's present name and its older one (``reasoning_content``)."""
     reasoning_content: str | UnsetType | None = None
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     completion_token_ids: list[int] | UnsetType = UNSET
-    """Where FastDeploy's clients look for them."""
+    """For FastDeploy's clients."""
     refusal: None = None
 
 
@@ -151,7 +151,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """Absent where there is none, as vLLM has it: its own clients add up what there is."""
+    """Absent where there is none, as in vLLM."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -242,7 +242,7 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "penstock"
     root: str
     parent: str | None = None
-    """The model that an adapter is for."""
+    """The base model of an adapter."""
     max_model_len: int | None
 
 
@@ -265,7 +265,7 @@ class Detokenized(msgspec.Struct, kw_only=True):
 ANSWERS = (Completion, Chat, Embeddings, Scores, Models, Model, Tokenized, Detokenized, ErrorAnswer)
 
 OF_ALL = {"bad_word_ids": "bad_words_token_ids"}
-"""Fields of requests, by the names that the engine has for them."""
+"""Internal field names → OpenAI's, for errors."""
 OF_CHATS = OF_ALL | {"prompt": "messages"}
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -277,8 +277,8 @@ def event(answer: msgspec.Struct) -> bytes:
 
 
 async def in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
-    """A list of what is made of each item, ready to be encoded; one that is long is encoded a piece at a time, so that
-    others have their turns."""
+    """A list of ``make(item)`` for msgspec to encode; a long one is encoded in pieces, with turns of other requests in
+    between."""
     if len(items) <= PIECE:
         return list(map(make, items))
     parts = []
@@ -289,15 +289,15 @@ async def in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: Fa
 
 
 def joined(parts: Sequence[bytes]) -> msgspec.Raw:
-    """A list of which each part has some elements, encoded."""
+    """A JSON list of parts that hold encoded elements."""
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 def error_of(failure: Failure) -> ErrorAnswer:
-    """A failure in OpenAI's shape."""
+    """A failure in OpenAI's format."""
     no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
     message = failure.message
-    if failure.code is Code.TOO_LONG:  # words that clients look for
+    if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain look for this message
         longest = f"This model's maximum context length is {failure.limit:.0f} tokens."
         told = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
         message = f"{longest} {told} Please reduce the length of the {failure.field}."
@@ -312,10 +312,10 @@ def error_of(failure: Failure) -> ErrorAnswer:
 
 
 def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
-    """Tokens of a request's prompts and all their sequences, but for ``untold`` a sequence."""
+    """Token counts of a request's prompts and all their sequences, less ``untold`` per sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(max(len(m.token_ids) - untold, 0) for output in outputs for m in output.outputs)
-    made += sum(output.num_discarded_tokens for output in outputs)  # which OpenAI counts, too
+    made += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them, too
     cached = sum(output.num_cached_tokens for output in outputs)
     thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(
@@ -328,12 +328,12 @@ def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
 
 
 def token_of(token_id: int, told: Logprob, as_id: bool | None) -> str:
-    """What a token is called among log probabilities; not every token is text that JSON can have."""
+    """A token's name among logprobs: its text, or with ``return_tokens_as_token_ids`` its id."""
     return f"token_id:{token_id}" if as_id else told.decoded_token
 
 
 async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
-    """As vLLM gives them, a list; unset where they were not asked for."""
+    """``prompt_logprobs`` as in vLLM; unset where they were not requested."""
     return UNSET if output.prompt_logprobs is None else await in_pieces(output.prompt_logprobs, _by_id, fair_queue)
 
 

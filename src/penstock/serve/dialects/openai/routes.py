@@ -1,4 +1,4 @@
-"""Where OpenAI's dialect and vLLM's additions to it are reached."""
+"""Routes of OpenAI's API and vLLM's additions to it."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class OpenAIErrorFormat(ErrorFormat):
-    """How a request is told that it failed.
+    """OpenAI's error format.
 
     Args:
-        names: of its fields, by those that the engine knows.
+        names: internal field name → the request's.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -88,10 +88,10 @@ class Json(Response):
 
 
 class OpenAI(Dialect):
-    """What is spoken where nothing says otherwise.
+    """The default dialect of the shared paths.
 
     Args:
-        check: what more is refused, by raising ``PenstockError``.
+        check: a further check of sampling parameters, which raises ``PenstockError``.
     """
 
     error_format = ERROR_FORMAT
@@ -106,7 +106,7 @@ class OpenAI(Dialect):
     def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
         record = record_of(request.scope)
         if found.get("prompt_token_ids"):
-            found.setdefault("prompt", "")  # which nobody looks at then
+            found.setdefault("prompt", "")  # required by the schema, and not used
         wanted = _parse(self._registry, found, CompletionRequest, request)
         service = self._registry.find(wanted.model)
         handler = CompletionHandler(service, record, wanted)
@@ -124,7 +124,7 @@ class OpenAI(Dialect):
 
 
 def _parse(registry: ModelRegistry, found: dict[str, Any], schema: type[T], request: Request) -> T:
-    """As ``parse``, where the model may have to be named, and the request may have a name, too."""
+    """``parse`` with the checks of ``require_model``, and the request's own ``request_id``."""
     if registry.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
         raise invalid("model", f"is missing; it is {' or '.join(service.name for service in registry)}")
     record = record_of(request.scope)
@@ -135,7 +135,7 @@ def _parse(registry: ModelRegistry, found: dict[str, Any], schema: type[T], requ
 
 
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """Everything else OpenAI's clients call; what they send is described in the app's OpenAPI document."""
+    """Add all routes but completions and chats."""
 
     async def read(request: Request, schema: type[T]) -> tuple[T, int]:
         body = await registry.read(request)
@@ -230,7 +230,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:
-    """What the OpenAPI document says of the paths that other dialects share."""
+    """Operations of the OpenAPI document for the paths that other dialects share."""
     return {
         "/v1/completions": _described(Completion, CompletionRequest),
         "/v1/chat/completions": _described(Chat, ChatRequest),
@@ -241,7 +241,7 @@ SCHEMAS = (*REQUESTS, *ANSWERS)
 
 
 def _described(answer: type | None, request: type | None = None) -> dict[str, Any]:
-    """An operation, for the OpenAPI document; without ``answer`` it says in words that all is well."""
+    """An operation for the OpenAPI document; without ``answer`` the response is plain text."""
     streamed = request in (CompletionRequest, ChatRequest)
     told = reference(answer) if answer else None
     asked = reference(request) if request else None

@@ -1,4 +1,4 @@
-"""What clients get: a response whole, or told in events."""
+"""The items of a response, and the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = dict[str, Any]
 
 
 class Events:
-    """Server-sent events, which are numbered."""
+    """Numbered server-sent events."""
 
     def __init__(self) -> None:
         self._number = -1
@@ -27,23 +27,23 @@ class Events:
 
 
 class Items:
-    """What a response is made of, told item by item.
+    """Builds the output items of a response (reasoning, message, function calls) and their events.
 
     Args:
-        name: of the response, of which its items' names are made.
-        event: makes an event of its type and fields.
+        name: id of the response, from which the ids of its items are derived.
+        event: encodes an event from its type and fields.
     """
 
     def __init__(self, name: str, event: Callable[..., bytes]) -> None:
         self.items: list[Item] = []
-        """All that have begun."""
+        """Items that have begun."""
         self._name = name
         self._event = event
         self._open = False
-        """Whether the last one goes on."""
+        """Whether the last item is in progress."""
 
     def tell(self, delta: Delta) -> bytes:
-        """The events of what is new."""
+        """The events for a delta."""
         events = b""
         if delta.reasoning:
             events += self._within("reasoning")
@@ -58,7 +58,7 @@ class Items:
         return events
 
     def end(self, status: str = "completed") -> bytes:
-        """The events with which the item that goes on comes to its end."""
+        """The events that end the item in progress."""
         if not self._open:
             return b""
         self._open = False

@@ -1,4 +1,4 @@
-"""From a response that is asked for to a chat, as the rest of the house knows it."""
+"""Conversion of Responses requests to a chat request."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ T = TypeVar("T", bound=Counted)
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that hold text, each with the field that has it."""
 SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
-"""Fields that chats have under the same name."""
+"""Fields that have the same name in chats."""
 
 
 def read(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """Raises ``PenstockError``: ``unsupported`` for what is not here, ``invalid`` for what is wrong."""
+    """Parse a request. Raises ``PenstockError``: ``unsupported`` or ``invalid``."""
     check_supported(found, NOT_HERE)
     return convert(found, schema, unknown)
 
 
 def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
-    """The same as a chat.
+    """The chat request for a Responses request.
 
     Args:
-        variables: what the model's chat template reads.
+        variables: names that the model's chat template reads.
 
-    Raises ``PenstockError``: ``invalid`` for what does not go together, ``unsupported`` for what is no text.
+    Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text.
     """
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     found: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
@@ -57,7 +57,7 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
         found["tool_choice"] = named_tool(request.tool_choice.name)
     else:
         found["tool_choice"] = request.tool_choice
-    called = found["tool_choice"] not in (None, "auto", "none")  # then there is no text, which could have a form
+    called = found["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
     if request.text and request.text.format and not called:
         found["response_format"] = _format(request.text.format)
     kwargs = dict(request.chat_template_kwargs or {})
@@ -80,7 +80,7 @@ def _messages(items: str | list[Item]) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
-    """An item as a message, or as a part of the assistant's one before it."""
+    """Append an item as a message, or to the assistant's message before it."""
     if item.type == "message":
         if item.role not in ROLES:
             raise invalid(f"{path}.role", f"{item.role!r:.50} is none of {', '.join(ROLES)}")
@@ -108,7 +108,7 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
 
 
 def _open(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is the assistant's, to which more may belong."""
+    """Whether the last message is the assistant's, so that further items may belong to it."""
     return bool(messages) and messages[-1]["role"] == "assistant"
 
 

@@ -33,15 +33,15 @@ SCHEMAS = (ResponsesRequest, Counted)
 PREFIX = "responses."
 """Of these schemas' names in the OpenAPI document."""
 NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-"""Fields of responses, by the names that they have in chats."""
+"""Field names of chats → those of responses, for errors."""
 
 
 class ResponsesErrorFormat(ErrorFormat):
-    """How a response is told that it failed.
+    """OpenAI's error format, with field names of responses.
 
     Args:
-        names: of its fields, by those that chats have.
-        events: those of its stream, which an error goes on with.
+        names: field names of chats → those of responses.
+        events: the stream's event counter, which an error continues.
     """
 
     dialect = "responses"
@@ -101,7 +101,7 @@ class ResponseHandler:
         return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
     def _response(self, items: Items, output: RequestOutput | None) -> dict[str, Any]:
-        """As far as it is known; ``output`` is the last one."""
+        """The response object so far; ``output`` is the final output, None before it."""
         request = self._request
         status = self._status(output) if output else "in_progress"
         given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED}
@@ -129,11 +129,11 @@ class ResponseHandler:
 ECHOED = (
     "instructions max_output_tokens metadata reasoning temperature text tool_choice tools top_p user service_tier"
 ).split()
-"""Fields of the request that are told again."""
+"""Fields of the request that the response repeats."""
 
 
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """What OpenAI's client calls for a response."""
+    """Add the routes of OpenAI's Responses API."""
 
     async def create_response(request: Request) -> Response:
         body = await registry.read(request)
