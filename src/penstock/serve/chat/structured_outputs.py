@@ -16,7 +16,7 @@ GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 def form_of(request: GenerationRequest) -> GuidedDecodingParams | None:
-    """The constraint of a request; None for none. Raises ``PenstockError`` (``invalid``) for several, or a wrong one."""
+    """The constraint of a request; None for none. Raises ``PenstockError`` (``invalid``) for several."""
     given = {name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
         given["structural_tag"] = request.structural_tag

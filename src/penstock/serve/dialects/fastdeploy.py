@@ -1,4 +1,4 @@
-"""What FastDeploy's server has besides OpenAI's paths: its configuration, and requests aborted by their ids."""
+"""FastDeploy's own paths: ``/config-info`` and ``/v1/abort_requests``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..models.registry import ModelRegistry
 from .openai.responses import ErrorAnswer
 
 PREFIXES = ("chatcmpl-", "cmpl-")
-"""Before a request's id in the answers to it."""
+"""Prefixes of response ids, before the request's id."""
 
 
 class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     req_ids: list[str] | None = None
-    """``id`` of the answers, or the ``X-Request-Id``."""
+    """``id`` of responses, or ``X-Request-Id``."""
     abort_all: bool = False
 
 
@@ -31,7 +31,7 @@ SCHEMAS = (Abort,)
 
 
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """``/config-info`` and ``/v1/abort_requests``."""
+    """Add ``/config-info`` and ``/v1/abort_requests``."""
 
     async def config_info() -> Response:
         models = {model.name: _shown(model.configuration) for model in registry.models}
@@ -79,7 +79,7 @@ def _own(name: str) -> str:
 
 
 def _shown(configuration: msgspec.Struct) -> dict[str, Any]:
-    """By section; what is secret is left out."""
+    """The configuration by section, without secrets."""
     sections: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
     return {
         section: {name: value for name, value in options.items() if name not in SECRET}

@@ -1,4 +1,4 @@
-"""``/v1/models`` for Anthropic's clients, which OpenAI's have at the same path: a header tells them apart."""
+"""``/v1/models`` in Anthropic's format, for requests with its header; OpenAI's clients use the same path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.serve.models.service import ModelService
 from .responses import ModelInfo, ModelList, encode
 
 HEADER = "anthropic-version"
-"""All of Anthropic's clients send it, and no others."""
+"""Header that Anthropic's clients send, and no others."""
 MOST = 1000
 USUAL = 20
 
@@ -39,7 +39,7 @@ class ClientRoute(Route):
 
 
 def add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    """To be added before OpenAI's, which match any request."""
+    """Add Anthropic's model routes; to be called before OpenAI's, which match any request."""
     created = datetime.fromtimestamp(registry.created, UTC).isoformat().replace("+00:00", "Z")
 
     def info(service: ModelService, name: str) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""What clients send."""
+"""Anthropic's requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.serve.chat.request import TOOL_NAME, Number, Words
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A part of a message. What else clients put there (``cache_control``, ``citations``) changes no answer."""
+    """A part of a message. Other fields (``cache_control``, ``citations``) have no effect."""
 
     type: str
     text: str | None = None
@@ -20,7 +20,7 @@ class Block(msgspec.Struct, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
-    """Of a tool's result."""
+    """Id of the call that a tool result answers."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: Format | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Told to the chat template, if it reads it."""
+    """Passed to the chat template, if it reads it."""
 
 
 class ContextEdit(msgspec.Struct, kw_only=True):
@@ -68,7 +68,7 @@ class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What makes a prompt."""
+    """The fields that determine the prompt."""
 
     model: str | None = None
     """Absent or "default": the one that is served."""
@@ -79,7 +79,7 @@ class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
-    """Prefixes are found again without it."""
+    """No effect: prefixes are always cached."""
     container: None = None
     mcp_servers: list[Any] | None = None
     context_management: ContextManagement | None = None
@@ -102,4 +102,4 @@ NOT_HERE: dict[str, tuple[Any, str]] = {
     "thread": (None, "nothing is kept between requests: send the whole conversation"),
     "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),
 }
-"""Fields, what may be said to them, and what to do instead of the rest."""
+"""Unsupported fields, with the value that is accepted and the error for others."""

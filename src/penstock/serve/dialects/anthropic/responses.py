@@ -26,7 +26,7 @@ NO_THREADS: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsup
 """By this Anthropic's clients know that they are to send the whole conversation each time, as their tool runner then
 does."""
 CALL_ID = "toolu_"
-"""Begins the ids of tool_use blocks; some clients look for it."""
+"""Prefix of the ids of ``tool_use`` blocks, which some clients check."""
 Block = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ class OutputDetails(msgspec.Struct, kw_only=True):
 
 class Usage(msgspec.Struct, kw_only=True):
     input_tokens: int
-    """But for those found in the cache."""
+    """Without those found in the prefix cache."""
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
@@ -93,14 +93,14 @@ encode = msgspec.json.Encoder().encode
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """One server-sent event, whose type is told twice."""
+    """One server-sent event, with its type in the event line and in the data."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
 
 
 def error_of(failure: Failure) -> ErrorAnswer:
-    """A failure in Anthropic's shape."""
+    """A failure in Anthropic's format."""
     words = failure.message.encode("utf-8", "replace").decode()
-    if failure.code is Code.TOO_LONG:  # words that clients look for
+    if failure.code is Code.TOO_LONG:  # clients look for this message
         words = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
     details = NO_THREADS if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
     return ErrorAnswer(
@@ -121,7 +121,7 @@ def usage_of(output: RequestOutput) -> Usage:
 
 
 def ending_of(made: CompletionOutput, called: bool, max_tokens: int) -> dict[str, Any]:
-    """Why a message has ended."""
+    """``stop_reason`` and ``stop_sequence`` of a message."""
     if made.finish_reason == "length":
         reason = "max_tokens" if len(made.token_ids) >= max_tokens else "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
@@ -131,7 +131,7 @@ def ending_of(made: CompletionOutput, called: bool, max_tokens: int) -> dict[str
 
 
 def blocks_of(message: Message) -> list[Block]:
-    """A whole message."""
+    """The content blocks of a whole message."""
     blocks: list[Block] = []
     if message.reasoning_content:
         blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
@@ -143,12 +143,12 @@ def blocks_of(message: Message) -> list[Block]:
 
 
 class Blocks:
-    """Tells a message block by block."""
+    """Builds the events of a streamed message, block by block."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open = ""
-        """The type of the block that is being told."""
+        """Type of the open block."""
 
     def tell(self, delta: Delta) -> bytes:
         """The events for a delta."""
@@ -164,7 +164,7 @@ class Blocks:
         return events
 
     def end(self) -> bytes:
-        """The end of the block that is open."""
+        """The event that ends the open block."""
         ended = event("content_block_stop", index=self._index) if self._open else b""
         self._open = ""
         return ended
@@ -188,7 +188,7 @@ class Blocks:
 
 
 def _input(arguments: str) -> Any:
-    """What a model wrote, where it is an object."""
+    """The arguments of a call as an object; empty where they are not one."""
     try:
         found = json.loads(arguments)
     except ValueError:

@@ -1,4 +1,4 @@
-"""BladeLLM's dialect: OpenAI's paths, with answers and errors in a shape of its own."""
+"""BladeLLM's dialect: OpenAI's paths with BladeLLM's response and error formats."""
 
 from .routes import BladeLLM
 

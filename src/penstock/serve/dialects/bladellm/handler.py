@@ -1,4 +1,4 @@
-"""Answers in BladeLLM's shape, of outputs that OpenAI's dialect asks for."""
+"""Formats the choices of OpenAI's handlers as BladeLLM's responses."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class BladeChatHandler:
 
 
 def _own(told: T) -> T:
-    """As BladeLLM has it: a thought under its older name, where there is one."""
+    """Without ``reasoning``: BladeLLM has ``reasoning_content`` alone."""
     told.reasoning = UNSET
     told.reasoning_content = told.reasoning_content or UNSET
     return told

@@ -1,4 +1,4 @@
-"""From BladeLLM's requests to OpenAI's, which they are but for defaults, booleans and names of models."""
+"""Conversion of BladeLLM's requests to OpenAI's: defaults, booleans as text, names of models."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from penstock.serve.models.service import ModelService
 T = TypeVar("T", CompletionRequest, ChatRequest)
 
 DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 1.0}
-"""Whatever the model's makers recommend."""
+"""They apply instead of the checkpoint's ``generation_config.json``."""
 SEARCHING = ("top_p", "top_k", "min_p", "temperature")
-"""Of which beam search has its own."""
+"""Defaults that do not apply to beam search."""
 NOWHERE = ("return_token_ids", "prompt_logprobs")
-"""Fields whose answer has no place in this shape."""
+"""Fields whose result BladeLLM's response format has no place for."""
 AS_WORDS = {"true": True, "false": False}
 
 
 def read(found: dict[str, Any], schema: type[T], service: ModelService, unknown: UnknownFields) -> T:
-    """A request. Its model is an adapter, or means nothing.
+    """Parse a request. ``model`` selects an adapter; other names are ignored.
 
     Raises ``PenstockError`` as OpenAI's ``parse`` does.
     """
@@ -46,7 +46,7 @@ def read(found: dict[str, Any], schema: type[T], service: ModelService, unknown:
 
 
 def named(found: dict[str, Any]) -> str | None:
-    """The model that a request names."""
+    """The ``model`` of a request."""
     name = found.get("model")
     return name if isinstance(name, str) else None
 

@@ -1,4 +1,4 @@
-"""What clients get: the same shape whole and in chunks, with the tokens so far in each."""
+"""BladeLLM's responses: one format for whole answers and chunks, each with the usage so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 class ErrorInfo(msgspec.Struct, kw_only=True):
     code: int
-    """HTTP's."""
+    """HTTP status."""
     message: str
 
 
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, outputs: list[RequestOutput]) -> Usage:
-        """Of all sequences so far, with the tokens that end them."""
+        """The usage of all sequences so far, stop tokens included."""
         found = usage_of(outputs)
         return cls(
             prompt_tokens=found.prompt_tokens,

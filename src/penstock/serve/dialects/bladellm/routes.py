@@ -1,4 +1,4 @@
-"""Which requests are BladeLLM's, and how they are answered."""
+"""BladeLLM's dialect on the shared paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .responses import ERROR_FORMAT
 
 
 class BladeLLM(Dialect):
-    """Spoken by whoever sends a token without a scheme, as Alibaba's EAS has it, and under the profile by everybody."""
+    """Selected by ``Authorization`` with a token without a scheme (Alibaba's EAS), or by the profile."""
 
     error_format = ERROR_FORMAT
 
@@ -37,7 +37,7 @@ class BladeLLM(Dialect):
         return self.error_format_of(request.scope) is not None
 
     def error_format_of(self, scope: Scope) -> ErrorFormat | None:
-        """How to answer a request whose body nobody has read; None where it is not BladeLLM's."""
+        """The error format for a request by its headers; None where it is not BladeLLM's."""
         if scope["path"] not in (*COMPLETIONS, *CHATS):
             return None
         token = Headers(scope=scope).get("authorization", "").strip()

@@ -1,4 +1,4 @@
-"""Triton's generate extension: a request's inputs, and an answer's outputs, as fields of one JSON object."""
+"""Triton's generate extension: inputs and outputs as fields of one JSON object."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def from_fields(model: Model, found: dict[str, Any], unknown: UnknownFields) -> 
 
 
 async def to_fields(model: Model, asked: InferenceRequest, answer: ModelResponse) -> dict[str, Any]:
-    """An answer with outputs as fields: those of one element as it is, others as a list."""
+    """A response's outputs as fields: a single element as a value, several as a list."""
     found: dict[str, Any] = {"id": asked.id} if asked.id else {}
     found |= {"model_name": model.name, "model_version": VERSION}
     found |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}

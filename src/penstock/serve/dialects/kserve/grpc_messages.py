@@ -1,4 +1,4 @@
-"""The protocol's gRPC messages, to and from what the rest of this package speaks. Needs the extra ``grpc``."""
+"""Conversion of the protocol's gRPC messages. Needs the extra ``grpc``."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""By datatype, where elements stand that are not sent in bytes."""
+"""Datatype → field of ``InferTensorContents``."""
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 def parameters(given: Any) -> dict[str, Any]:
-    """Values by name; a parameter that holds none is none."""
+    """Parameters by name, without those that hold no value."""
     return {name: getattr(value, one) for name, value in given.items() if (one := value.WhichOneof("parameter_choice"))}
 
 
 def asked_of(request: Any, memory: SharedMemory) -> InferenceRequest:
-    """A ``ModelInferRequest``'s parts. Raises ``PenstockError`` (``invalid``) where they are wrong."""
+    """Parse a ``ModelInferRequest``. Raises ``PenstockError`` (``invalid``) where it is wrong."""
     where = [parameters(given.parameters) for given in request.inputs]
     shared = [in_memory(given.name, found) for given, found in zip(request.inputs, where, strict=True)]
     raw = list(request.raw_input_contents)
@@ -73,7 +73,7 @@ def response_of(model: Model, asked: InferenceRequest, answer: ModelResponse, me
         if in_memory(tensor.name, wanted):
             for name, value in memory.write(tensor.name, wanted, raw).items():
                 setattr(told.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
-            raw = b""  # clients count the outputs before theirs
+            raw = b""  # clients index the raw contents by the outputs before theirs
         found.raw_output_contents.append(raw)
     return found
 
@@ -91,7 +91,7 @@ def statistics_of(found: list[dict[str, Any]]) -> Any:
 
 
 def wanted_trace(request: Any) -> dict[str, Any]:
-    """The settings of a ``TraceSettingRequest``; those without a value are to be as they were."""
+    """The settings of a ``TraceSettingRequest``; one without a value is reset."""
     found = {name: list(setting.value) for name, setting in request.settings.items()}
     return {
         name: values if name == "trace_level" and values else next(iter(values), None) for name, values in found.items()

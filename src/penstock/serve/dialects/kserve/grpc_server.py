@@ -49,9 +49,9 @@ STATUS = {
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
 UNREADABLE = object()
-"""A request whose bytes are no message."""
+"""Failure for bytes that are not a valid message."""
 MAX_MESSAGE = 64 * 2**20
-"""Bytes of a message that are received at all; ``max_body_size`` is told by name."""
+"""Bytes of a message that gRPC accepts; larger than ``max_body_size``, which is refused with an error that names it."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
 OPEN_TO_ALL = ("ServerLive", "ServerReady")
 SERVER = ("server", f"penstock/{__version__}")
@@ -60,7 +60,7 @@ there, too, under the name of the HTTP header."""
 
 
 class Server:
-    """gRPC in one process.
+    """The gRPC server of one process.
 
     Args:
         address: host and port to listen on; other processes may, too.
@@ -87,12 +87,12 @@ class Server:
         await self._server.start()
 
     def stop(self, patience: float) -> None:
-        """Take no more requests; those that are open get so many seconds to end."""
+        """Refuse new requests; open ones get so many seconds to finish."""
         self._stopping.set()
         self._stopped = asyncio.create_task(self._server.stop(patience))
 
     async def stopped(self) -> None:
-        """Wait until it has stopped, if it was told to."""
+        """Wait until the server has stopped, if ``stop`` was called."""
         if self._stopped:
             await self._stopped
 
@@ -101,7 +101,7 @@ Method = Callable[["Inference", Any, RequestRecord], Awaitable[Any]]
 
 
 def unary(method: Method) -> Any:
-    """A method of one request and one answer, as gRPC calls it."""
+    """Adapts a method of one request and one response to gRPC."""
 
     async def called(self: Inference, request: Any, context: Any) -> Any:
         model = getattr(request, "model_name", "") or getattr(request, "name", "")
@@ -117,7 +117,7 @@ def unary(method: Method) -> Any:
 
 
 class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The service's methods.
+    """The methods of the service.
 
     Args:
         keys: of which a client must send one; none lets everybody in.
@@ -193,7 +193,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             return response
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
-        """Requests of a stream are answered together; answers are told apart by their requests' ids."""
+        """Requests of a stream are answered concurrently; clients match responses by the requests' ids."""
         context.set_trailing_metadata((SERVER,))
         async with self.told(context, "ModelStreamInfer", quiet=True) as whole:
             news: asyncio.Queue[Any] = asyncio.Queue()
@@ -272,7 +272,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return pb.CudaSharedMemoryUnregisterResponse()  # there is none
 
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
-        """A request's ``ModelInferResponse`` messages."""
+        """The ``ModelInferResponse`` messages of a request."""
         _check_read(request)
         if (size := request.ByteSize()) > (most := self._repository.registry.max_body_size):
             raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)

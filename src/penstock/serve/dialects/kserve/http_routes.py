@@ -1,4 +1,4 @@
-"""``/v2/…``: the protocol over HTTP, with the binary tensor data extension and Triton's own."""
+"""``/v2/…``: the protocol over HTTP, with the binary tensor data extension and Triton's extensions."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def event(found: object) -> bytes:
 
 
 class Index(msgspec.Struct):
-    """What may be asked of the repository's index."""
+    """Body of ``/v2/repository/index``."""
 
     ready: bool = False
-    """Whether only models that can be asked are to be told."""
+    """List ready models only."""
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """What may be said where a model is to be loaded or unloaded."""
+    """Body of a request to load or unload a model."""
 
     parameters: dict[str, Any] | None = None
 
 
 class Registration(msgspec.Struct, forbid_unknown_fields=True):
-    """What is said of a region where it is registered."""
+    """Body of a request to register a region."""
 
     key: str
     byte_size: int
@@ -83,19 +83,19 @@ class Json(Response):
 
 
 def add_routes(app: FastAPI, repository: ModelRepository) -> None:
-    """Everything below ``/v2``."""
+    """Add all routes below ``/v2``."""
     registry, memory = repository.registry, repository.memory
 
     async def body_of(request: Request) -> bytes:
         return await _body(request, registry.max_body_size, registry.options.client_timeout)
 
     async def wish_of(request: Request) -> dict[str, Any]:
-        """Of whoever looks after the server, whether its engines live or not."""
+        """The body of an administrative request, which is accepted without a live engine."""
         body = await _body(request, MIN_BODY_SIZE, registry.options.client_timeout)
         return read_object(body) if body else {}
 
     async def change_of(request: Request, schema: type[T]) -> T:
-        """What changes the server is read to the letter: with a field ignored it would be another change."""
+        """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
         return convert(await wish_of(request), schema, UnknownFields(strict=True))
 
     async def live() -> Response:
@@ -248,7 +248,7 @@ WITH_BODY = ("/infer", "/generate", "/generate_stream")
 
 
 class InferReply(Reply):
-    """The answer to ``infer``: JSON, and behind it the outputs that were wanted in bytes."""
+    """The response to ``infer``: JSON, followed by the outputs that were requested in binary."""
 
     def __init__(self, repository: ModelRepository, model: Model, asked: InferenceRequest, request: Request) -> None:
         self._header: int | None = None
@@ -349,7 +349,7 @@ async def _body(request: Request, most: int, patience: float) -> bytes:
 
 
 def decompressed(body: bytes, encoding: str, most: int) -> bytes:
-    """Raises ``PenstockError`` (``invalid``) for what is not compressed so, and where too much comes of it."""
+    """Decompress a body. Raises ``PenstockError`` (``invalid``) for invalid data, or where the result is too large."""
     if encoding not in COMPRESSIONS:
         raise PenstockError(
             Code.UNSUPPORTED,
@@ -367,7 +367,7 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
 
 
 def _named(given: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """The name and the parameters of an input or output."""
+    """Name and parameters of an input or output."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         raise invalid(where, "holds something without a name")
     parameters = given.get("parameters", {})

@@ -1,4 +1,4 @@
-"""One request of the protocol, be it over HTTP or gRPC: from its parts to a model's answers."""
+"""Inference requests, over HTTP or gRPC."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PARAMETERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A request's parts."""
+    """An inference request."""
 
     inputs: list[Tensor]
     id: str = ""
     outputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Parameters of the outputs that are wanted, by name; none are all."""
+    """Parameters of the requested outputs, by name; empty requests all."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Those of ``PARAMETERS`` act or mean nothing here; others are ignored and told."""
+    """Those in ``PARAMETERS`` are known; others are ignored and reported."""
 
 
 async def answers(
     repository: ModelRepository, model: Model, asked: InferenceRequest, record: RequestRecord, streamed: bool
 ) -> AsyncGenerator[ModelResponse, None]:
-    """A model's answers to a request, one unless it is ``streamed``, with the outputs that are wanted.
+    """A model's responses to a request, one unless it is ``streamed``, with the requested outputs.
 
     Raises ``PenstockError`` where the request is wrong or fails.
     """

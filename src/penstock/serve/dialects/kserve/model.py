@@ -1,4 +1,4 @@
-"""What a model is to the protocol: named tensors in, named tensors out, once or as a stream."""
+"""A model of the protocol: named tensors in, named tensors out, once or as a stream."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from penstock.serve.models.service import ModelService
 from .tensors import BYTES, LARGEST, REAL, WHOLE, Spec, Tensor, kind
 
 VERSION = "1"
-"""That of every model."""
+"""Version of every model."""
 MAX_BATCH = 256
 """Rows of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """One request to a model, its inputs checked against the model's."""
+    """One request to a model, with validated inputs."""
 
     record: RequestRecord
     inputs: Mapping[str, Tensor]
-    """By name. With a batch, each has its dimension first."""
+    """By name; with a batch, its dimension comes first."""
     batch: int | None
-    """Rows; None where inputs have no dimension for them."""
+    """Rows of the batch; None without a batch dimension."""
     streamed: bool
-    """Whether any number of answers is right; otherwise it is one."""
+    """Whether any number of responses is allowed; otherwise there is one."""
     priority: int = 0
     id: str = ""
-    """What its client calls it."""
+    """The client's id of the request."""
 
     @property
     def rows(self) -> int:
         return 1 if self.batch is None else self.batch
 
     def row(self, name: str, index: int) -> Sequence[Any] | None:
-        """The elements that a row has of an input; None where that was not given."""
+        """A row's elements of an input; None where the input is not given."""
         if (tensor := self.inputs.get(name)) is None:
             return None
         size = len(tensor.elements) // self.rows
         return tensor.elements[index * size : (index + 1) * size]
 
     def shape(self, *sizes: int) -> tuple[int, ...]:
-        """Of an output that has ``sizes`` in each row."""
+        """The shape of an output that has ``sizes`` in each row."""
         return sizes if self.batch is None else (self.batch, *sizes)
 
 
@@ -55,45 +55,45 @@ class ModelCall:
 class ModelResponse:
     outputs: list[Tensor]
     last: bool = True
-    """Whether no other follows."""
+    """Whether this is the last response."""
 
 
 class Model:
-    """One model. Others than those here derive from it and are put into the registry."""
+    """One model of the repository."""
 
     name: str
     platform: ClassVar[str] = "python"
     inputs: ClassVar[tuple[Spec, ...]]
     outputs: ClassVar[tuple[Spec, ...]]
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names of its inputs."""
+    """Other names of its inputs → their names."""
     not_yet: ClassVar[Mapping[str, str]] = {}
-    """Inputs that are known and refused, with the reason."""
+    """Inputs that are not supported yet, with the reason."""
     most_batch: int = MAX_BATCH
-    """Rows that a request may have; 0 where inputs have no dimension for them."""
+    """Maximum number of rows; 0 without a batch dimension."""
     decoupled: ClassVar[bool] = False
-    """Whether a request may have other than one answer."""
+    """Whether a request may have any number of responses."""
     _service: ModelService
 
     @property
     def service(self) -> ModelService:
-        """The model of ours that it is over. Raises ``PenstockError`` (``unavailable``) where there is none."""
+        """The served model that it uses. Raises ``PenstockError`` (``unavailable``) where there is none."""
         return self._service
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``unavailable``) where it cannot answer."""
+        """Raises ``PenstockError`` (``unavailable``) where the model cannot serve requests."""
         self.service.gateway.engine.check()
 
     def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
-        """Answer a request. Raises ``PenstockError`` where it is wrong or fails."""
+        """The responses to a request. Raises ``PenstockError`` where it is invalid or fails."""
         raise NotImplementedError
 
     def parameters(self) -> Mapping[str, str]:
-        """What its configuration says of it in words."""
+        """The ``parameters`` of its configuration."""
         return {}
 
     def metadata(self) -> dict[str, Any]:
-        """As ``/v2/models/NAME`` tells it."""
+        """The metadata that ``/v2/models/NAME`` returns."""
         head = [-1] if self.most_batch else []
 
         def told(specs: Iterable[Spec]) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class Model:
         }
 
     def config(self) -> dict[str, Any]:
-        """As ``/v2/models/NAME/config`` tells it: Triton's ``ModelConfig`` in JSON."""
+        """The configuration that ``/v2/models/NAME/config`` returns: Triton's ``ModelConfig`` as JSON."""
         return {
             "name": self.name,
             "platform": "",
@@ -127,7 +127,7 @@ class Model:
     def call(
         self, record: RequestRecord, given: Iterable[Tensor], streamed: bool, priority: int = 0, asked_as: str = ""
     ) -> ModelCall:
-        """A request with these inputs.
+        """Validate the inputs of a request.
 
         Raises ``PenstockError``: ``invalid`` for inputs that are unknown, missing, or of a wrong type or shape,
         ``unsupported`` for those that are not there yet.
@@ -161,7 +161,7 @@ class Model:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: {self.not_yet[name]}", name)
 
     def _rows(self, spec: Spec, tensor: Tensor) -> int | None:
-        """The batch's dimension of an input; None where there is none."""
+        """The batch size of an input; None without a batch dimension."""
         shape = tensor.shape
         if len(shape) == len(spec.shape) + 1 and self.most_batch:
             if not 1 <= shape[0] <= self.most_batch:
@@ -177,7 +177,7 @@ class Model:
 
 
 def _of_type(spec: Spec, tensor: Tensor) -> Tensor:
-    """The tensor in its input's own type."""
+    """The tensor, converted to the input's datatype."""
     if tensor.datatype == spec.datatype:
         return _in_range(tensor)
     if kind(tensor.datatype) != kind(spec.datatype):

@@ -1,4 +1,4 @@
-"""The models that a server has."""
+"""The models of the protocol, by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .trtllm.text_models import TextModel
 from .trtllm.token_models import Postprocessing, Preprocessing, TokenModel
 
 FOLLOW = 1.0
-"""Seconds after which a change of the log, made in another process, is noticed."""
+"""Seconds between two checks for log settings that another process has changed."""
 
 
 class ModelRepository:
-    """Models by name, and what was asked of them. One a process.
+    """The model repository of one API process.
 
     Args:
         others: models of other systems, which are over any of ours.
@@ -45,7 +45,7 @@ class ModelRepository:
         self._over: dict[ModelService, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
-        """Those that can be asked."""
+        """Models that are ready."""
         self._over = {service: self._over.get(service) or models_of(service) for service in self.registry}
         sizes = self.shared.read().max_batch_size
         for models in self._over.values():
@@ -55,13 +55,13 @@ class ModelRepository:
         yield from self.others
 
     async def follow(self) -> None:
-        """Write the log as clients of any API process want it."""
+        """Apply the log settings that clients of any API process have changed."""
         while True:
             self.log.apply(self.shared.read().log)
             await asyncio.sleep(FOLLOW)
 
     def find(self, name: str, version: str = "") -> Model:
-        """Raises ``PenstockError`` (``not_found``)."""
+        """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
             # not by what OpenAI's API calls it: such a name is unknown here, however long is waited
             self.registry.check_expected(ours := next((m for m in self.registry.models if name in m.kserve), None))
@@ -77,12 +77,12 @@ class ModelRepository:
         return model
 
     def owner(self, name: str) -> ServedModel | None:
-        """Ours that it is over, loaded or not; either name will do."""
+        """The served model for the name of a model of either kind, loaded or not."""
         return next((model for model in self.registry.models if name in model.kserve or name in model.names), None)
 
 
 def models_of(service: ModelService) -> list[Model]:
-    """The protocol's models over one of ours, under the names that they are to have."""
+    """The protocol's models over one served model."""
     made: list[Model] = []
     for name, kind in service.kserve.items():
         match kind:

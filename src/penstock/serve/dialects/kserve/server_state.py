@@ -1,4 +1,4 @@
-"""What a server tells of itself, over HTTP and gRPC alike, and what clients may change."""
+"""The server's metadata, repository index, and log and trace settings, for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server() -> dict[str, Any]:
 
 
 def index(repository: ModelRepository, ready: bool = False) -> list[dict[str, str]]:
-    """As ``/v2/repository/index`` tells it; ``ready`` leaves out what cannot be asked."""
+    """The list that ``/v2/repository/index`` returns; ``ready`` leaves out models that are not."""
     states = [
         (name, *_state(repository, model))
         for model in repository.registry.models
@@ -67,7 +67,7 @@ def index(repository: ModelRepository, ready: bool = False) -> list[dict[str, st
 
 
 def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
-    """And the reason of it."""
+    """A model's state and its reason."""
     service = next((service for service in repository.registry if service.name == model.name), None)
     if model.draining:
         return "UNLOADING", ""
@@ -81,7 +81,7 @@ def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
 
 
 async def load(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
-    """Load the model that this one is over; nothing is left to do where it is here.
+    """Load the served model of a model of the protocol; does nothing where it is loaded.
 
     Raises ``PenstockError`` where there is none, it cannot be loaded, or it is to be loaded in another way.
     """
@@ -105,7 +105,7 @@ async def load(repository: ModelRepository, name: str, parameters: Mapping[str, 
 
 
 async def unload(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
-    """Unload the model that this one is over, and with it all that are.
+    """Unload the served model of a model of the protocol, and all others over it.
 
     Raises ``PenstockError`` where there is none, or it is one of several over an engine that are not to go.
     """
@@ -125,7 +125,7 @@ async def unload(repository: ModelRepository, name: str, parameters: Mapping[str
 
 
 def overriding(parameters: Mapping[str, Any]) -> int | None:
-    """The one setting of a model that a request to load it can change, ``max_batch_size``; None where it does not.
+    """The ``max_batch_size`` in the configuration of a load request, its only field with an effect.
 
     Raises ``PenstockError`` for a configuration that is none, or wants what is set when the server starts.
     """

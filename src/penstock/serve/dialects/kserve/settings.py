@@ -23,16 +23,16 @@ TRACE = {
     "trace_file": "",
     "trace_mode": "triton",
 }
-"""Trace settings where none are changed."""
+"""Default trace settings."""
 NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
-"""Settings that are numbers, with the least of each."""
+"""Numeric settings with their minimum."""
 FIXED = ("log_file", "trace_file", "trace_mode")
-"""Settings that cannot be changed over the network, in Triton neither."""
+"""Settings that cannot be changed over the network, as in Triton."""
 NO_TRACES = "trace settings are kept, and no traces are written: /metrics and the log tell the times of requests"
 
 
 class LogSettings:
-    """Which of its lines this process writes, by the switches that Triton has."""
+    """The log levels of this process, by Triton's switches."""
 
     def __init__(self) -> None:
         files = [h.baseFilename for h in logging.root.handlers if isinstance(h, logging.FileHandler)]
@@ -46,11 +46,11 @@ class LogSettings:
         self._applied: Mapping[str, Any] = {}
 
     def current(self, changed: Mapping[str, Any]) -> dict[str, Any]:
-        """As ``/v2/logging`` returns them."""
+        """The settings as ``/v2/logging`` returns them."""
         return {**self._begun, **changed}
 
     def check(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Changes that can be made. Raises ``PenstockError`` where one cannot."""
+        """Validate changes. Raises ``PenstockError`` for an invalid one."""
         found = {}
         for name, value in wanted.items():
             _check_known(name, value, self._begun)
@@ -65,7 +65,7 @@ class LogSettings:
         return found
 
     def apply(self, changed: Mapping[str, Any]) -> None:
-        """Write what these settings say from now on."""
+        """Apply settings to this process's log."""
         if changed == self._applied:
             return
         self._applied = dict(changed)
@@ -80,7 +80,7 @@ class LogSettings:
 
 
 class Shown(logging.Filter):
-    """Lets records of some levels through, each switched by itself."""
+    """A filter that switches each level on or off."""
 
     def __init__(self, levels: set[int]) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ class Shown(logging.Filter):
 
 
 def trace_settings(changed: Mapping[str, Mapping[str, Any]], model: str = "") -> dict[str, Any]:
-    """As ``/v2/trace/setting`` returns them, or ``/v2/models/NAME/trace/setting``."""
+    """The settings as ``/v2/trace/setting`` and ``/v2/models/NAME/trace/setting`` return them."""
     return {**TRACE, **changed.get("", {}), **(changed.get(model, {}) if model else {})}
 
 
 def check_trace(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes that can be made, of which None takes one back. Raises ``PenstockError`` where one cannot."""
+    """Validate changes; None resets a setting. Raises ``PenstockError`` for an invalid one."""
     found: dict[str, Any] = {}
     for name, value in wanted.items():
         _check_known(name, value, TRACE)
@@ -118,7 +118,7 @@ def check_trace(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def change_trace(trace: dict[str, dict[str, Any]], model: str, wanted: Mapping[str, Any]) -> None:
-    """Put changes that were checked into the settings of a model, or of all where none is named."""
+    """Apply valid changes to the settings of a model, or of all models where none is named."""
     own = {**trace.get(model, {}), **wanted}
     trace[model] = {name: value for name, value in own.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""System shared memory: tensors that lie in POSIX shared memory objects, in place of requests and answers.
+"""System shared memory: tensors in POSIX shared memory objects instead of requests and responses.
 
 Source: KServe's system shared memory extension, with the words that Triton's errors have. Objects are read and written
 as the files that they are, below ``/dev/shm``, and not mapped: a client that shortens its own then gets an error,
@@ -24,11 +24,11 @@ from .shared_state import Region, SharedState
 
 FOLDER = Path("/dev/shm")
 KEY = re.compile(r"/?([A-Za-z0-9_.-]{1,255})")
-"""A name that ``shm_open`` takes, which is no path."""
+"""A valid name for ``shm_open``, without slashes."""
 MAX_REGIONS = 1024
 LONGEST_NAME = 255
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
-"""Parameters of a tensor that lies in a region."""
+"""Parameters of a tensor in a region."""
 NOT_ALLOWED = (
     "shared memory is only for clients of this machine: the server has to listen on a loopback address, or to be "
     "started with --allow-shared-memory"
@@ -68,13 +68,13 @@ class SharedMemory:
             state.regions[name] = region
 
     def unregister(self, name: str = "") -> None:
-        """Forget a region, or all of them; that it is not there is no error, as in Triton."""
+        """Unregister a region, or all of them; an unknown one is ignored, as in Triton."""
         if not name or name in self._shared.read().regions:
             with self._shared.changing() as state:
                 state.regions = {each: found for each, found in state.regions.items() if name and each != name}
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
-        """Regions as the protocol tells them: one, or all. Raises ``PenstockError`` (``not_found``)."""
+        """Status of one region or all, as in the protocol. Raises ``PenstockError`` (``not_found``)."""
         regions = self._shared.read().regions
         if name and name not in regions:
             words = f"Unable to find system shared memory region: '{name[:100]}'"
@@ -86,7 +86,7 @@ class SharedMemory:
         ]
 
     def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
-        """The bytes of an input. Raises ``PenstockError`` (``invalid``) where it has no such place."""
+        """The bytes of an input. Raises ``PenstockError`` (``invalid``) where its region or range is wrong."""
         region, offset, size = self._admit(tensor, parameters)
         if size > (most := self._most()):
             raise invalid(tensor, f"has {size} bytes of shared memory, and at most {most} are taken", most)
@@ -97,7 +97,7 @@ class SharedMemory:
         return raw
 
     def write(self, tensor: str, parameters: Mapping[str, Any], raw: bytes) -> dict[str, Any]:
-        """Put an output where it is wanted; returns the parameters that tell where it is.
+        """Write an output to its region; returns its parameters for the response.
 
         Raises ``PenstockError`` (``invalid``) where it has no such place, or not enough of it.
         """
@@ -110,7 +110,7 @@ class SharedMemory:
         return {REGION: parameters[REGION], SIZE: len(raw), **({OFFSET: offset} if offset else {})}
 
     def _admit(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
-        """A tensor's region, and its offset and size within."""
+        """A tensor's region, offset and size."""
         name = parameters.get(REGION)
         region = self._shared.read().regions.get(name) if isinstance(name, str) else None
         if region is None:
@@ -123,14 +123,14 @@ class SharedMemory:
 
 
 def in_memory(tensor: str, parameters: Mapping[str, Any]) -> bool:
-    """Whether a tensor lies in shared memory. Raises ``PenstockError`` (``invalid``) where it is not said in which."""
+    """Whether a tensor is in shared memory. Raises ``PenstockError`` (``invalid``) where its region is not named."""
     if REGION not in parameters and (SIZE in parameters or OFFSET in parameters):
         raise invalid(tensor, f"has a place in shared memory and no {REGION}")
     return REGION in parameters
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address is a loopback address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -139,7 +139,7 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def _opened(region: Region, how: int) -> Iterator[int]:
-    """The object's file. Raises ``PenstockError`` (``invalid``) where it is not there, or smaller than the region."""
+    """Open the object. Raises ``PenstockError`` (``invalid``) where it is missing, or smaller than the region."""
     try:
         file = os.open(FOLDER / region.key, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What clients set at run time, shared by all API processes of a server: any of them may get the next request."""
+"""Settings that clients change at run time, shared by all API processes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Region(msgspec.Struct, frozen=True):
 
 class State(msgspec.Struct):
     log: dict[str, Any] = {}
-    """Log settings that were changed, by name."""
+    """Changed log settings."""
     trace: dict[str, dict[str, Any]] = {}
-    """Trace settings that were changed, by model; those under no name are for all."""
+    """Changed trace settings, by model; the empty name is for all."""
     regions: dict[str, Region] = {}
-    """Of system shared memory, by name."""
+    """Regions of system shared memory, by name."""
     max_batch_size: dict[str, int] = {}
-    """Of models that were loaded with a configuration of the client's."""
+    """Of models that were loaded with a configuration in the request."""
 
 
 class SharedState:
-    """A small file that every process of a server reads, and each may change.
+    """A file that all API processes read and write.
 
     Args:
         folder: which the processes have to themselves, and which goes with the server.
@@ -45,7 +45,7 @@ class SharedState:
         self._state = State()
 
     def read(self) -> State:
-        """As it is now; not to be changed."""
+        """The current state; do not modify it."""
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class SharedState:
 
     @contextmanager
     def changing(self) -> Iterator[State]:
-        """A state to be changed within, by one process at a time; an error within leaves it as it was."""
+        """A copy to modify, written on exit, by one process at a time; an exception discards it."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = msgspec.json.decode(msgspec.json.encode(self.read()), type=State)

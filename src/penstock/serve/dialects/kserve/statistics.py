@@ -1,4 +1,4 @@
-"""What was asked of each model, under the names that Triton's metrics have.
+"""Statistics of each model, under the names of Triton's metrics.
 
 The figures lie where those of ``serve/metrics.py`` do, so that any API process can add them up; the protocol's
 statistics are read from there, too.
@@ -35,7 +35,7 @@ LAST = "penstock:kserve_last_inference_milliseconds"
 
 
 class Statistics:
-    """One a process."""
+    """The statistics of one API process."""
 
     def __init__(self) -> None:
         labels = ["model", "version"]  # gauges, since the names of counters here end in _total
@@ -46,7 +46,7 @@ class Statistics:
 
     @contextmanager
     def counted(self, model: Model, record: RequestRecord, call: ModelCall) -> Iterator[None]:
-        """Count a request by how it ends."""
+        """Count a request by its outcome."""
         begun = time.monotonic()
         try:
             yield

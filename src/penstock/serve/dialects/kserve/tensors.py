@@ -1,4 +1,4 @@
-"""Tensors of the KServe v2 protocol: their types, and how they stand in JSON and in bytes.
+"""Tensors of the KServe v2 protocol: datatypes, and their encoding in JSON and in bytes.
 
 Source: the protocol's required API and its binary tensor data extension.
 """
@@ -30,20 +30,20 @@ WHOLE = {
 }
 REAL = {"FP16": "e", "FP32": "f", "FP64": "d"}
 CODES = {"BOOL": "?", **WHOLE, **REAL}
-"""By datatype, how ``struct`` writes an element; those of BYTES have a length of their own."""
+"""Datatype → format of ``struct``; elements of BYTES have a length prefix."""
 LARGEST = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_info.max}
-"""The largest finite number of each."""
+"""Largest finite number of each datatype."""
 LONGEST_NAME = 100
-"""Characters."""
+"""Characters of a name."""
 MAX_INLINE_ELEMENTS = 65_536
-"""Elements that are written into JSON in one go: more would hold up the streams."""
+"""Elements encoded as JSON in one turn of the event loop."""
 LENGTH = struct.Struct("<I")
-"""Before an element of BYTES."""
+"""Length prefix of an element of BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Elements in row order: ``bytes``, ``bool``, ``int`` or ``float``; many of FP32 as a view of their bytes."""
+    """Elements in row-major order: ``bytes``, ``bool``, ``int`` or ``float``; large FP32 ones as a memoryview."""
 
     name: str
     datatype: str
@@ -53,7 +53,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What an input or output of a model is, without the batch's dimension."""
+    """An input or output of a model, without the batch dimension."""
 
     name: str
     datatype: str
@@ -63,19 +63,19 @@ class Spec:
 
 
 def kind(datatype: str) -> str:
-    """Datatypes of one kind are taken for each other where the values fit."""
+    """The kind of a datatype; datatypes of one kind are converted where the values fit."""
     return "whole" if datatype in WHOLE else "real" if datatype in REAL else datatype
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Raises ``PenstockError`` (``invalid``) for what is no shape."""
+    """Raises ``PenstockError`` (``invalid``) for an invalid shape."""
     if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise invalid(name, "has no shape: a list of sizes from 0 on")
     return tuple(shape)
 
 
 def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
-    """A tensor whose elements stand in JSON, nested as its shape or in one list.
+    """A tensor from JSON, with elements nested by its shape or in one list.
 
     Raises ``PenstockError`` (``invalid``) where they are not of its type, or not as many as its shape has.
     """
@@ -85,7 +85,7 @@ def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
 
 
 def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
-    """A tensor whose elements stand in bytes, little-endian.
+    """A tensor from bytes, little-endian.
 
     Raises ``PenstockError`` (``invalid``) where they are not as many as its shape has.
     """
@@ -100,13 +100,13 @@ def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
 
 
 def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> Tensor:
-    """A tensor whose elements are there as they are. Raises ``PenstockError`` (``invalid``) as the others do."""
+    """A tensor from elements. Raises ``PenstockError`` (``invalid``) as the others do."""
     _check_datatype(name, datatype)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Its elements, little-endian."""
+    """The elements as bytes, little-endian."""
     if isinstance(tensor.elements, memoryview):
         return tensor.elements.tobytes()
     if tensor.datatype == BYTES:
@@ -115,7 +115,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def to_json(tensor: Tensor) -> list[Any]:
-    """Its elements in one list, as JSON has them; what is no number there is the largest that is."""
+    """The elements as one list for JSON; infinities become the largest finite numbers."""
     if tensor.datatype == BYTES:
         return [element.decode(errors="replace") for element in tensor.elements]
     if tensor.datatype in REAL:
@@ -124,7 +124,7 @@ def to_json(tensor: Tensor) -> list[Any]:
 
 
 async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
-    """The same, written already where there are many, with turns for others in between."""
+    """As ``to_json``; a large tensor is encoded in pieces, with turns of other requests in between."""
     if len(tensor.elements) <= MAX_INLINE_ELEMENTS:
         return to_json(tensor)
     pieces = []
@@ -136,7 +136,7 @@ async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
 
 
 def text(name: str, element: bytes) -> str:
-    """Raises ``PenstockError`` (``invalid``) for bytes that are no text."""
+    """The text of an element. Raises ``PenstockError`` (``invalid``) for invalid UTF-8."""
     try:
         return element.decode()
     except UnicodeDecodeError as error:
@@ -158,7 +158,7 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def _flat(data: Any) -> Iterator[Any]:
-    """Elements of lists within lists, however deep."""
+    """The elements of nested lists."""
     left = [iter([data])]
     while left:
         for value in left[-1]:

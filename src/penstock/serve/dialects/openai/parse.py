@@ -42,7 +42,7 @@ def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a completion. With ``echo``, ``max_tokens`` 0 generates one token that is not returned.
+    """The sampling parameters of a completion. With ``max_tokens`` 0 one token is generated and not returned.
 
     Raises ``PenstockError`` (``invalid``) for contradictions.
     """

@@ -1,4 +1,4 @@
-"""Which requests are PaddleNLP's, and how they are taken."""
+"""PaddleNLP's dialect on the shared paths."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .requests import DECISIVE, OWN, names_of, parse
 from .responses import PaddleNLPErrorFormat
 
 NAME = "paddlenlp"
-"""Of the profile."""
+"""Name of the profile."""
 PROMPTS = frozenset(("prompt", "prompt_token_ids"))
-"""Of OpenAI's completions."""
+"""Prompt fields of OpenAI's completions."""
 
 
 class PaddleNLP(Dialect):

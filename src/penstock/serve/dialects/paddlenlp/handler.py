@@ -1,4 +1,4 @@
-"""One request of this dialect, from its prompt to its answer."""
+"""The handler of PaddleNLP's requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .responses import Piece, Usage, Whole, encode, line
 
 
 class PaddleNLPHandler:
-    """A request, whichever way it came.
+    """One request, over HTTP or gRPC.
 
     Args:
         size: of the request, about as many characters.
@@ -116,7 +116,7 @@ class PaddleNLPHandler:
                 yield output
 
     async def _prompt(self) -> Prompt:
-        """In token ids, which together with the longest answer have room in the context."""
+        """The prompt in token ids; refused where prompt and ``max_dec_len`` exceed the context."""
         request, gateway = self._request, self._service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {})

@@ -1,4 +1,4 @@
-"""PaddleNLP's model over gRPC: JSON in a tensor of bytes, and JSON out."""
+"""PaddleNLP's gRPC model: JSON in tensors of bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PaddleNLPModel(Model):
         return self._registry.find()
 
     async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
-        """Whoever asks for one answer gets it whole. What goes wrong is told in ``OUT``, as PaddleNLP does."""
+        """Requests that are not streamed get the whole answer. Errors are in ``OUT``, as in PaddleNLP."""
         (raw,) = call.inputs["IN"].elements
         error_format = PaddleNLPErrorFormat()
         try:
@@ -59,7 +59,7 @@ class PaddleNLPModel(Model):
 
 
 def _one(raw: bytes) -> dict[str, Any]:
-    """Raises ``PenstockError`` (``invalid``) for what is no list with one request."""
+    """The request in ``IN``. Raises ``PenstockError`` (``invalid``) for anything but a list with one object."""
     try:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What PaddleNLP's clients send."""
+"""PaddleNLP's requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A field that is null is one that is not given."""
+    """A field that is null is taken as absent."""
 
     req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")] | None = None
-    """No other request of this id may be under way."""
+    """Refused while another request of this id is open."""
     model: str | None = None
     """An adapter; any other name is the model that is served."""
     text: Words | None = None
@@ -30,20 +30,20 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
     input_ids: TokenIds | None = None
     system: str | None = None
-    """A message that comes before the others."""
+    """A system message before the others."""
 
     max_dec_len: Length | None = None
     """What is left of the context by default, or MAX_DEC_LEN where that is less."""
     seq_len: Length | None = None
     max_tokens: Length | None = None
-    """Both are older and newer names of it."""
+    """Other names of ``max_dec_len``."""
     min_dec_len: Length | None = None
     """1 by default."""
     topp: Share | None = None
-    """0.7 by default; 0 takes the likeliest token."""
+    """0.7 by default; 0 is greedy."""
     top_p: Share | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """0.95 by default; 0 takes the likeliest token."""
+    """0.95 by default; 0 is greedy."""
     penalty_score: Annotated[float, msgspec.Meta(gt=0)] | None = None
     frequency_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     presence_score: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
@@ -66,18 +66,18 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 OWN = frozenset(Request.__struct_fields__).difference(
     CompletionRequest.__struct_fields__, ChatRequest.__struct_fields__
 )
-"""Fields that only this dialect has."""
+"""Fields that OpenAI's requests do not have."""
 DECISIVE = OWN.difference(
     ("text", "input_ids", "system", "timeout", "response_timeout", "eos_token_ids", "return_usage")
 )
-"""Of these, those that nobody else would send with messages."""
+"""Of these, those that select this dialect beside ``messages``."""
 SAME = {
     "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
     "topp": ("topp", "top_p"),
     "infer_seed": ("infer_seed", "seed"),
     "timeout": ("timeout", "response_timeout"),
 }
-"""Names of one thing, of which a request uses one."""
+"""Fields with several names, of which a request may use one."""
 PROMPTS = ("text", "messages", "input_ids")
 THEIRS = {
     "external_id": "req_id",
@@ -90,7 +90,7 @@ THEIRS = {
     "seed": "infer_seed",
     "stop_token_ids": "eos_token_ids",
 }
-"""Fields as the engine knows them, and as clients do."""
+"""Internal field name → PaddleNLP's, for errors."""
 PATIENCE = 300.0
 
 
@@ -117,13 +117,13 @@ def parse(found: dict[str, Any], unknown: UnknownFields) -> Request:
 
 
 def asked(request: Request, name: str) -> Any:
-    """The value of a field by whichever of its names it was given."""
+    """The value of a field, given by any of its names."""
     values = [getattr(request, same) for same in SAME.get(name, (name,))]
     return next((value for value in values if value is not None), None)
 
 
 def sampling_of(request: Request) -> SamplingParams:
-    """How tokens are drawn: by this dialect's defaults, whatever the model's makers say."""
+    """The sampling parameters, with PaddleNLP's defaults instead of the checkpoint's."""
 
     def or_else(name: str, default: Any) -> Any:
         value = asked(request, name)
@@ -144,7 +144,7 @@ def sampling_of(request: Request) -> SamplingParams:
 
 
 def names_of(found: dict[str, Any]) -> dict[str, str]:
-    """Fields as the engine knows them, and as this request calls them."""
+    """Internal field name → the name that this request uses."""
     names = {}
     for ours, theirs in THEIRS.items():
         if ours not in found:

@@ -1,4 +1,4 @@
-"""What PaddleNLP's clients get: objects of JSON, one a line where they are streamed."""
+"""PaddleNLP's responses: JSON objects, one per line in a stream."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from penstock.serve.http.status import STATUS
 encode = msgspec.json.Encoder().encode
 
 LIMITS = {"max_prompt_len": "MAX_SEQ_LEN", "max_output_len": "MAX_DEC_LEN"}
-"""Settings that errors tell of, as here and as PaddleNLP calls them."""
+"""Options in error messages → PaddleNLP's names."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
-    """With the one that ends the answer."""
+    """Stop token included."""
     total_tokens: int
 
 
 class Piece(msgspec.Struct, kw_only=True):
-    """What a step brought."""
+    """One line of a stream."""
 
     req_id: str
     token: str
     """Text, of one token or several."""
     token_ids: list[int]
-    """Without the one that ends the answer."""
+    """Without the stop token."""
     send_idx: int
-    """Counts the pieces from 0."""
+    """Index of the piece, from 0."""
     is_end: int
     """1 in the last one."""
     error_msg: str = ""
     error_code: int = 0
     usage: Usage | UnsetType = UNSET
-    """In the last one, where it is asked for."""
+    """In the last piece, with ``return_usage``."""
 
 
 class Whole(msgspec.Struct, kw_only=True):
@@ -60,7 +60,7 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
     req_id: str
     error_msg: str
     error_code: int
-    """HTTP's number for it, which is not the response's."""
+    """The HTTP status that would fit; the response's own is 200."""
 
 
 def line(answer: msgspec.Struct) -> bytes:
@@ -68,7 +68,7 @@ def line(answer: msgspec.Struct) -> bytes:
 
 
 class PaddleNLPErrorFormat(ErrorFormat):
-    """How a request is told that it failed.
+    """PaddleNLP's error format.
 
     Args:
         names: its fields, by the names under which the engine knows them.
@@ -86,11 +86,11 @@ class PaddleNLPErrorFormat(ErrorFormat):
     stream_error = error
 
     def status(self, failure: Failure) -> int:
-        """As there: PaddleNLP's clients look at ``error_code``, and may take another status for a broken server."""
+        """200, as in PaddleNLP: its clients read ``error_code``."""
         return 200
 
     def answer(self, failure: Failure) -> ErrorAnswer:
-        """The same before it is bytes."""
+        """The error as a struct."""
         words = rename_field(failure, self._names).message
         for setting, theirs in LIMITS.items():
             words = words.replace(f"{setting} (", f"{theirs} (")

@@ -1,4 +1,4 @@
-"""What vLLM's operators call: health as SageMaker asks for it, load, configuration, tokenizer, cache, and cancelling.
+"""vLLM's endpoints for operators: ping (SageMaker), load, configuration, tokenizer, prefix cache, and aborting.
 
 vLLM has some of these in its development mode only; here they are behind the API key, like everything else.
 """
@@ -24,11 +24,11 @@ from ...models.registry import ModelRegistry
 from ..openai.responses import ErrorAnswer
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
-"""Of answers' ids, before the ids of their requests."""
+"""Prefixes of response ids, before the request's id."""
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Requests to cancel, by the ids of their answers or their own."""
+    """Requests to abort, by the ids of their responses or their own."""
 
     request_ids: Words | Annotated[list[Words], msgspec.Meta(max_length=4096)]
 
@@ -42,7 +42,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return Response()
 
     async def load() -> Response:
-        """The requests that this API process has open."""
+        """The number of open requests of this API process."""
         return JSONResponse({"server_load": registry.open})
 
     async def server_info(config_format: str = "text") -> Response:
@@ -103,7 +103,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
 
 def _plain(configuration: msgspec.Struct) -> dict[str, Any]:
-    """What is set, by section; of what is secret only whether it is set."""
+    """The configuration by section, with secrets masked."""
     found: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
     for setting in settings().values():
         if setting.secret and found[setting.section][setting.name]:

@@ -1,4 +1,4 @@
-"""What models that generate have in common, of text or of token ids."""
+"""Base of the models that generate, from text or from token ids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_YET = {
     ),
 }
 ALIASES = {"min_tokens": "min_length", "seed": "random_seed"}
-"""Inputs that TensorRT-LLM calls so since 0.17, by these names."""
+"""Input names since TensorRT-LLM 0.17 → the earlier ones."""
 SAMPLING = (
     Spec("end_id", INT32, optional=True),
     Spec("pad_id", INT32, optional=True),
@@ -59,7 +59,7 @@ SAMPLING = (
     Spec("return_num_input_tokens", BOOL, optional=True),
     Spec("return_num_output_tokens", BOOL, optional=True),
 )
-"""Inputs that both have under the same names."""
+"""Inputs that both models have under the same name."""
 TOLD = (
     Spec("cum_log_probs", FP32, (-1,)),
     Spec("output_log_probs", FP32, (-1, -1)),
@@ -71,11 +71,11 @@ TOLD = (
     Spec("num_input_tokens", INT32),
     Spec("num_output_tokens", INT32),
 )
-"""Outputs likewise."""
+"""Outputs that both models have under the same name."""
 FP32_BYTES = 4
 NOTHING = SequenceDelta("", [], [])
 LEAST = -3.4e38
-"""Of a logarithm in FP32."""
+"""Stands for minus infinity in FP32."""
 
 
 class Row(NamedTuple):
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 class SequenceResponse(NamedTuple):
-    """What an answer says of one sequence."""
+    """The part of a response that is about one sequence."""
 
     row: int
     output: RequestOutput
@@ -95,7 +95,7 @@ class SequenceResponse(NamedTuple):
 
 
 class GenerationModel(Model):
-    """A model that generates: whole, or step by step where ``stream`` asks for it.
+    """A model that generates, in one response or with ``stream`` step by step.
 
     Where a request may have many answers, each is of one sequence of a row, or of all its beams, as in TensorRT-LLM's.
     """
@@ -112,7 +112,7 @@ class GenerationModel(Model):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """Size of the model's vocabulary."""
         return self._service.gateway.engine.check().vocabulary
 
     def parameters(self) -> dict[str, str]:
@@ -123,7 +123,7 @@ class GenerationModel(Model):
         raise NotImplementedError
 
     def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
-        """The outputs that tell what was generated for so many rows."""
+        """The model's own outputs for some rows."""
         raise NotImplementedError
 
     def worth(self, piece: SequenceDelta) -> bool:
@@ -224,19 +224,19 @@ class GenerationModel(Model):
         return sampling.return_context_logits or sampling.return_generation_logits or self.worth(piece)
 
     def _same(self, call: ModelCall, name: str) -> Any:
-        """What all rows have of an input that an answer's shape depends on."""
+        """The value of an input that must be the same in all rows."""
         found = {self.names.value(call, index, name) for index in range(call.rows)}
         if len(found) > 1:
             raise invalid(name, "must be the same in all rows")
         return found.pop()
 
     def excluded(self, call: ModelCall, row: int) -> bool:
-        """Whether a whole answer goes without a row's prompt."""
+        """Whether a response that is not streamed leaves out a row's prompt."""
         asked = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if asked is None else bool(asked)
 
     def lead(self, call: ModelCall, told: list[SequenceResponse], rows: int) -> tuple[int, ...]:
-        """The first dimensions of outputs: rows, where the request has a batch, and sequences of each."""
+        """The leading dimensions of outputs: rows, where the request has a batch, and sequences."""
         return (len(told),) if call.batch is None else (rows, len(told) // rows)
 
     def _answer(
@@ -258,7 +258,7 @@ class GenerationModel(Model):
     def _counted(
         self, call: ModelCall, told: list[SequenceResponse], lead: tuple[int, ...], streamed: bool
     ) -> list[Tensor]:
-        """How many tokens an answer is made of, and what it took, where that is asked for."""
+        """Token counts and performance metrics, where requested."""
 
         def asked(name: str) -> bool:
             return any(self.names.value(call, each.row, name) for each in told)
@@ -279,7 +279,7 @@ class GenerationModel(Model):
         return found
 
     def _scores(self, told: list[SequenceResponse], lead: tuple[int, ...]) -> list[Tensor]:
-        """Those that were asked for: the prompt's with the first tokens of a row, the others each with its token."""
+        """Requested logits: the prompt's with a row's first tokens, the output's with each token."""
         context = [
             each.output.context_logits or b""
             for each in told
@@ -299,7 +299,7 @@ class GenerationModel(Model):
 
 
 def ending(stopped: list[SequenceResponse], rows: Sequence[Row]) -> Iterator[tuple[list[SequenceResponse], bool]]:
-    """Of sequences that were stopped those that an answer is of, and whether it is the last one."""
+    """Group stopped sequences into responses; also tells whether a response is the last one."""
     answers: list[list[SequenceResponse]] = []
     for told in stopped:
         if answers and rows[told.row].sampling.use_beam_search and answers[-1][0].row == told.row:
@@ -311,24 +311,24 @@ def ending(stopped: list[SequenceResponse], rows: Sequence[Row]) -> Iterator[tup
 
 
 def whole(made: CompletionOutput) -> SequenceDelta:
-    """All of a sequence."""
+    """A whole sequence as one delta."""
     return SequenceDelta(made.text, made.token_ids, made.logprobs or [])
 
 
 def scores_of(told: SequenceResponse, width: int) -> bytes:
-    """Of the tokens that are told, each with so many."""
+    """The logits of the tokens in a response, ``width`` for each."""
     first = len(told.made.token_ids) - len(told.piece.token_ids)
     return bytes((told.made.generation_logits or bytearray())[first * width * FP32_BYTES :])
 
 
 def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]:
-    """The greatest number of rows of so many numbers in FP32, and all parts one after the other with as many."""
+    """Pad matrices of FP32 to the same number of rows: that number, and their concatenation."""
     most = max(map(len, parts))
     raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(most, b"\0") for part in parts])
     return most // (width * FP32_BYTES), memoryview(raw).cast("f")
 
 
 def padded(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:
-    """The greatest length, and all lists of that length one after the other."""
+    """Pad lists to the same length: that length, and their concatenation."""
     length = max(map(len, lists), default=0)
     return length, [*itertools.chain.from_iterable([*each, *[filling] * (length - len(each))] for each in lists)]

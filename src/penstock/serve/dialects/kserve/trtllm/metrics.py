@@ -1,4 +1,4 @@
-"""``nv_trt_llm_*``: an engine's figures under the names and labels that TensorRT-LLM's backend gives them in Triton."""
+"""``nv_trt_llm_*``: an engine's statistics under the names and labels of TensorRT-LLM's backend in Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Group(NamedTuple):
 
 
 class TrtLlmMetrics:
-    """They are read where a page is asked for; an engine tells them once a second."""
+    """Collected when ``/metrics`` is requested; engines send statistics once a second."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         self._registry = registry
@@ -48,7 +48,7 @@ class TrtLlmMetrics:
 
 
 def groups(stats: Stats, options: EngineOptions) -> list[Group]:
-    """All of one engine's."""
+    """The metrics of one engine."""
     requests = {
         "active": stats.running,
         "max": options.max_num_seqs,

@@ -1,4 +1,4 @@
-"""What a request took, as TensorRT-LLM's backend reports it: the outputs that ``return_perf_metrics`` asks for."""
+"""The outputs of ``return_perf_metrics``, as of TensorRT-LLM's backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NANOSECONDS = 1e9
 
 
 def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[int, ...]) -> list[Tensor]:
-    """The tensors for these sequences, each with the figures of the whole request that it belongs to.
+    """The tensors for some sequences, each with the metrics of its whole request.
 
     Args:
         block_size: tokens of a KV block.
@@ -35,7 +35,7 @@ def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[
 
 
 def _figures(output: RequestOutput, block_size: int) -> tuple[int | float, ...]:
-    """In the order of ``OUTPUTS``. Times are on the machine's monotonic clock, as those of TensorRT-LLM are.
+    """Values in the order of ``OUTPUTS``. Times are on the monotonic clock, as in TensorRT-LLM.
 
     New blocks are those of the prompt that the prefix cache did not have, total ones all that were allocated up to now.
     """

@@ -1,4 +1,4 @@
-"""From a request's inputs to sampling parameters, under the names that TensorRT-LLM's models have."""
+"""Sampling parameters from the inputs of TensorRT-LLM's models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIASES = {
     "logit_bias": "embedding_bias_weights",
     "guided_decoding": "guided_decoding_guide",
 }
-"""What parameters here are called there, where it is something else."""
+"""Our parameter names → TensorRT-LLM's, where they differ."""
 GUIDES = {
     "json": "json_object",
     "json_schema": "json",
@@ -33,11 +33,11 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""Forms by the type of a guide."""
+"""``guided_decoding_guide_type`` → field of ``GuidedDecodingParams``."""
 
 
 class Names:
-    """How a model calls its inputs.
+    """The names of a model's inputs.
 
     Args:
         own: by the name that the input has in ``ensemble``, where it is another one.
@@ -50,12 +50,12 @@ class Names:
         return self._own.get(name, name)
 
     def value(self, call: ModelCall, index: int, name: str) -> Any:
-        """What a row has of an input of one element; None where that was not given."""
+        """A row's value of a scalar input; None where it is not given."""
         found = call.row(self.of(name), index)
         return found[0] if found else None
 
     def told(self, error: PenstockError) -> PenstockError:
-        """The same error, in the names that the request has."""
+        """The error with the request's field names."""
         failure = error.failure
         own = self.of(ALIASES.get(failure.field, failure.field))
         words = failure.message
@@ -65,7 +65,7 @@ class Names:
 
 
 def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
-    """A row's parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, and seed 0.
+    """A row's sampling parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, seed 0.
 
     Args:
         vocabulary: tokens that the model knows.
@@ -107,13 +107,13 @@ def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **ow
 
 
 def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
-    """Raise ``PenstockError`` (``invalid``) where some are not the model's."""
+    """Raise ``PenstockError`` (``invalid``) for token ids beyond the vocabulary."""
     if not all(0 <= token_id < vocabulary for token_id in token_ids):
         raise invalid(name, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
 
 
 def guided_of(call: ModelCall, index: int, names: Names) -> dict[str, Any]:
-    """The form that a row's output has, where it has one."""
+    """A row's constraint of guided decoding, if any."""
     kind = names.value(call, index, "guided_decoding_guide_type")
     guide = names.value(call, index, "guided_decoding_guide")
     if not kind:
@@ -131,7 +131,7 @@ def guided_of(call: ModelCall, index: int, names: Names) -> dict[str, Any]:
 
 
 def bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
-    """What is added to the scores of tokens, each once for every word that it is in."""
+    """The logit bias from words: each token gets a word's weight for every word that it is in."""
     found: dict[int, float] = {}
     for token_ids, weight in entries:
         for token_id in token_ids:

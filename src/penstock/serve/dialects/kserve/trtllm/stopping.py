@@ -1,4 +1,4 @@
-"""Requests that end early because their client says so in another one: TensorRT-LLM's input ``stop``."""
+"""Stopping a request by another one (TensorRT-LLM's input ``stop``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stoppable:
-    """One that runs, in the task it was made in."""
+    """A running request; create it in its own task."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -23,7 +23,7 @@ class Stoppable:
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
-        """What is within ends where it stands once it is stopped. Being cancelled otherwise is handed on."""
+        """Exits early when the request is stopped; other cancellations are passed on."""
         try:
             yield
         except asyncio.CancelledError:
@@ -33,7 +33,7 @@ class Stoppable:
 
 
 class Running:
-    """Those that run, by their client and what it calls them."""
+    """Running requests by client and request id."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], list[Stoppable]] = {}
@@ -51,6 +51,6 @@ class Running:
                 del self._found[client, name]
 
     def stop(self, client: str, name: str) -> None:
-        """End all that are called so; that there is none any more is no matter."""
+        """Stop all requests of this id; does nothing where there is none."""
         for own in self._found.get((client, name), ()):
             own.stop()

@@ -15,7 +15,7 @@ from .sampling import Names, bias_of, guided_of, sampling_of
 
 
 class TextModel(GenerationModel):
-    """A prompt's text and what comes after it.
+    """Text generation.
 
     Args:
         name: under which it is asked for.
@@ -61,7 +61,7 @@ class TextModel(GenerationModel):
         return found
 
     async def _prompt(self, prompt: str, size: int) -> Prompt:
-        """Encoded already where there is too much to encode it all in one go."""
+        """The prompt, encoded in a thread where the request is long."""
         if size <= MAX_INLINE_SIZE:
             return prompt
         return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
@@ -87,5 +87,5 @@ class TextModel(GenerationModel):
 
 
 def words_of(call: ModelCall, index: int, name: str) -> tuple[str, ...]:
-    """A row's words; one that is empty is none."""
+    """A row's words, without empty ones."""
     return tuple([text(name, element) for element in call.row(name, index) or () if element])

@@ -1,4 +1,4 @@
-"""``tensorrt_llm``: token ids in, token ids out, and the two models around it that know text."""
+"""``tensorrt_llm`` (token ids in and out), ``preprocessing`` and ``postprocessing``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .text_models import words_of
 logger = logging.getLogger(__name__)
 
 DECODER = (Spec("decoder_input_ids", INT32, (-1,), optional=True), Spec("decoder_input_lengths", INT32, optional=True))
-"""Inputs of encoder-decoder models. ``preprocessing`` always makes them, and these models have no encoder."""
+"""Inputs of encoder-decoder models, which ``preprocessing`` always returns; ignored."""
 LOOKAHEAD = tuple(
     Spec(name, INT32, optional=True)
     for name in ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 )
-"""How far a request is guessed ahead. It never changes an output, and the server decides it for all requests."""
+"""Speculative decoding per request; ignored, as the server configures it for all requests."""
 NO_WORD = -1
-"""Where a list of words has no further one."""
+"""Padding of a list of words."""
 
 
 class TokenModel(GenerationModel):
-    """A prompt's token ids and those that come after it."""
+    """Generation from token ids."""
 
     name = "tensorrt_llm"
     platform = "tensorrtllm"
@@ -175,7 +175,7 @@ class Preprocessing(Model):
         yield ModelResponse(found)
 
     def _words(self, call: ModelCall, asked: str, told: str) -> Tensor:
-        """Words as token ids: all of them in one list, and where each ends in another."""
+        """Words as two rows: their token ids, and the offsets at which they end."""
         rows = [
             [self._tokenizer.encode(word, False) for word in words_of(call, index, asked)] for index in range(call.rows)
         ]
