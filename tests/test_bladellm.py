@@ -420,12 +420,12 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
     for _ in range(2):
         assert shell.says(command) == "int8: weights are rounded to wint8 when they are loaded\n"
     made = LLM(shell.folder / "int8")
-    assert made.options.quantization == "none" and "wint8" in made.engine.fingerprint
+    assert made.options.quantization == "none" and "wint8" in made.engine.info.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
     greedy = SamplingParams(temperature=0, max_tokens=12)
     texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (made, plain)]
     assert texts[0] == texts[1]
-    assert "w8a8" in LLM(shell.folder / "int8", quantization="w8a8").engine.fingerprint, "what is asked for counts"
+    assert "w8a8" in LLM(shell.folder / "int8", quantization="w8a8").engine.info.fingerprint, "what is asked for counts"
     flags = ("--model", str(shell.folder / "int8"), "--num-gpu-blocks-override", "50")
     with Served(command=shell.command(f"exec blade_llm_server {' '.join(flags)}"), environment=shell.environment) as it:
         assert "-wint8" in it.find("ready: .*").string

@@ -16,7 +16,8 @@ from transformers import Qwen3Config
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
-from penstock.engine.spec.speculation import MOST_FAILURES, Lookup
+from penstock.engine.spec.ngram import NGramDrafter
+from penstock.engine.spec.speculation import MOST_FAILURES
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -209,14 +210,14 @@ def test_a_guess_that_fails_ends_the_guessing_of_its_sequence(
 ) -> None:
     asked = [request(str(i), [3, 4, 3, 4, i, 3, 4], temperature=0) for i in range(5, 8)]
     plain = run(start(checkpoint), asked)
-    whole = Lookup.guess
+    whole = NGramDrafter.propose
 
-    def guess(self: Lookup, sequence: Any, most: int) -> list[int]:
+    def guess(self: NGramDrafter, sequence: Any, most: int) -> list[int]:
         if sequence.request.request_id == "6":
             raise IndexError("out of reach")
         return whole(self, sequence, most)
 
-    monkeypatch.setattr(Lookup, "guess", guess)
+    monkeypatch.setattr(NGramDrafter, "propose", guess)
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
     assert bits(run(engine, asked)) == bits(plain)
     assert engine.speculation and engine.speculation.counts.drafts > 0

@@ -31,6 +31,8 @@ SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "120"))
 BLOCK = 16
 LONGEST = 256
 ADAPTERS = ("a", "b")
+PROCESSES = 0.03
+"""Share of the schedules that run in a worker process, which takes seconds to start."""
 Result = dict[int, tuple[list[int], bytes]]
 """By sequence of the request: its tokens, and all it was told of their probabilities, in bytes."""
 
@@ -162,6 +164,8 @@ def draw_engine(rng: Random, checkpoint: Path, kind: str, requests: int) -> Engi
         checkpoint,
         kind,
         threads=rng.randint(1, 2),
+        max_concurrent_batches=rng.randint(1, 3),
+        distributed_executor_backend="mp" if rng.random() < PROCESSES else "uni",
         num_gpu_blocks_override=rng.choice((fewest, fewest + requests, 400)),
         max_num_batched_tokens=requests // 4
         + rng.choice((rng.randint(1, 8), rng.randint(8, 64), rng.randint(64, 496))),
@@ -186,6 +190,7 @@ def differing(checkpoint: Path, kind: str, schedules: int) -> tuple[int, int, in
         chosen = rng.sample(requests, rng.choice((2, 4, 8, 16, rng.randint(2, 64))))
         engine = draw_engine(rng, checkpoint, kind, len(chosen))
         together = run(engine, chosen, rng)
+        engine.close()
         wrong += sum(together[name] != alone[name] for name in together)
         total += len(chosen)
         preemptions += engine.scheduler.preemptions

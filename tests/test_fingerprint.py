@@ -55,7 +55,7 @@ def results(llm: LLM) -> str:
 
 def fingerprint_and_results(folder: Path, **options: Any) -> tuple[str, str]:
     llm = LLM(folder, **OPTIONS | options)
-    return llm.engine.fingerprint, results(llm)
+    return llm.engine.info.fingerprint, results(llm)
 
 
 @pytest.fixture(scope="module")

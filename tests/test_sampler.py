@@ -19,23 +19,23 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.core import EngineRequest, PenstockError, ReasoningSpan, SamplingParams
-from penstock.engine.guided.reasoning import Thinking
-from penstock.engine.scheduling.plan import Draw
-from penstock.engine.scheduling.sequence import Sequence
+from penstock.core import PenstockError, SamplingParams
+from penstock.engine.step import Draw, NewRow, RowUpdates
+from penstock.engine.worker.input_batch import InputBatch
+from penstock.engine.worker.row import Position, Row
 from penstock.engine.worker.sampler import NO_SCORES, NOTHING_ALLOWED, adjust, sample
 
 VOCABULARY = 50
 
 
-def sequence(
+def position(
     prompt: list[int] | None = None, output: list[int] | None = None, index: int = 0, seed: int = 0, **params: Any
-) -> Sequence:
+) -> Position:
     sampling = SamplingParams(**{"max_tokens": 100} | params)
-    request = EngineRequest(request_id="0", prompt=prompt or [1, 2], sampling=sampling, eos_token_ids=(0,))
-    made = Sequence(request, index, seed, 0)
-    made.tokens += output or []
-    return made
+    prompt = prompt or [1, 2]
+    tokens = np.array([*prompt, *(output or [])], np.int32)
+    stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (0,)))
+    return Row(NewRow(0, tokens, len(prompt), 0, sampling, stops, seed, index), tokens).position(len(tokens))
 
 
 def scores(rows: int, seed: int = 0) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_frequencies_are_those_of_the_library(params: dict[str, Any]) -> None:
     row = scores(1)
     expected = LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.int64), row.clone())[0].softmax(-1)
     draws = 6_000
-    many = [sequence(seed=seed, **params) for seed in range(draws)]
+    many = [position(seed=seed, **params) for seed in range(draws)]
     drawn = torch.tensor([d.token_ids[0] for d in sample(row.expand(draws, -1), many)])
     counts = drawn.bincount(minlength=VOCABULARY).double()
     assert counts[expected == 0].sum() == 0
@@ -77,12 +77,12 @@ def test_frequencies_are_those_of_the_library(params: dict[str, Any]) -> None:
 def test_repetition_penalty_is_the_librarys() -> None:
     row, prompt, output = scores(1), [3, 4, 5], [6, 7, 7]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), row.clone())
-    assert torch.equal(adjust(row, [sequence(prompt, output, repetition_penalty=1.3)]), expected)
+    assert torch.equal(adjust(row, [position(prompt, output, repetition_penalty=1.3)]), expected)
 
 
 def test_frequency_and_presence_count_the_output() -> None:
     row = scores(1)
-    changed = adjust(row, [sequence([3, 4], [6, 7, 7], frequency_penalty=0.5, presence_penalty=0.25)])
+    changed = adjust(row, [position([3, 4], [6, 7, 7], frequency_penalty=0.5, presence_penalty=0.25)])
     expected = row.clone()
     expected[0, 6] -= 0.75
     expected[0, 7] -= 1.25
@@ -102,7 +102,7 @@ def test_frequency_and_presence_count_the_output() -> None:
     ],
 )
 def test_what_must_not_come_does_not(params: dict[str, Any], output: list[int], never: set[int]) -> None:
-    changed = adjust(scores(1), [sequence(output=output, **params)])[0]
+    changed = adjust(scores(1), [position(output=output, **params)])[0]
     assert {i for i, score in enumerate(changed.tolist()) if score < -50} == never
 
 
@@ -111,8 +111,8 @@ def test_what_must_not_come_does_not(params: dict[str, Any], output: list[int], 
 def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
     """Tokens and probabilities, bit by bit, whatever else is in the batch."""
     rng, rows = Random(seed), 6
-    sequences = [
-        sequence(
+    positions = [
+        position(
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))],
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 9))],
             index=rng.randint(0, 3),
@@ -128,8 +128,8 @@ def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
         for _ in range(rows)
     ]
     table = scores(rows, seed % 2**31)
-    together = sample(table, sequences)
-    assert together == [sample(table[i : i + 1], [sequences[i]])[0] for i in range(rows)]
+    together = sample(table, positions)
+    assert together == [sample(table[i : i + 1], [positions[i]])[0] for i in range(rows)]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
 )
 @pytest.mark.parametrize("spoiled", [float("-inf"), float("inf"), float("nan"), -float("nan")])
 def test_a_row_without_a_distribution_fails_and_spoils_no_other(params: dict[str, Any], spoiled: float) -> None:
-    table, sequences = scores(3), [sequence(seed=i, **params) for i in range(3)]
-    alone = sample(table[[0, 2]], [sequences[0], sequences[2]])
+    table, positions = scores(3), [position(seed=i, **params) for i in range(3)]
+    alone = sample(table[[0, 2]], [positions[0], positions[2]])
     for place in (7, slice(None)):
         table[1, place] = spoiled
-        together = sample(table, sequences)
+        together = sample(table, positions)
         assert [together[0], together[2]] == alone
         if place == 7 and spoiled == float("-inf"):  # which forbids a token
             assert together[1].token_ids and not together[1].failure
@@ -153,45 +153,55 @@ def test_a_row_without_a_distribution_fails_and_spoils_no_other(params: dict[str
 def test_a_row_of_which_nothing_is_allowed_fails() -> None:
     forms = np.full((2, 2), -1, np.int32)
     forms[1] = 0
-    guided = [sequence(), sequence()]
-    for one in guided:
-        one.guide = Thinking(ReasoningSpan(3, 4), 0, None)
-    first, second = sample(scores(2), guided, torch.from_numpy(forms))
+    first, second = sample(scores(2), [position(), position()], torch.from_numpy(forms))
     assert first.token_ids and second == Draw([], failure=NOTHING_ALLOWED)
-    (both,) = sample(scores(1), [sequence(output=[5], allowed_token_ids=(8,), bad_word_ids=((5, 8),))])
+    (both,) = sample(scores(1), [position(output=[5], allowed_token_ids=(8,), bad_word_ids=((5, 8),))])
     assert both == Draw([], failure=NOTHING_ALLOWED)
 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_penalties_follow_a_sequence(seed: int) -> None:
-    """What is counted from step to step gives the bits of a count from the beginning: as it grows by some tokens at a
-    time, looks ahead, is preempted (which leaves its tokens), or goes on from another beam."""
+def test_penalties_follow_a_row(seed: int) -> None:
+    """What is counted from step to step gives the bits of a count from the beginning: as a row grows by some tokens,
+    has drafts, is given other tokens than it sampled, or goes on from another beam."""
     rng = Random(seed)
-    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": -0.2}
+    sampling = SamplingParams(max_tokens=100, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=-0.2)
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 90))]
-    family = [sequence(prompt, index=index, **params) for index in range(2)]
-    row = scores(1, seed % 2**31)
+    batch, known = InputBatch(2, 300, 16, torch.device("cpu")), [[*prompt], [*prompt]]
+    new = [NewRow(row, np.array(prompt, np.int32), len(prompt), 0, sampling, (), 0, row) for row in range(2)]
+    batch.apply(RowUpdates(new=new))
+    logits = scores(1, seed % 2**31)
 
-    def check(one: Sequence) -> None:
-        fresh = sequence(prompt, one.tokens[len(prompt) :], **params)
-        assert torch.equal(adjust(row, [one]), adjust(row, [fresh]))
+    def check(row: int, tokens: list[int]) -> None:
+        fresh = Row(new[row], np.array(tokens, np.int32)).position(len(tokens))
+        assert torch.equal(adjust(logits, [batch.row(row).position(len(tokens))]), adjust(logits, [fresh]))
 
     for _ in range(rng.randint(1, 12)):
-        for one in family:
-            check(one)
-            guessed = [rng.randrange(VOCABULARY) for _ in range(3)]
+        for row in range(2):
+            check(row, known[row])
+            draft = [rng.randrange(VOCABULARY) for _ in range(3)]
+            batch.tokens[row, len(known[row]) : len(known[row]) + 3] = draft
             for count in range(4):
-                check(one.ahead(guessed[:count]))
-            one.tokens += [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))]
+                check(row, known[row] + draft[:count])
+            if counts := batch.row(row).counts:  # the draft is verified
+                counts.rewind(len(known[row]))
+            first, sampled = len(known[row]), [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 3))]
+            batch.tokens[row, first : first + len(sampled)] = sampled
+            check(row, known[row] + sampled)
+            replaced = [*sampled[:-1], rng.randrange(VOCABULARY), rng.randrange(VOCABULARY)]
+            at = first + len(sampled) - 1
+            batch.apply(RowUpdates(tokens=np.array([row, at, 2, *replaced[-2:]], np.int32)))
+            known[row] += replaced
         if rng.random() < 0.3:
-            parent, other = rng.sample(family, 2)
-            other.tokens, other.counts = [*parent.tokens, rng.randrange(VOCABULARY)], parent.counts
+            parent, token = rng.randrange(2), rng.randrange(VOCABULARY)
+            length = len(known[parent])
+            batch.apply(RowUpdates(branches=np.array([1 - parent, parent, length, token], np.int32)))
+            known[1 - parent] = [*known[parent], token]
 
 
 def test_logprobs_tell_the_models_own_scores() -> None:
     row = scores(1)
-    (draw,) = sample(row, [sequence(temperature=0, logprobs=3, logit_bias={7: 100.0})])
+    (draw,) = sample(row, [position(temperature=0, logprobs=3, logit_bias={7: 100.0})])
     expected = row.log_softmax(-1)[0]
     assert draw.token_ids == [7]
     assert draw.logprobs is not None

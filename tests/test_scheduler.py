@@ -8,6 +8,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.engine.kv.block_pool import BlockPool
-from penstock.engine.scheduling.plan import Candidates, Draw, Outcome, Plan
+from penstock.engine.scheduling.plan import Plan
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequence import Sequence
 from penstock.engine.spec.speculation import Speculation
+from penstock.engine.step import Candidates, Draw, NewRow, RowUpdates, StepInput, StepOutput, decoder, encoder
 
 EOS = 0
 VOCABULARY = 40
@@ -63,56 +65,84 @@ def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishR
 
 
 class Machine:
-    """Runs plans on slots that remember whose token they hold, and checks that what is read was written."""
+    """Computes steps as a worker does, from their messages alone, on slots that remember whose token they hold; checks
+    that what is read was written, and that workers know what the scheduler knows."""
 
     def __init__(self) -> None:
         self.device: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
-        self.drawn: dict[Sequence, list[int]] = {}
+        self.rows: dict[int, NewRow] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
         self.in_use: dict[int, list[int]] = {}
 
-    def run(self, plan: Plan) -> Outcome:
-        for source, target in plan.swap_out:
+    def apply(self, updates: RowUpdates) -> None:
+        for source, target in updates.swap_out.reshape(-1, 2).tolist():
             self.host[target] = self.device.get(source, ())
-        for source, target in plan.swap_in:
+        for source, target in updates.swap_in.reshape(-1, 2).tolist():
             self.device[target] = self.host[source]
-        for source, target in plan.copies:
+        for source, target in updates.copies.reshape(-1, 2).tolist():
             self.device[target] = self.device[source]
+        before, tables = {row: [*known] for row, known in self.tokens.items()}, {**self.tables}
+        for row, parent, position, token in updates.branches.reshape(-1, 4).tolist():
+            self.tokens[row], self.tables[row] = [*before[parent][:position], token], [*tables[parent]]
+        for new in updates.new:
+            self.rows[new.row], self.tokens[new.row], self.tables[new.row] = new, new.token_ids.tolist(), []
+        for row, first, values in updates.segments(updates.tokens):
+            self.tokens[row][first:] = values.tolist()
+        for row, first, values in updates.segments(updates.tables):
+            self.tables[row][first : first + len(values)] = values.tolist()
+        for row, parent, index in updates.forks.reshape(-1, 3).tolist():
+            self.rows[row] = msgspec.structs.replace(self.rows[parent], row=row, index=index)
+            self.tokens[row], self.tables[row] = [*self.tokens[parent]], [*self.tables[parent]]
+
+    def run(self, scheduler: Scheduler, plan: Plan) -> StepOutput:
+        updates = scheduler.builder.updates(plan)
+        message = scheduler.builder.step(plan, updates)
+        step = decoder(StepInput).decode(encoder.encode(message))
+        self.apply(step.updates)
+        self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
+        forks: dict[int, list[int]] = {}
+        for row, parent, _ in step.updates.forks.reshape(-1, 3).tolist():
+            forks.setdefault(parent, []).append(row)
+        drafts = iter(step.draft_token_ids.tolist())
+        counts = step.drafts.tolist() if len(step.drafts) else [0] * len(step.rows)
+        items = zip(step.rows.tolist(), step.starts.tolist(), step.lengths.tolist(), step.samples, counts, strict=True)
         draws: list[Draw] = []
         states: dict[int, np.ndarray] = {}
-        self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
-        for i, (sequence, start, count, samples, draft) in enumerate(plan.items):
-            known = sequence.tokens + self.drawn.get(sequence, [])
-            assert not draft or len(known) == start + count
-            for position in range(start, start + count + len(draft)):
-                block, slot = sequence.blocks[position // SIZE], position % SIZE
+        for i, (row, start, count, samples, drafted) in enumerate(items):
+            draft, known, blocks, end = list(islice(drafts, drafted)), self.tokens[row], self.tables[row], start + count
+            sequence = plan.items[i].sequence
+            assert known[: len(sequence.tokens)] == sequence.tokens, "the worker knows other tokens"
+            assert blocks[: len(sequence.blocks)] == sequence.blocks, "the worker knows other blocks"
+            assert not drafted or len(known) == end
+            for position in range(start, end + drafted):
+                block, slot = blocks[position // SIZE], position % SIZE
                 self.device[block] = (*self.device.get(block, ())[:slot], (known + draft)[position])
             read = [t for block in sequence.blocks for t in self.device.get(block, ())[:SIZE]]
-            assert read[: start + count] == known[: start + count], "a slot holds another token than the sequence"
-            if sequence.pooled and (sequence.pooled.of_all or start + count == sequence.prompt_length):
-                first = start if sequence.pooled.of_all else start + count - 1
-                states[i] = np.array(known[first : start + count], np.float32)[:, None]
-            for sampled in samples:
-                assert len(known) == start + count
-                self.drawn.setdefault(sampled, [])
-                if sampled.beams:
-                    draws.append(Draw([], candidates=next_beams(known, sampled.beams.keep)))
+            assert read[:end] == known[:end], "a slot holds another token than the sequence"
+            new = self.rows[row]
+            if new.pooling == "mean" or (new.pooling and end == new.prompt_length):
+                first = start if new.pooling == "mean" else end - 1
+                states[i] = np.array(known[first:end], np.float32)[:, None]
+            for own in (row, *forks.get(row, ())) if samples else ():
+                new, known = self.rows[own], self.tokens[own]
+                assert len(known) == end
+                if new.num_candidates:
+                    draws.append(Draw([], candidates=next_beams(known, new.num_candidates)))
                     continue
-                tokens = [next_token(known, sampled.seed, sampled.index)]
+                tokens = [next_token(known, new.seed, new.index)]
                 for guessed in draft:
                     if guessed != tokens[-1]:
                         break
-                    tokens.append(next_token(known + tokens, sampled.seed, sampled.index))
-                self.drawn[sampled] += tokens
+                    tokens.append(next_token(known + tokens, new.seed, new.index))
+                known += tokens
                 draws.append(Draw(tokens))
-        return Outcome(draws, states=states)
+        output: StepOutput = decoder(StepOutput).decode(encoder.encode(StepOutput(draws, states=states)))
+        return output
 
-    def collected(self, plan: Plan, outcome: Outcome, pool: BlockPool) -> None:
+    def collected(self, plan: Plan, pool: BlockPool) -> None:
         assert all(map(pool.holders, self.in_use.pop(id(plan)))), "a block was given back under a running step"
-        draws = iter(outcome.draws)
-        for item in plan.items:
-            for sampled in item.samples:
-                del self.drawn[sampled][: len(next(draws).token_ids)]
 
 
 class Guesser:
@@ -121,34 +151,28 @@ class Guesser:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         guessed: list[int] = []
         while len(guessed) < most and self._rng.random() < 0.9:
             right = next_token(sequence.tokens + guessed, sequence.seed, sequence.index)
             guessed.append(right if self._rng.random() < 0.7 else self._rng.randrange(VOCABULARY))
         return guessed
 
-    def fill(self, plan: Plan) -> None:
-        pass
-
-    def follow(self, plan: Plan, outcome: Outcome) -> None:
-        pass
-
 
 def serve(scheduler: Scheduler, machine: Machine, depth: int = 1) -> Iterator[list[TokenDelta]]:
     """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas."""
-    under_way = deque[tuple[Plan, Outcome]]()
+    under_way = deque[tuple[Plan, StepOutput]]()
     while scheduler.unfinished or under_way:
         plan = scheduler.schedule() if len(under_way) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)
-            under_way.append((plan, machine.run(plan)))
+            under_way.append((plan, machine.run(scheduler, plan)))
         else:
             assert under_way, "nothing runs, nothing is under way, and requests are left"
             plan, outcome = under_way.popleft()
-            machine.collected(plan, outcome, scheduler.device)
+            machine.collected(plan, scheduler.device)
             if scheduler.speculation:
-                scheduler.speculation.learn(plan, outcome, 0.001 * plan.tokens)
+                scheduler.speculation.verified(plan, outcome, 0.001 * plan.tokens)
             yield scheduler.update(plan, outcome)
 
 

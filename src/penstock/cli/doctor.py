@@ -33,7 +33,7 @@ def examine() -> dict[str, Any]:
     """Facts by name, in words."""
     import torch
 
-    from penstock.engine.service.host import free_host_bytes
+    from penstock.engine.kv.host_memory import free_host_bytes
     from penstock.ops import backend
 
     ops = backend(torch.device("cpu"))

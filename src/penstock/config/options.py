@@ -184,6 +184,11 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     use_warmup: Annotated[
         bool, option("Run the longest prompt and max_num_seqs sequences once before requests are accepted.")
     ] = False
+    distributed_executor_backend: Annotated[
+        Literal["uni", "mp"],
+        option("Where the model is computed: in the engine's own process, or in worker processes."),
+    ] = "uni"
+    max_concurrent_batches: Annotated[int, option("Steps in flight at the same time; 0 is 1.", ge=0, le=8)] = 0
     threads: Annotated[
         int, option("Threads of the CPU kernels; 0 is one per core. Results do not depend on it.", ge=0)
     ] = 0

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import torch
 
-from penstock import demo, ops
-from penstock.config.options import EngineOptions
+from penstock import demo
+from penstock.config.options import EngineOptions, LogOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import (
     Code,
@@ -22,169 +23,128 @@ from penstock.core import (
     Failure,
     GuidedDecodingParams,
     PenstockError,
-    SamplingParams,
     TokenDelta,
     Vocabulary,
 )
 from penstock.core.errors import invalid
 from penstock.core.guided import closed
 from penstock.core.lora import named
-from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
-from penstock.ops import KVSpec
+from penstock.models import read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
-from penstock.planning.kv_spec import bytes_per_block, bytes_per_token
 from penstock.planning.model_size import model_size_of
 
-from .fingerprint import fingerprint
-from .guided import Guides, check_backend
+from .executor.base import Executor, WorkerLostError
+from .guided import Guides, Masks, check_backend
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
-from .scheduling.plan import Item, Plan
+from .lora import Adapters
+from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
-from .scheduling.sequence import Sequence
-from .spec.draft_model import DraftModel
-from .spec.mtp import HeadsAhead
-from .spec.speculation import Drafter, Lookup, Speculation
+from .scheduling.step_builder import trial_step
+from .spec.ngram import NGramDrafter
+from .spec.speculation import Speculation
+from .step import DeviceMemory, MemoryProfile, Propose
 from .warm_up import warm_up
-from .worker.lora import Adapters
-from .worker.worker import Runner
 
 logger = logging.getLogger(__name__)
 
+DEPTH = 1
+"""Steps in flight at the same time, where no option says so."""
+STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the log says why")
 FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute any more and has to be started again")
 MOST_FAILED_STEPS = 8
 """One after the other, after which the engine has failed."""
 COMPILING = 0.02
-"""Seconds that a step with nothing to compute waits for forms to be compiled."""
+"""Seconds that a step with nothing to compute waits for grammars to be compiled."""
 
 
 class Engine:
     """A model that serves many requests at once.
 
+    Args:
+        logs: how worker processes log; None where this process's log is not ours.
+
     Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
         folder = Path(options.model) if options.model else demo.CHAT
-        device = _device(options.device)
-        backend = ops.backend(device, options.ops)
         config = read_config(folder)
-        if options.quantization == "none":
-            options = msgspec.structs.replace(options, quantization=config.quantization)
         self.max_model_len = options.max_model_len or config.max_model_len
-        backend.set_threads(options.threads)
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
         lora_modules = named(options.lora_modules)
         max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
         check_backend(options.guided_decoding_backend)
-
-        def load(checkpoint: Path, max_len: int | None, max_loras: int = 0) -> Model:
-            return load_model(
-                checkpoint,
-                backend,
-                dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-                device=device,
-                max_len=max_len,
-                load_format=options.load_format,
-                seed=options.seed,
-                quantization=options.quantization,
-                weight_cache_dir=cache_folder(options.weight_cache_dir),
-                weight_cache_size=options.weight_cache_size,
-                mtp_heads=bool(speculative and speculative.method == "mtp"),
-                max_loras=max_loras,
-            )
-
-        draft = _draft(speculative, options, config)
-        self.model = load(folder, options.max_model_len or None, max_loras)
-        drafting = load(draft, self.max_model_len) if draft else None
-        quantized_kv = options.kv_cache_dtype == "int8"
-        spec = self.model.kv_specs(options.block_size, quantized_kv)
-        own = drafting.kv_specs(options.block_size, quantized_kv) if drafting else None
-        self.fingerprint = fingerprint(backend, self.model, options.quantization, spec[0])
-        """What decides the bits of a result besides the weights."""
-        self.batch_invariant = backend.BATCH_INVARIANT
-        blocks = count_blocks(
-            options,
-            bytes_per_block(spec) + (bytes_per_block(own) if own else 0),
-            spec,
-            device,
-            self.model.mapped_bytes + (drafting.mapped_bytes if drafting else 0),
-            self.max_model_len,
-        )
-        host_blocks = count_host_blocks(options, spec)
+        self._depth = options.max_concurrent_batches or DEPTH
+        self._executor = start_executor(options, self._depth, logs)
+        try:
+            self.info = self._executor.load()
+            profile = self._executor.profile()
+            blocks = count_blocks(options, profile, self.max_model_len)
+            host_blocks = count_host_blocks(options, profile)
+            self._executor.init_cache(blocks, host_blocks)
+        except WorkerLostError as error:
+            raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
+        self.adapters = Adapters(self._executor, most=max_loras, in_use=lambda: self.scheduler.adapters())
         self.scheduler = Scheduler(
             scheduling,
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
-            weights=self.model.weights_version,
-        )
-        self.adapters = Adapters(
-            self.model,
-            device,
-            most=max_loras,
-            max_lora_rank=options.max_lora_rank,
-            in_use=self.scheduler.adapters,
+            weights=self.info.weights_version,
+            slots=self.adapters.slots,
         )
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)
-        self._guides = Guides(options.guided_decoding_backend, self.model.config.vocab_size)
+        self._guides = Guides(options.guided_decoding_backend, self.info.vocab_size)
+        self._masks = Masks(self.info.vocab_size)
         self._dense = options.guided_decoding_disable_any_whitespace
         self._closed = options.guided_decoding_disable_additional_properties
-
-        def runner(model: Model, kept: list[KVSpec], host_blocks: int) -> Runner:
-            return Runner(
-                model,
-                backend,
-                device,
-                specs=kept,
-                blocks=blocks,
-                host_blocks=host_blocks,
-                tokens=options.max_num_batched_tokens,
-                rows=options.max_num_seqs,
-                longest=self.max_model_len,
-                whole=bool(model.mtp_heads),
-                slots=self.adapters.slots if model is self.model and max_loras else None,
-            )
-
-        self._runner = runner(self.model, spec, host_blocks)
+        self._in_flight: deque[tuple[Plan, float]] = deque()
+        """Steps that were submitted and not collected, the oldest first, and when."""
+        self._collected = 0.0
         self._failed_steps = 0
         self.failure: Failure | None = None
         """Why it takes no requests any more, where that is so: it has to be started again."""
         self.speculation: Speculation | None = None
         if speculative:
-            guessing = runner(drafting, own, 0) if drafting and own else None
-            drafter = self._drafter(speculative, options, guessing, blocks)
+            ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+            drafter = None if self.info.drafts else ngram
             self.speculation = Speculation(drafter, speculative.num_speculative_tokens, speculative.adaptive)
             self.scheduler.speculation = self.speculation
         logger.info(
             "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
-            self.model.config.architecture,
+            self.info.architecture,
             blocks,
             options.block_size,
-            self.fingerprint,
-            "" if self.batch_invariant else "not ",
+            self.info.fingerprint,
+            "" if self.info.batch_invariant else "not ",
         )
-        self._log_memory(options, blocks, spec)
+        self._log_memory(config.raw, options, blocks, profile)
         self.steps = 0
         """Since it started."""
         self.last_plan = Plan()
         """What the last step was."""
         self.before_step: Callable[[int], None] = lambda tokens: None
-        """Called with the number of tokens of each step before it is computed."""
+        """Called with the number of tokens that are in flight, before each step is computed."""
         if options.use_warmup:
             warm_up(self)
 
-    def _log_memory(self, options: EngineOptions, blocks: int, specs: list[KVSpec]) -> None:
+    def close(self) -> None:
+        """End its workers."""
+        self._executor.close()
+
+    def _log_memory(
+        self, config_json: Mapping[str, Any], options: EngineOptions, blocks: int, profile: MemoryProfile
+    ) -> None:
         """The numbers of ``penstock plan memory``."""
-        model_size = model_size_of(self.model.config.raw)
-        size = bytes_per_token(specs)
+        info, model_size = self.info, model_size_of(config_json)
+        size = profile.host_block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
-        dtype = str(self.model.dtype).removeprefix("torch.")
         logger.info(
             "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
             "%d blocks for prompts",
-            weight_bytes(model_size, options.quantization, dtype, bool(self.model.mtp_heads)) / 1e9,
+            weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers)) / 1e9,
             cache.bytes / 1e9,
             cache.bytes_per_token,
             cache.tokens,
@@ -192,18 +152,6 @@ class Engine:
             cache.max_len,
             cache.prompt_blocks,
         )
-
-    def _drafter(
-        self, speculative: SpeculativeConfig, options: EngineOptions, draft: Runner | None, blocks: int
-    ) -> Drafter:
-        """Who guesses; ``draft`` runs the draft model, where there is one."""
-        rows = options.max_num_seqs
-        if draft:
-            size, tokens = options.block_size, options.max_num_batched_tokens
-            return DraftModel(draft, blocks=blocks, block_size=size, rows=rows, tokens=tokens)
-        if self.model.mtp_heads:
-            return HeadsAhead(self._runner, len(self.model.mtp_heads), rows)
-        return Lookup(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
 
     def check(self, request: EngineRequest) -> None:
         """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
@@ -253,66 +201,115 @@ class Engine:
     @property
     def gpu_memory(self) -> int:
         """Bytes allocated on a GPU."""
-        return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        asked = self._executor.call(DeviceMemory())
+        self._executor.wait(asked)
+        found: int = asked.result()
+        return found
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests that have not ended."""
-        return self.scheduler.unfinished > 0
+        """Whether there are requests that have not ended, or steps in flight."""
+        return self.scheduler.unfinished > 0 or bool(self._in_flight)
 
     def step(self) -> list[TokenDelta]:
-        """Run one step. What goes wrong in it ends the requests it was for, and no others, unless it shows that no step
-        can be run any more: then ``failure`` says so, and all requests end with it."""
-        if self.adapters.unsettled:
-            self.adapters.settle()
+        """Submit steps until as many are in flight as may be, and take in the oldest.
+
+        What goes wrong in a step ends the requests that it was for, and no others, unless it shows that no step can be
+        computed any more: then ``failure`` says so, and all requests end with it.
+        """
         deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.let_in()
-        plan = self.scheduler.schedule()
-        if not plan:
-            if compiling := self.scheduler.compiling:
-                wait(compiling, COMPILING, FIRST_COMPLETED)
-            return deltas
-        self.steps, self.last_plan = self.steps + 1, plan
-        begun = time.perf_counter()
-        self.before_step(plan.tokens)
         try:
-            if self.speculation:
-                self.speculation.fill(plan)
-            outcome = self._runner.collect(self._runner.submit(plan))
-        except BaseException as error:
-            deltas += self.scheduler.fail(plan, Failure(Code.INTERNAL, "the step failed; the log says why"))
-            if not isinstance(error, Exception):
-                raise  # an interrupt: the blocks are back, the rest is the caller's matter
-            logger.exception("a step of %d tokens failed", plan.tokens)
-            self._failed_steps += 1
-            if self._failed_steps == MOST_FAILED_STEPS or not self._still_computes():
-                self.failure = FAILED
-                logger.error("the engine has failed: %s", FAILED.message)
-                deltas += [d for name in self.scheduler.requests() for d in self.scheduler.abort(name, FAILED)]
-            return deltas
-        self._failed_steps = 0
-        if self.speculation:
-            self.speculation.learn(plan, outcome, time.perf_counter() - begun)
-        deltas += self.scheduler.update(plan, outcome)
-        if self.speculation:
-            self.speculation.follow(plan, outcome)
+            if self.adapters.unsettled:
+                self.adapters.settle()
+            while len(self._in_flight) < self._depth and (plan := self.scheduler.schedule()):
+                self._in_flight.append((plan, time.perf_counter()))
+                self.before_step(sum(plan.tokens for plan, _ in self._in_flight))
+                failed = self._submit(plan)
+                if failed is not None:
+                    return deltas + failed
+            if self._in_flight:
+                return deltas + self._collect()
+        except WorkerLostError as error:
+            logger.error("the engine has failed: %s", error)
+            return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
+        if compiling := self.scheduler.compiling:
+            wait(compiling, COMPILING, FIRST_COMPLETED)
         return deltas
 
-    def _still_computes(self) -> bool:
-        """Whether a step of one token, of which nothing is kept, can be run: no, where a device has failed for good."""
-        pool = self.scheduler.device
-        if not pool.free:  # others hold all of it, whose steps will show
-            return True
-        greedy = SamplingParams(max_tokens=1, temperature=0)
-        trial = Sequence(EngineRequest(request_id="", prompt=[0], sampling=greedy), 0, 0, -1)
-        trial.row, trial.blocks = 0, pool.allocate(1)
-        draws = () if not self.model.config.has_lm_head else (trial,)
+    def _submit(self, plan: Plan) -> list[TokenDelta] | None:
+        """Send a step. Returns the last deltas of its requests where it cannot be sent."""
+        self.steps, self.last_plan = self.steps + 1, plan
         try:
-            self._runner.collect(self._runner.submit(Plan(items=[Item(trial, 0, 1, draws, [])])))
+            updates = self.scheduler.builder.updates(plan)
+            if self.speculation:
+                updates = self.speculation.fill(plan, updates, self._propose)
+            masks = self._masks.begin([(one.guide, item.draft) for item in plan.items for one in item.samples])
+            self._executor.submit(self.scheduler.builder.step(plan, updates, masks is not None), masks)
+        except WorkerLostError:
+            raise
+        except BaseException as error:
+            self._in_flight.pop()
+            return self._failed(plan, error)
+        return None
+
+    def _propose(self, wanted: Propose) -> list[list[int]]:
+        asked = self._executor.call(wanted)
+        self._executor.wait(asked)
+        drafts: list[list[int]] = asked.result()
+        return drafts
+
+    def _collect(self) -> list[TokenDelta]:
+        try:
+            output = self._executor.collect()
+        except WorkerLostError:
+            raise
+        except BaseException as error:
+            plan, _ = self._in_flight.popleft()
+            return self._failed(plan, error)
+        plan, submitted = self._in_flight.popleft()
+        self._failed_steps = 0
+        now = time.perf_counter()
+        begun, self._collected = max(submitted, self._collected), now
+        if self.speculation:
+            self.speculation.verified(plan, output, now - begun)
+        return self.scheduler.update(plan, output)
+
+    def _failed(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
+        """A step went wrong: its requests end, and all do where no step can be computed any more."""
+        deltas = self.scheduler.fail(plan, STEP_FAILED)
+        if not isinstance(error, Exception):
+            raise error  # an interrupt: the blocks are back, the rest is the caller's matter
+        logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
+        self._failed_steps += 1
+        if self._failed_steps == MOST_FAILED_STEPS or not self._still_computes():
+            logger.error("the engine has failed: %s", FAILED.message)
+            deltas += self._give_up(FAILED)
+        return deltas
+
+    def _give_up(self, failure: Failure) -> list[TokenDelta]:
+        """Nothing can be computed any more."""
+        self.failure = failure
+        deltas = [delta for plan, _ in self._in_flight for delta in self.scheduler.fail(plan, failure)]
+        self._in_flight.clear()
+        return deltas + [d for name in self.scheduler.requests() for d in self.scheduler.abort(name, failure)]
+
+    def _still_computes(self) -> bool:
+        """Whether a step of one token, of which nothing is kept, can be computed: no, where a device has failed for
+        good."""
+        pool = self.scheduler.device
+        if self._in_flight or not pool.free:  # others will show
+            return True
+        blocks = pool.allocate(1)
+        try:
+            self._executor.submit(trial_step(self.scheduler.options.max_num_seqs, blocks[0], self.info.has_lm_head))
+            self._executor.collect()
+        except WorkerLostError:
+            raise
         except Exception:
             logger.exception("a step of a single token failed, too")
             return False
         finally:
-            pool.release(trial.blocks)
+            pool.release(blocks)
         return True
 
     def _form(self, request: EngineRequest) -> GuidedDecodingParams | None:
@@ -325,48 +322,25 @@ class Engine:
         return form
 
     def _check(self, request: EngineRequest) -> None:
-        config = self.model.config
+        info = self.info
         if request.pooling:
-            if (request.pooling.dimensions or 0) > config.hidden_size:
-                raise invalid("dimensions", f"must be at most the model's {config.hidden_size}", config.hidden_size)
-        elif not config.has_lm_head:
+            if (request.pooling.dimensions or 0) > info.hidden_size:
+                raise invalid("dimensions", f"must be at most the model's {info.hidden_size}", info.hidden_size)
+        elif not info.has_lm_head:
             words = "this checkpoint has no head to generate with; it makes embeddings only"
             raise PenstockError(Code.UNSUPPORTED, words)
-        _check(request, config.vocab_size)
+        _check(request, info.vocab_size)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise invalid("device", f"{name!r} is none: use cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
-    return device
+def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) -> Executor:
+    """The executor that the options name; nothing is loaded yet."""
+    if options.distributed_executor_backend == "mp":
+        from .executor.processes import Processes
 
+        return Processes(options, logs)
+    from .executor.inline import Inline  # which brings PyTorch
 
-def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Path | None:
-    """The checkpoint of the draft model, where there is to be one.
-
-    Raises ``PenstockError`` (``invalid``) where none is named, or it cannot guess for the model, or the model is to
-    guess by itself and cannot.
-    """
-    if not speculative or speculative.method == "ngram":
-        return None
-    if speculative.method == "mtp":
-        if not model.num_mtp_layers:
-            raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
-        return None
-    folder = Path(speculative.model) if speculative.model else None
-    if not folder and (not options.model or Path(options.model) == demo.CHAT):
-        folder = demo.DRAFT
-    if not folder and speculative.method:
-        raise invalid("speculative_config", "name the draft model's folder as model")
-    if folder and (known := read_config(folder).vocab_size) != model.vocab_size:
-        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocab_size}")
-    return folder
+    return Inline(options, depth)
 
 
 def _check(request: EngineRequest, vocabulary: int) -> None:

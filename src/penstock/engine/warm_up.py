@@ -20,7 +20,7 @@ def warm_up(engine: Engine) -> None:
 
     Raises ``PenstockError`` where a step fails.
     """
-    begun, options, vocabulary = time.monotonic(), engine.scheduler.options, engine.model.config.vocab_size
+    begun, options, vocabulary = time.monotonic(), engine.scheduler.options, engine.info.vocab_size
     longest = min(options.max_model_len - 1, options.max_prompt_len or options.max_model_len)
     lengths = [longest, *[1] * (options.max_num_seqs - 1)]
     left: list[EngineRequest] = []
@@ -32,7 +32,7 @@ def warm_up(engine: Engine) -> None:
                 prompt=[i % vocabulary for i in range(length)],
                 sampling=SamplingParams(temperature=1 - number % 2, max_tokens=tokens, ignore_eos=True),
                 cache_salt="warm-up",
-                pooling=PoolingParams() if not engine.model.config.has_lm_head else None,
+                pooling=None if engine.info.has_lm_head else PoolingParams(),
             )
         )
     while left or engine.busy:

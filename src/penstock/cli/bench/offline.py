@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(options.pop("model"), **options)
     figures = (latency if args.kind == "latency" else throughput)(llm, args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    figures = {"bench": args.kind, "kernels": llm.engine.fingerprint, **figures, "peak_memory_gib": peak}
+    figures = {"bench": args.kind, "kernels": llm.engine.info.fingerprint, **figures, "peak_memory_gib": peak}
     if args.json:
         json.dump(figures, sys.stdout, indent=1)
         print()
@@ -81,7 +81,7 @@ def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 def _timed(llm: LLM, sequences: int, input_len: int, output_len: int, show: bool = False) -> float:
     from penstock.core import SamplingParams
 
-    rng, vocabulary = Random(0), llm.engine.model.config.vocab_size
+    rng, vocabulary = Random(0), llm.engine.info.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(input_len)] for _ in range(sequences)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     begun = time.perf_counter()

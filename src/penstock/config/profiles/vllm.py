@@ -28,6 +28,8 @@ GRAPHS = "a step is recorded once for batches of every size"
 ROLES = "separate prefill and decode instances are not there yet; without it one instance does both"
 OF_TEXT = "models here read text; images and videos are refused in requests"
 NO_CODE = "no code is loaded that a flag or a checkpoint names"
+EXECUTORS = {"uni": "uni", "mp": "mp", "ray": "uni", "external_launcher": "uni"}
+"""By vLLM's names; the last two place several devices, of which there is one."""
 IN_METRICS = "figures are in /metrics, not in the log"
 LOGGED = "the log has a line for each request, and never its text"
 
@@ -118,7 +120,7 @@ FLAGS: Mapping[str, Alias] = {
         "an engine that does nothing takes no step; there is no way to send it to sleep", switch=True
     ),
     "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
-    "distributed_executor_backend": ignored(ONE_DEVICE),
+    "distributed_executor_backend": Alias("distributed_executor_backend", chosen(EXECUTORS)),
     "disable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
     "fully_sharded_loras": ignored(ONE_DEVICE, switch=True),
     "max_parallel_loading_workers": ignored("weights are mapped, not copied"),

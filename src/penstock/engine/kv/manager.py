@@ -139,6 +139,7 @@ class Room:
             copies.append((sequence.blocks[written], blocks[0]))
             self._device.release([sequence.blocks[written]])
             sequence.blocks[written] = blocks.pop(0)
+            sequence.sent_blocks = min(sequence.sent_blocks, written)
         sequence.blocks += blocks
         return copies
 
@@ -173,14 +174,14 @@ class Room:
 
     def branch(self, family: list[Sequence], chosen: list[Branch]) -> None:
         """Let beams go on from others' tokens, over the same blocks."""
-        old = [(one.tokens, one.blocks, one.chain, one.counts) for one in family]
+        old = [(one.tokens, one.blocks, one.chain) for one in family]
         for one, branch in zip(family, chosen, strict=True):
-            tokens, blocks, chain, one.counts = old[branch.parent]
+            tokens, blocks, chain = old[branch.parent]
             shared = blocks[: self._device.blocks_for(one.planned)]
             self._device.hold(shared)
             one.tokens, one.blocks, one.chain = [*tokens, branch.token], shared, chain.copy()
-            one.guide = branch.guide
-        for one, (_, blocks, _, _) in zip(family, old, strict=True):
+            one.guide, one.sent_blocks = branch.guide, len(shared)
+        for one, (_, blocks, _) in zip(family, old, strict=True):
             self._device.release(blocks)
             if self._never_evicting:
                 self._reserve(one, self._device.blocks_for(one.longest) - one.planned // self._device.block_size)
@@ -220,7 +221,8 @@ class Room:
         """Name the full blocks of its tokens for the prefix cache, and of those that it is about to get."""
         request = sequence.request
         start = b"" if sequence.chain else prefix.root(self._weights, request.adapter, request.cache_salt)
-        prefix.extend(sequence.chain, start, sequence.tokens + (drawn or []), self._device.block_size)
+        tokens = sequence.tokens + drawn if drawn else sequence.tokens
+        prefix.extend(sequence.chain, start, tokens, self._device.block_size)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
         """Whether the next token goes into a block that others hold, too."""

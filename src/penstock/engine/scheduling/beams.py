@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core import Code, Failure, FinishReason, Logprob, PerfMetrics, TokenDelta
 
 from ..guided import Guide
-from .plan import Candidates
+from ..step import Candidates
 from .sequence import Sequence
 
 Path = tuple["Path", Logprob] | None

@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.core import Failure, FinishReason, TokenDelta
 
-from .plan import Draw
+from ..step import Draw
 from .sequence import Sequence
 
 
@@ -19,7 +19,10 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
         return failed(sequence, (guide and guide.failure) or draw.failure)
     for i, token in enumerate(token_ids, 1):
         if guide and token in sequence.request.eos_token_ids:
-            token = token_ids[i - 1] = guide.for_end(token)
+            ended, token = token, guide.for_end(token)
+            if token != ended:
+                token_ids[i - 1] = token
+                _replace(sequence)
             if draw.logprobs:  # which stay those of what was drawn
                 draw.logprobs[i - 1][0] = msgspec.structs.replace(draw.logprobs[i - 1][0], token_id=token)
         sequence.tokens.append(token)
@@ -33,8 +36,9 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
             finished = FinishReason.STOP
         elif len(sequence.tokens) >= sequence.longest or (guide and guide.spent):
             finished = FinishReason.LENGTH
-        elif guide and i == len(token_ids) and _may_jump(sequence):
-            token_ids += guide.forced()
+        elif guide and i == len(token_ids) and _may_jump(sequence) and (forced := guide.forced()):
+            token_ids += forced
+            _replace(sequence)
         if finished:
             del token_ids[i:]
     for told in (draw.logprobs, draw.logits):
@@ -58,6 +62,12 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
     sequence.prompt_logprobs = sequence.context_logits = None
     sequence.queued = 0.0
     return delta
+
+
+def _replace(sequence: Sequence) -> None:
+    """The next token that is appended is one that the workers have not sampled."""
+    first = len(sequence.tokens)
+    sequence.replaced = first if sequence.replaced is None else min(sequence.replaced, first)
 
 
 def failed(sequence: Sequence, failure: Failure) -> TokenDelta:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
 from penstock.config.options import SchedulerOptions
@@ -23,11 +23,13 @@ from ..guided import Grammar
 from ..kv.block_pool import BlockPool
 from ..kv.manager import Place, Room, Startable
 from ..spec.speculation import Speculation
+from ..step import Draw, StepOutput
 from .beams import Beams
 from .intake import Intake
 from .outputs import append, failed, pool
-from .plan import Draw, Item, Outcome, Plan
+from .plan import Item, Plan
 from .sequence import Sequence, State
+from .step_builder import StepBuilder
 from .waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,18 @@ class Scheduler:
         device: blocks of the KV cache.
         host: blocks of the host tier, where swapped sequences wait; None where there is no such tier.
         weights: names the weights in the prefix cache.
+        slots: of LoRA adapters, by what requests are marked with.
 
     Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
-        self, options: SchedulerOptions, device: BlockPool, host: BlockPool | None = None, weights: str = ""
+        self,
+        options: SchedulerOptions,
+        device: BlockPool,
+        host: BlockPool | None = None,
+        weights: str = "",
+        slots: Mapping[str, int] | None = None,
     ) -> None:
         self.options = options
         self.device = device
@@ -60,6 +68,8 @@ class Scheduler:
         """Who guesses tokens ahead."""
         self._room = Room(options, device, host, weights)
         self.intake = Intake(options, device, self._room, self.waiting)
+        self.builder = StepBuilder(slots)
+        """Makes messages of plans."""
         self._families: dict[str, list[Sequence]] = {}
         self._startable: Startable | None = None
         """Of those who wait; None where it is to be counted anew."""
@@ -226,7 +236,7 @@ class Scheduler:
             self._guess(plan)
         return plan
 
-    def update(self, plan: Plan, outcome: Outcome) -> list[TokenDelta]:
+    def update(self, plan: Plan, outcome: StepOutput) -> list[TokenDelta]:
         """Take in what the oldest step under way brought."""
         self._startable = None
         deltas: list[TokenDelta] = []
@@ -272,7 +282,9 @@ class Scheduler:
         """Tokens the sequence would compute now, had it the step to itself."""
         total = len(sequence.tokens) + sequence.pending
         if sequence.paused or sequence.guessing or (sequence.pending and (total >= sequence.longest or sequence.beams)):
-            return 0  # nobody knows how far it is, or its last token is being drawn, or who goes on
+            return 0  # its draft is not verified, its last token is in flight, or beams are not ranked
+        if sequence.pending and (sequence.guide or (self.speculation and self.speculation.active)):
+            return 0  # what may come next, or a draft, depends on the token in flight
         threshold = self.options.long_prefill_token_threshold
         return min(total - sequence.planned, threshold or total)
 
@@ -286,7 +298,7 @@ class Scheduler:
             if item.samples != (sequence,) or sequence.pending > 1 or not sequence.generated or sequence.beams:
                 continue
             most = min(budget, sequence.longest - len(sequence.tokens) - 1)
-            draft = self.speculation.guess(sequence, most) if most > 0 else []
+            draft = self.speculation.draft(sequence, most) if most > 0 else []
             missing = self._room.missing(sequence, len(draft))
             if not draft or missing > self.device.free:
                 continue
@@ -340,7 +352,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
-        sequence.row = self._rows.pop()
+        sequence.row, sequence.sent_blocks = self._rows.pop(), -1
         bisect.insort(self.running, sequence, key=self.waiting.turn)
 
     def _unborn(self, sequence: Sequence) -> int:
@@ -387,7 +399,10 @@ class Scheduler:
                 self._end(one)
             self._forget(sequence.request.request_id)
             return beams.deltas(family)
+        rows = [one.row for one in family]
         self._room.branch(family, chosen)
+        for one, branch in zip(family, chosen, strict=True):
+            self.builder.branch(one.row, rows[branch.parent], len(one.tokens) - 1, branch.token)
         return []
 
     def _forget_if_ended(self, request_id: str) -> None:
@@ -431,7 +446,7 @@ class Scheduler:
         assert first.beams
         if others:
             first.guide = first.beams.guide
-        first.beams, first.counts = Beams(first), None
+        first.beams = Beams(first)
         return first
 
     def _end(self, sequence: Sequence) -> None:

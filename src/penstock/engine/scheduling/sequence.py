@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from copy import copy
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from penstock.core import EngineRequest, Logprob, PerfMetrics
 
 from ..guided import Guide
-from ..worker.pooling import Pooled
+from .pooling import Pooled
 
 if TYPE_CHECKING:
-    from ..worker.token_counts import TokenCounts
     from .beams import Beams
 
 
@@ -42,7 +40,7 @@ class Sequence:
         "chain",
         "computed",
         "context_logits",
-        "counts",
+        "draft_len",
         "draft_tokens",
         "first_scheduled",
         "guessing",
@@ -58,14 +56,15 @@ class Sequence:
         "prompt_length",
         "prompt_logprobs",
         "queued",
-        "reach",
         "read",
+        "replaced",
         "request",
         "reserved",
         "row",
         "seed",
         "seen",
         "seen_in_prompt",
+        "sent_blocks",
         "state",
         "steps_under_way",
         "stops",
@@ -94,21 +93,23 @@ class Sequence:
         self.guessing = 0
         self.paused = False
         """Whether it waits for what it has made to be read."""
-        self.reach: int | None = None
-        """How many tokens are guessed ahead; None before the first time."""
+        self.draft_len: int | None = None
+        """Draft tokens at a time; None before the first."""
         self.seen: dict[tuple[int, ...], int] = {}
         self.read = self.prompt_length
-        """What followed runs of its tokens beyond the prompt, of so many of them (``speculation.Lookup``)."""
+        """What followed runs of its tokens beyond the prompt, of so many of them (``NGramDrafter``)."""
         self.seen_in_prompt: dict[tuple[int, ...], int] = {}
         """The same of the prompt, for all siblings."""
-        self.counts: TokenCounts | None = None
-        """How often it has each token, as far as penalties have asked for it (``counts.counts_of``)."""
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.reserved = 0
         """Blocks set aside for it beyond those it has."""
         self.row = -1
-        """Its row in the batch's arrays while it runs."""
+        """Its row in the workers' batch while it runs."""
+        self.sent_blocks = -1
+        """Of ``blocks``, how many the workers know; -1 where they do not know the sequence."""
+        self.replaced: int | None = None
+        """The first token that is another than the workers sampled; None where there is none."""
         self.chain: list[bytes] = []
         """Names of its full blocks in the prefix cache (``prefix.extend``)."""
         self.cached: int | None = None
@@ -159,14 +160,6 @@ class Sequence:
             self.context_logits = []
         if self.pooled:
             self.pooled.reset()
-
-    def ahead(self, tokens: list[int]) -> Sequence:
-        """What it would be with more tokens, for what is drawn after them."""
-        if not tokens:
-            return self
-        later = copy(self)
-        later.tokens = self.tokens + tokens
-        return later
 
     @property
     def limits(self) -> Guide | None:

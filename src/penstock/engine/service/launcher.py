@@ -20,6 +20,7 @@ import msgspec
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
+from ..exit_status import in_words
 from . import wire
 from .heartbeat import Heartbeat
 
@@ -158,7 +159,3 @@ async def end(process: Process, patience: float, kill: bool = False) -> int:
         logger.error("process %d does not end and is killed", process.pid)
         process.kill()
         return await process.wait()
-
-
-def in_words(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

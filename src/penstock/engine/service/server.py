@@ -27,11 +27,12 @@ import msgspec
 import zmq
 
 from penstock.config import logs
-from penstock.config.options import EngineOptions
+from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 
+from ..step_times import FIRST_STEP, StepTimes
 from . import wire
-from .heartbeat import Heartbeat, StepTimes
+from .heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +49,20 @@ MESSAGES_A_STEP = 256
 
 PROMPT_LOGPROBS = 64
 """Positions of a prompt whose log probabilities go in one message."""
-FIRST_STEP = 9
-"""Times ``engine_iteration_timeout`` that the first step may take, of which nothing is known yet."""
 SILENT = Failure(Code.UNAVAILABLE, "the process that asked for it fell silent")
 
 
 class Server:
     """An engine and the clients it serves."""
 
-    def __init__(self, address: str, options: EngineOptions, report: BinaryIO) -> None:
+    def __init__(self, address: str, options: EngineOptions, logs: LogOptions, report: BinaryIO) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._options = options
+        self._logs = logs
         self._report = report
         self._heartbeat = Heartbeat(address)
         self._step_times = StepTimes(FIRST_STEP * options.engine_iteration_timeout)
@@ -86,7 +86,7 @@ class Server:
         try:
             from ..engine import Engine
 
-            self._engine = Engine(self._options)
+            self._engine = Engine(self._options, self._logs)
             self._engine.before_step = self._before_step
             gc.collect()
             gc.freeze()  # what is there now stays, and need not be looked through again and again
@@ -97,11 +97,11 @@ class Server:
         self._ready = wire.Ready(
             pid=os.getpid(),
             max_model_len=self._engine.max_model_len,
-            vocabulary=self._engine.model.config.vocab_size,
+            vocabulary=self._engine.info.vocab_size,
             blocks=self._engine.scheduler.device.total,
             block_size=self._options.block_size,
-            fingerprint=self._engine.fingerprint,
-            batch_invariant=self._engine.batch_invariant,
+            fingerprint=self._engine.info.fingerprint,
+            batch_invariant=self._engine.info.batch_invariant,
             adapters=self._engine.adapters.paths,
             iteration_timeout=self._options.engine_iteration_timeout,
         )
@@ -379,7 +379,7 @@ def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=wire.Start)
     die_with(start.parent)
     logs.set_up(start.logs, "engine")
-    Server(sys.argv[1], start.options, report).run()
+    Server(sys.argv[1], start.options, start.logs, report).run()
 
 
 if __name__ == "__main__":

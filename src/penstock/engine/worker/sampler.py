@@ -1,10 +1,9 @@
-"""From scores to tokens: adjust, choose, and tell how likely."""
+"""From logits to tokens: adjust, sample, and give log probabilities."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from penstock.core import Code, Failure, Logprob, SamplingParams
 
-from ..scheduling.plan import Candidates, Draw
-from ..scheduling.sequence import Sequence
+from ..step import Candidates, Draw
 from .philox import uniform
-from .token_counts import counts_of
+from .row import Position
 
 NEVER = float("-inf")
 NO_SCORES = Failure(Code.INTERNAL, "the model's scores of the next token are no finite numbers")
@@ -26,7 +24,7 @@ BIN_SHIFT = 20
 """Bits of a float32 that its bin leaves away: eight bins from one power of two to the next."""
 
 
-def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = None) -> list[Draw]:
+def sample(scores: Tensor, positions: Sequence[Position], allowed: Tensor | None = None) -> list[Draw]:
     """Draw the next token of each sequence.
 
     Every row is handled as if it were alone: what it draws depends on its scores, its tokens, its parameters and its
@@ -36,45 +34,43 @@ def sample(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
         scores: ``[sequences, vocabulary]`` float32.
         allowed: ``[sequences, vocabulary / 32]`` int32, a bit for each token that may be drawn; None is all.
     """
-    adjusted = adjust(scores, sequences, allowed)
+    adjusted = adjust(scores, positions, allowed)
     chosen = adjusted.argmax(-1)  # which of numbers and what is none takes the latter
     best = adjusted.gather(-1, chosen[:, None])[:, 0].tolist()
-    random = [i for i, sequence in enumerate(sequences) if not sequence.request.sampling.greedy]
+    random = [i for i, position in enumerate(positions) if not position.params.greedy]
     for start in range(0, len(random), ROWS_AT_ONCE):
         some = random[start : start + ROWS_AT_ONCE]
-        chosen[some] = choose(adjusted[some], [sequences[i] for i in some])
+        chosen[some] = choose(adjusted[some], [positions[i] for i in some])
     token_ids = chosen.tolist()
-    searching = [i for i, sequence in enumerate(sequences) if sequence.beams]
-    found = dict(zip(searching, candidates(scores, searching, sequences, allowed), strict=True))
-    listed = [i for i, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
-    wanted = [sequences[i].request.sampling.logprobs or 0 for i in listed]
-    own = told_scores(scores[listed], [sequences[i].request.sampling for i in listed])
+    searching = [i for i, position in enumerate(positions) if position.row.num_candidates]
+    found = dict(zip(searching, candidates(scores, searching, positions, allowed), strict=True))
+    listed = [i for i, position in enumerate(positions) if position.params.logprobs is not None]
+    wanted = [positions[i].params.logprobs or 0 for i in listed]
+    own = told_scores(scores[listed], [positions[i].params for i in listed])
     told = dict(zip(listed, logprobs(own, chosen[listed], wanted), strict=True)) if listed else {}
 
-    def draw(i: int, sequence: Sequence) -> Draw:
+    def draw(i: int, position: Position) -> Draw:
         if not math.isfinite(best[i]):
             nothing = best[i] == NEVER and bool(scores[i].amax().isfinite())
             if not (nothing and i in found):  # other beams may go on
                 return Draw([], failure=NOTHING_ALLOWED if nothing else NO_SCORES)
         if i in found:
             return Draw([], candidates=found[i])
-        logits = [scores[i].numpy(force=True).tobytes()] if sequence.request.sampling.return_generation_logits else None
+        logits = [scores[i].numpy(force=True).tobytes()] if position.params.return_generation_logits else None
         return Draw([token_ids[i]], [told[i]] if i in told else None, logits)
 
-    return [draw(i, sequence) for i, sequence in enumerate(sequences)]
+    return [draw(i, position) for i, position in enumerate(positions)]
 
 
 def candidates(
-    scores: Tensor, rows: Rows[int], sequences: Rows[Sequence], allowed: Tensor | None
+    scores: Tensor, rows: Sequence[int], positions: Sequence[Position], allowed: Tensor | None
 ) -> Iterator[Candidates]:
     """What beams may go on with: of each row so many of the likeliest tokens as its search looks at, with their log
     probabilities, which are adjusted as such (and not the scores before, which is how transformers does it)."""
     for row in rows:
-        beams = sequences[row].beams
-        assert beams is not None
         own = None if allowed is None else allowed[row : row + 1]
-        table = adjust(scores[row : row + 1].log_softmax(-1), [sequences[row]], own)[0]
-        values, ids = table.topk(min(beams.keep, len(table)))
+        table = adjust(scores[row : row + 1].log_softmax(-1), [positions[row]], own)[0]
+        values, ids = table.topk(min(positions[row].row.num_candidates, len(table)))
         sound = values > NEVER
         yield Candidates(ids[sound].numpy(force=True), values[sound].numpy(force=True))
 
@@ -82,16 +78,16 @@ def candidates(
 # --- Adjusting --------------------------------------------------------------------------------------------------------
 
 
-def adjust(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = None) -> Tensor:
+def adjust(scores: Tensor, positions: Sequence[Position], allowed: Tensor | None = None) -> Tensor:
     """Scores with everything applied that a request asks for besides temperature and truncation."""
     changed = scores
-    for i, sequence in enumerate(sequences):
+    for i, position in enumerate(positions):
         for needed, apply in ADJUSTMENTS:
-            if needed(sequence.request.sampling):
+            if needed(position.params):
                 if changed is scores:
                     changed = scores.clone()
-                apply(changed[i], sequence)
-        if allowed is not None and sequence.guide and not (allowed[i] == -1).all():
+                apply(changed[i], position)
+        if allowed is not None and not (allowed[i] == -1).all():
             if changed is scores:
                 changed = scores.clone()
             bits = np.unpackbits(allowed[i].cpu().numpy().view(np.uint8), count=scores.shape[1], bitorder="little")
@@ -99,49 +95,49 @@ def adjust(scores: Tensor, sequences: Rows[Sequence], allowed: Tensor | None = N
     return changed
 
 
-def _only_allowed(row: Tensor, sequence: Sequence) -> None:
-    allowed = list(sequence.request.sampling.allowed_token_ids or ())
+def _only_allowed(row: Tensor, position: Position) -> None:
+    allowed = list(position.params.allowed_token_ids or ())
     kept = row[allowed]
     row.fill_(NEVER)
     row[allowed] = kept
 
 
-def _no_bad_words(row: Tensor, sequence: Sequence) -> None:
+def _no_bad_words(row: Tensor, position: Position) -> None:
     """Of each bad sequence whose beginning has just come out, the last token must not."""
 
     def has_begun(beginning: list[int]) -> bool:
-        end = sequence.tokens[len(sequence.tokens) - len(beginning) :]
-        return sequence.generated >= len(beginning) and end == beginning
+        end = position.row.tokens[position.length - len(beginning) : position.length]
+        return position.generated >= len(beginning) and end.tolist() == beginning
 
-    row[[last for *beginning, last in sequence.request.sampling.bad_word_ids if has_begun(beginning)]] = NEVER
-
-
-def _no_stop_yet(row: Tensor, sequence: Sequence) -> None:
-    if sequence.generated < sequence.request.sampling.min_tokens:
-        row[[token for token in sequence.stops if token < len(row)]] = NEVER
+    row[[last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]] = NEVER
 
 
-def _bias(row: Tensor, sequence: Sequence) -> None:
-    biases = sequence.request.sampling.logit_bias
+def _no_stop_yet(row: Tensor, position: Position) -> None:
+    if position.generated < position.params.min_tokens:
+        row[[token for token in position.row.stop_token_ids if token < len(row)]] = NEVER
+
+
+def _bias(row: Tensor, position: Position) -> None:
+    biases = position.params.logit_bias
     row[list(biases)] += torch.tensor(list(biases.values()), device=row.device)
 
 
-def _repetition(row: Tensor, sequence: Sequence) -> None:
+def _repetition(row: Tensor, position: Position) -> None:
     """Keskar et al., 2019: over prompt and output, divided where positive, multiplied where negative."""
-    seen = torch.from_numpy(counts_of(sequence).token_ids).to(row.device)
-    penalty, said = sequence.request.sampling.repetition_penalty, row[seen]
+    seen = torch.from_numpy(position.counts.token_ids).to(row.device)
+    penalty, said = position.params.repetition_penalty, row[seen]
     row[seen] = torch.where(said > 0, said / penalty, said * penalty)
 
 
-def _frequency_and_presence(row: Tensor, sequence: Sequence) -> None:
+def _frequency_and_presence(row: Tensor, position: Position) -> None:
     """As OpenAI defines them, over the output."""
-    sampling = sequence.request.sampling
-    found = counts_of(sequence)
+    sampling = position.params
+    found = position.counts
     seen, times = torch.from_numpy(found.output_ids).to(row.device), torch.from_numpy(found.output_times).to(row.device)
     row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
 
-Adjustment = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Sequence], None]]
+Adjustment = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Position], None]]
 ADJUSTMENTS: tuple[Adjustment, ...] = (
     (lambda p: p.allowed_token_ids is not None, _only_allowed),
     (lambda p: bool(p.bad_word_ids), _no_bad_words),
@@ -153,23 +149,15 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 """Who needs it, and what it does to a row of scores; in this order."""
 
 
-def wants_likeliest(sequence: Sequence) -> bool:
-    """Whether its next token is the one of the best score as it is, and nothing else is asked for."""
-    sampling = sequence.request.sampling
-    if sequence.beams or sampling.return_generation_logits:
-        return False
-    return sampling.greedy and sampling.logprobs is None and not any(needed(sampling) for needed, _ in ADJUSTMENTS)
-
-
 # --- Choosing ---------------------------------------------------------------------------------------------------------
 
 
-def choose(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def choose(scores: Tensor, positions: Sequence[Position]) -> Tensor:
     """Draw from what temperature, min-p, top-k and top-p leave, ``[rows]`` int64.
 
     The draw inverts the cumulative distribution in the order of token ids, summed in float64.
     """
-    params = [sequence.request.sampling for sequence in sequences]
+    params = [position.params for position in positions]
     column = torch.tensor([p.temperature for p in params], device=scores.device)[:, None]
     scaled = scores / column.clamp(min=1e-5)
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
@@ -186,9 +174,9 @@ def choose(scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
             _truncate(weights[i], mass, p.top_p * mass.sum().item())
     cumulative = weights.double().cumsum(-1)
     numbers = uniform(
-        np.array([sequence.seed & (2**64 - 1) for sequence in sequences], np.uint64),
-        np.array([len(sequence.tokens) for sequence in sequences], np.uint32),
-        np.array([sequence.index for sequence in sequences], np.uint32),
+        np.array([row.seed & (2**64 - 1) for row, *_ in positions], np.uint64),
+        np.array([length for _, length, *_ in positions], np.uint32),
+        np.array([row.index for row, *_ in positions], np.uint32),
     )
     marks = torch.from_numpy(numbers).to(scores.device)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, marks, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
@@ -215,7 +203,7 @@ def _truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:
 # --- Telling ----------------------------------------------------------------------------------------------------------
 
 
-def told_scores(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
+def told_scores(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Scores by which log probabilities are told: the model's own unless a request wants those at its temperature, or
     among what its top-p leaves (FastDeploy's ``temp_scaled_logprobs`` and ``top_p_normalized_logprobs``).
 
@@ -233,7 +221,7 @@ def told_scores(scores: Tensor, params: Rows[SamplingParams]) -> Tensor:
     return scores
 
 
-def logprobs(scores: Tensor, chosen: Tensor, wanted: Rows[int]) -> list[list[Logprob]]:
+def logprobs(scores: Tensor, chosen: Tensor, wanted: Sequence[int]) -> list[list[Logprob]]:
     """Of each row the chosen token's log probability and the ``wanted`` likeliest, under the model's own scores."""
     table = scores.log_softmax(-1)
     own = table.gather(-1, chosen[:, None])

@@ -1,47 +1,51 @@
-"""Which tokens a sequence has, and how often: kept from step to step, as penalties are of each token that there is."""
+"""How often a row has each token, for penalties: kept from step to step, so that a step costs only its new tokens."""
 
 from __future__ import annotations
 
-from typing import Self
-
 import numpy as np
-
-from ..scheduling.sequence import Sequence
 
 
 class TokenCounts:
-    """Counts of the tokens of one list, which only grows.
+    """Counts of a row's leading tokens.
 
     Args:
-        tokens: of the sequence.
-        prompt_length: tokens before its output.
+        prompt_length: tokens before the output.
     """
 
-    def __init__(self, tokens: list[int], prompt_length: int) -> None:
+    def __init__(self, prompt_length: int) -> None:
         self._prompt_length = prompt_length
-        self.tokens = tokens
-        self._read = 0
-        self._every = _Table()
+        self._counted: list[int] = []
+        self._all = _Table()
         self._output = _Table()
 
-    def of(self, tokens: list[int]) -> Self:
-        """Of another list, which begins with all that was counted here."""
-        other = type(self)(tokens, self._prompt_length)
-        other._read, other._every, other._output = self._read, self._every.copy(), self._output.copy()
-        return other
+    def copy(self) -> TokenCounts:
+        """For a beam that goes on from this one."""
+        twin = TokenCounts(self._prompt_length)
+        twin._counted, twin._all, twin._output = self._counted.copy(), self._all.copy(), self._output.copy()
+        return twin
 
-    def catch_up(self) -> None:
-        """Count the tokens that have come since."""
-        for at in range(self._read, len(self.tokens)):
-            self._every.add(self.tokens[at])
+    def rewind(self, length: int) -> None:
+        """Uncount all but the first ``length`` tokens, as drafts that were not accepted."""
+        while len(self._counted) > length:
+            token = self._counted.pop()
+            self._all.remove(token)
+            if len(self._counted) >= self._prompt_length:
+                self._output.remove(token)
+
+    def count(self, tokens: np.ndarray, length: int) -> None:
+        """Count the first ``length`` of ``tokens``, of which those that are counted have not changed."""
+        self.rewind(length)
+        done = len(self._counted)
+        for at, token in enumerate(tokens[done:length].tolist(), done):
+            self._all.add(token)
             if at >= self._prompt_length:
-                self._output.add(self.tokens[at])
-        self._read = len(self.tokens)
+                self._output.add(token)
+            self._counted.append(token)
 
     @property
     def token_ids(self) -> np.ndarray:
         """Each token of prompt and output once, ``[distinct]`` int64."""
-        return self._every.token_ids
+        return self._all.token_ids
 
     @property
     def output_ids(self) -> np.ndarray:
@@ -73,6 +77,13 @@ class _Table:
         self._held[0, place] = token
         self._held[1, place] += 1
 
+    def remove(self, token: int) -> None:
+        """The token that was added last."""
+        place = self._places[token]
+        self._held[1, place] -= 1
+        if not self._held[1, place]:  # then it was the last to come first
+            del self._places[token]
+
     @property
     def token_ids(self) -> np.ndarray:
         return self._held[0, : len(self._places)]
@@ -80,15 +91,3 @@ class _Table:
     @property
     def times(self) -> np.ndarray:
         return self._held[1, : len(self._places)]
-
-
-def counts_of(sequence: Sequence) -> TokenCounts:
-    """Counts of all tokens that a sequence has now."""
-    counts = sequence.counts
-    if counts is None:
-        counts = TokenCounts(sequence.tokens, sequence.prompt_length)
-    elif counts.tokens is not sequence.tokens:  # those of what it goes on from: a beam, or itself before guesses
-        counts = counts.of(sequence.tokens)
-    sequence.counts = counts
-    counts.catch_up()
-    return counts

@@ -1,192 +1,339 @@
-"""Runs plans: one forward pass over a flat batch, and a draw for every sequence that is due one."""
+"""A worker: one rank's model, KV cache and rows. It computes steps, and knows no scheduler and no request."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from functools import partial
-from itertools import accumulate
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core import Logprob
-from penstock.models import Model
-from penstock.ops import KVSpec, Ops
+from penstock.config.options import EngineOptions
+from penstock.models import LoRAAdapter, Model, load_lora
 
-from ..guided import Masks
-from ..scheduling.plan import Draw, Item, Outcome, Plan
-from ..scheduling.sequence import Sequence
-from .input_batch import Flattener, context_wanted, prompt_tokens, scores_wanted
-from .sampler import NO_SCORES, NOTHING_ALLOWED, logprobs, sample, wants_likeliest
+from ..kv.host_memory import free_host_bytes
+from ..step import (
+    DeviceMemory,
+    Draw,
+    LoadLoRA,
+    MemoryProfile,
+    ModelInfo,
+    Op,
+    Propose,
+    RowUpdates,
+    StepInput,
+    StepOutput,
+    UnloadLoRA,
+)
+from .draft_model import DraftModel
+from .drafter import ModelDrafter
+from .input_batch import InputBatch
+from .loading import LoadedModels, load_models
+from .model_runner import ModelRunner
+from .mtp import MTPDrafter
+from .row import Position, Row
 
-ROWS_AT_ONCE = 256
-"""Rows of scores held at a time where those of a whole prompt are wanted: a large vocabulary's take megabytes each."""
+logger = logging.getLogger(__name__)
+
+MOST_DRAFTER_FAILURES = 8
+"""After a step, since the worker started, after which its drafter is left alone."""
 
 
-class Runner:
-    """A model with its KV cache.
+class Worker:
+    """Loads, then computes steps one after the other, all in one thread but for reading adapters.
 
-    Args:
-        specs, blocks: of the KV cache.
-        host_blocks: of the host tier.
-        tokens: of a step, at most.
-        rows: sequences that may run at the same time.
-        longest: tokens a sequence may have.
-        whole: whether outcomes have the hidden states of all tokens.
-        slots: of adapters, by what requests are marked with; None where there are none.
+    Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow a start.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        ops: Ops,
-        device: torch.device,
-        *,
-        specs: list[KVSpec],
-        blocks: int,
-        host_blocks: int,
-        tokens: int,
-        rows: int,
-        longest: int,
-        whole: bool = False,
-        slots: Mapping[str, int] | None = None,
-    ) -> None:
-        self._model = model
-        self._ops = ops
-        self._device = device
-        self._cache: list[Any] = ops.new_kv_cache(specs, blocks, device)
-        self._host: list[Any] = ops.new_kv_cache(specs, host_blocks, torch.device("cpu"))
-        self._flatten = Flattener(rows, longest, specs[0].block_size, device, whole, slots)
-        self._whole = whole
-        self._masks = Masks(model.config.vocab_size)
-        record = partial(
-            ops.capture,
-            partial(model.hidden, cache=self._cache),
-            max_tokens=tokens,
-            max_sequences=rows,
-            max_blocks=-(-longest // specs[0].block_size),
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._loaded: LoadedModels | None = None
+        self._forks: dict[int, list[int]] = defaultdict(list)
+        self._drafter: ModelDrafter | None = None
+        self._drafter_failures = 0
+        self._reader = ThreadPoolExecutor(1, "read-adapter")
+        self._reading: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
+        self._adapters: dict[int, LoRAAdapter] = {}
+
+    # --- The start --------------------------------------------------------------------------------------------------
+
+    def load(self) -> ModelInfo:
+        """Read the checkpoints."""
+        options, loaded = self._options, load_models(self._options)
+        self._loaded = loaded
+        rows = options.max_num_seqs + 1  # one to find out with whether anything can be computed
+        self._batch = InputBatch(rows, loaded.max_model_len, options.block_size, loaded.device)
+
+        def runner(model: Model, lora: bool) -> ModelRunner:
+            return ModelRunner(
+                model,
+                loaded.ops,
+                loaded.device,
+                model.kv_specs(options.block_size, options.kv_cache_dtype == "int8"),
+                max_tokens=options.max_num_batched_tokens,
+                max_rows=rows,
+                max_len=loaded.max_model_len,
+                lora=lora,
+            )
+
+        self._runner = runner(loaded.model, bool(loaded.max_loras))
+        self._runners = [self._runner]
+        if loaded.draft:
+            size, tokens = options.block_size, options.max_num_batched_tokens
+            self._runners.append(runner(loaded.draft, False))
+            self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
+        elif loaded.model.mtp_heads:
+            self._drafter = MTPDrafter(self._runner, self._batch)
+        return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None)
+
+    def profile(self) -> MemoryProfile:
+        """What the KV cache may take beside weights and the largest step."""
+        loaded, runners = self._models, self._runners
+        activations = sum(runner.activation_bytes() for runner in runners)
+        if loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(loaded.device)
+        else:  # weights that are mapped from a disk count as free, but every step needs them
+            total = 0
+            free = free_host_bytes() - sum(runner.model.mapped_bytes for runner in runners)
+        return MemoryProfile(
+            free=max(free - activations, 0),
+            total=total,
+            block_bytes=sum(runner.block_bytes for runner in runners),
+            host_block_bytes=self._runner.block_bytes,
         )
-        self._hidden = record()
-        self._adapted = self._hidden if slots is None else record(use_lora=True)
-        """A step in which tokens have adapters; others need not know of them."""
 
-    def submit(self, plan: Plan) -> Outcome:
-        """Start a step; ``collect`` has its outcome. On a CPU it is done when this returns."""
-        self._ops.copy_blocks(self._cache, self._host, plan.swap_out)
-        self._ops.copy_blocks(self._host, self._cache, plan.swap_in)
-        self._ops.copy_blocks(self._cache, self._cache, plan.copies)
-        if not plan.items:
-            return Outcome([])
-        masks = self._masks.begin([(sequence.guide, item.draft) for item in plan.items for sequence in item.samples])
-        batch = self._flatten(plan)
-        hidden = (self._hidden if batch.lora_slots is None else self._adapted)(batch)
-        return self._draw(plan, hidden, masks.result() if masks else None)
+    def init_cache(self, blocks: int, host_blocks: int) -> None:
+        """Allocate the KV cache; from then on steps can be computed."""
+        self._runner.init_cache(blocks, host_blocks)
+        if self._drafter:
+            self._drafter.init_cache(blocks)
 
-    def collect(self, handle: Outcome) -> Outcome:
-        return handle
+    # --- Steps ------------------------------------------------------------------------------------------------------
 
-    def ahead(self, number: int, items: list[Item], states: Tensor) -> tuple[Tensor, list[Draw]]:
-        """What one of the model's heads guesses.
+    @torch.inference_mode()
+    def execute(self, step: StepInput, masks: Future[np.ndarray] | None = None) -> StepOutput:
+        """Compute a step.
 
         Args:
-            number: of the head.
-            items: of each the tokens that come next, at the positions of those before; who draws is to draw after them.
-            states: ``[tokens, hidden]``, of the tokens before.
-
-        Returns:
-            The head's own hidden state of each item's last token, ``[items, hidden]``, and the draws.
+            masks: grammar masks of the rows that sample, and of their drafts, ``[positions, vocabulary / 32]`` int32.
+                They are waited for only once the forward pass is done.
         """
-        batch = self._flatten(Plan(items=items))
-        layer = self._model.config.num_layers + number
-        hidden = self._model.mtp_heads[number].hidden(batch, states, self._cache[layer])
-        ends = [end - 1 for end in accumulate(item.length for item in items)]
-        return hidden[ends], self._sample(hidden, ends, [item.samples[0] for item in items], None)
+        self._settle()
+        self._apply(step.updates)
+        forks = dict(self._forks)
+        self._forks.clear()
+        if not len(step.rows):
+            return StepOutput([])
+        rows, starts, lengths = step.rows, step.starts, step.lengths
+        drafts = step.drafts if len(step.drafts) else np.zeros_like(lengths)
+        self._write_drafts(step)
+        both = (lengths + drafts).astype(np.int64)
+        wanted = step.samples + drafts.astype(np.int64)
+        telling = self._telling(step, wanted)
+        if self._drafter and self._drafter.needs_all_states:
+            wanted = both
+        hidden = self._runner.forward(self._batch.flatten(rows, starts, both, wanted))
+        ends = wanted.cumsum()
+        output = StepOutput([], {}, {}, {})
+        for i, count in telling.items():
+            self._tell(output, i, self._batch.row(int(rows[i])), step, hidden[ends[i] - count : ends[i]])
+        draws = self._sample(step, drafts, ends, forks, hidden, masks.result() if masks else None)
+        output.draws.extend(draws.values())
+        if self._drafter:
+            self._after_step(self._drafter, step, drafts, draws, forks, hidden)
+        return output
 
-    def _draw(self, plan: Plan, hidden: Tensor, allowed: np.ndarray | None) -> Outcome:
-        """Draw what is due; ``hidden`` has the rows whose scores ``flatten.scores_wanted`` says are wanted, ``allowed``
-        the tokens that those who draw may choose (``Masks.begin``), where that is not all."""
-        last_rows: list[int] = []
-        sequences: list[Sequence] = []
-        prompts: dict[int, list[list[Logprob]]] = {}
-        context: dict[int, bytes] = {}
-        states: dict[int, np.ndarray] = {}
-        row = 0
-        for i, item in enumerate(plan.items):
-            if item.sequence.pooled and (wanted := scores_wanted(item)):
-                end = row + self._flatten.rows_of(item)
-                states[i] = hidden[end - wanted : end].to("cpu", torch.float32, copy=True).numpy()
-            told = prompt_tokens(item)
-            if told:
-                prompts[i] = self._prompt_logprobs(hidden[row : row + len(told)], told, item.sequence)
-            if count := context_wanted(item):
-                context[i] = b"".join(self._logits(hidden[row : row + count]))
-            row += self._flatten.rows_of(item)
-            for sequence in item.samples:
-                guessed = len(item.draft)
-                last_rows += range(row - 1 - guessed, row)
-                if guessed and wants_likeliest(sequence):  # whose next token depends on no others
-                    sequences += [sequence] * (guessed + 1)
-                else:
-                    sequences += [sequence.ahead(item.draft[:i]) for i in range(guessed + 1)]
-        draws = iter(self._sample(hidden, last_rows, sequences, allowed) if sequences else [])
-        drawn = [_agreed(draws, item.draft) for item in plan.items for _ in item.samples]
-        return Outcome(drawn, prompts, context, hidden if self._whole else None, states)
+    def call(self, op: Op) -> Future[Any]:
+        """Do something between two steps; the future is done at once, but for what reads files."""
+        done: Future[Any] = Future()
+        match op:
+            case LoadLoRA():
+                self._reading.append((op, self._reader.submit(self._load_lora, op.path), done))
+                return done
+            case UnloadLoRA(slot):
+                self._adapters.pop(slot).deactivate(slot)
+                done.set_result(None)
+            case Propose():
+                done.set_result(self._propose(op))
+            case DeviceMemory():
+                done.set_result(torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
+        return done
+
+    @property
+    def reading(self) -> list[Future[LoRAAdapter]]:
+        """Adapters that are being read."""
+        return [reading for _, reading, _ in self._reading]
+
+    def poll(self) -> None:
+        """Put adapters that have been read into their slots."""
+        self._settle()
+
+    # --- Parts of a step --------------------------------------------------------------------------------------------
+
+    @property
+    def _models(self) -> LoadedModels:
+        assert self._loaded is not None, "load it first"
+        return self._loaded
+
+    def _apply(self, updates: RowUpdates) -> None:
+        """Rows first, which cannot fail: should blocks not be moved, the rows are right all the same."""
+        self._batch.apply(updates)
+        for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
+            self._forks[parent].append(row)
+        self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
+        if self._drafter:
+            self._drafter.apply(updates)
+
+    def _write_drafts(self, step: StepInput) -> None:
+        at = 0
+        for i in np.flatnonzero(step.drafts).tolist():
+            first, count = int(step.starts[i] + step.lengths[i]), int(step.drafts[i])
+            self._batch.tokens[step.rows[i], first : first + count] = step.draft_token_ids[at : at + count]
+            at += count
+
+    def _telling(self, step: StepInput, wanted: np.ndarray) -> dict[int, int]:
+        """Items of whose prompt something is told, and how many trailing hidden states that takes: more than
+        ``wanted``, which is raised."""
+        found: dict[int, int] = {}
+        if not self._batch.telling[step.rows].any():
+            return found
+        for i in np.flatnonzero(self._batch.telling[step.rows]).tolist():
+            row, start, length = self._batch.row(int(step.rows[i])), int(step.starts[i]), int(step.lengths[i])
+            if row.pooling == "mean" or row.prompt_tokens(start, length) or row.context_tokens(start, length):
+                count = length
+            elif row.pooling:
+                count = int(start + length == row.prompt_length)
+            else:
+                continue
+            if count:
+                found[i] = wanted[i] = count
+        return found
+
+    def _tell(self, output: StepOutput, item: int, row: Row, step: StepInput, hidden: Tensor) -> None:
+        """What is told of a prompt, made of an item's hidden states."""
+        start, length = int(step.starts[item]), int(step.lengths[item])
+        if row.pooling:
+            output.states[item] = hidden.to("cpu", torch.float32, copy=True).numpy()
+        if count := row.prompt_tokens(start, length):
+            tokens = row.tokens[start + 1 : start + 1 + count]
+            output.prompt_logprobs[item] = self._runner.prompt_logprobs(
+                hidden[:count], tokens, row.prompt_logprobs or 0
+            )
+        if count := row.context_tokens(start, length):
+            output.context_logits[item] = b"".join(self._runner.logits(hidden[:count]))
 
     def _sample(
-        self, hidden: Tensor, rows: list[int], sequences: list[Sequence], allowed: np.ndarray | None
-    ) -> list[Draw]:
-        """Most want no more than the likeliest token, for which scores need not be kept. Who has no scores, or whose
-        form allows no token, has no draw, and the others' do not depend on it."""
-        plain = [wants_likeliest(sequence) for sequence in sequences]
-        draws: dict[int, Draw] = {}
-        if chosen := [i for i, own in enumerate(plain) if own]:
-            states = hidden[[rows[i] for i in chosen]]
-            sound = [True] * len(chosen)
-            if not math.isfinite(states.sum(dtype=torch.float32).item()):  # one look at all of them, then at each
-                sound = states.isfinite().all(-1).tolist()
-            token_ids = self._model.argmax(states, self._bits(allowed, chosen)).tolist()
-            for i, token, scored in zip(chosen, token_ids, sound, strict=True):
-                failure = None if scored else NO_SCORES
-                if allowed is not None and not allowed[i].any():
-                    failure = NOTHING_ALLOWED
-                draws[i] = Draw([], failure=failure) if failure else Draw([token])
-        if others := [i for i, own in enumerate(plain) if not own]:
-            scores = self._model.logits(hidden[[rows[i] for i in others]])
-            found = sample(scores, [sequences[i] for i in others], self._bits(allowed, others))
-            draws |= zip(others, found, strict=True)
-        return [draws[i] for i in range(len(sequences))]
+        self,
+        step: StepInput,
+        drafts: np.ndarray,
+        ends: np.ndarray,
+        forks: dict[int, list[int]],
+        hidden: Tensor,
+        masks: np.ndarray | None,
+    ) -> dict[int, Draw]:
+        """What each row samples, by row; its tokens are in the batch then."""
+        positions: list[Position] = []
+        states: list[int] = []
+        drawn: list[tuple[int, int, int]] = []
+        sampling = np.flatnonzero(step.samples)
+        lengths = (step.starts + step.lengths)[sampling]
+        for row, length, drafted, end in zip(
+            step.rows[sampling].tolist(),
+            lengths.tolist(),
+            drafts[sampling].tolist(),
+            ends[sampling].tolist(),
+            strict=True,
+        ):
+            for own in (row, *forks[row]) if row in forks else (row,):
+                drawn.append((own, length, drafted))
+                if not drafted:
+                    positions.append(self._batch.row(own).position(length))
+                    states.append(end - 1)
+                    continue
+                positions += [self._batch.row(own).position(length + i) for i in range(drafted + 1)]
+                states += range(end - 1 - drafted, end)
+        if not positions:
+            return {}
+        if states != list(range(len(hidden))):
+            hidden = hidden[states]
+        draws = iter(self._runner.sample(hidden, positions, masks))
+        found: dict[int, Draw] = {}
+        tokens = self._batch.tokens
+        for row, length, drafted in drawn:
+            if drafted:
+                draw = _accepted(draws, tokens[row, length : length + drafted].tolist())
+                if counts := self._batch.row(row).counts:
+                    counts.rewind(length)
+            else:
+                draw = next(draws)
+            tokens[row, length : length + len(draw.token_ids)] = draw.token_ids
+            found[row] = draw
+        return found
 
-    def _bits(self, allowed: np.ndarray | None, rows: list[int]) -> Tensor | None:
-        return None if allowed is None else torch.from_numpy(allowed[rows]).to(self._device)
+    # --- Drafts -----------------------------------------------------------------------------------------------------
 
-    def _prompt_logprobs(self, hidden: Tensor, tokens: list[int], sequence: Sequence) -> list[list[Logprob]]:
-        wanted = sequence.request.sampling.prompt_logprobs or 0
-        told = []
-        for start in range(0, len(tokens), ROWS_AT_ONCE):
-            scores = self._model.logits(hidden[start : start + ROWS_AT_ONCE])
-            chosen = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=scores.device)
-            told += logprobs(scores, chosen, [wanted] * len(chosen))
-        return told
+    def _propose(self, op: Propose) -> list[list[int]]:
+        assert self._drafter is not None
+        self._apply(op.updates)
+        try:
+            with torch.inference_mode():
+                return self._drafter.propose(op.rows, op.lengths, op.counts)
+        finally:  # drafts are no tokens of a row yet
+            for row, length in zip(op.rows.tolist(), op.lengths.tolist(), strict=True):
+                if counts := self._batch.row(row).counts:
+                    counts.rewind(length)
 
-    def _logits(self, hidden: Tensor) -> Iterator[bytes]:
-        """Of rows of hidden states the scores, float32."""
-        for start in range(0, len(hidden), ROWS_AT_ONCE):
-            yield self._model.logits(hidden[start : start + ROWS_AT_ONCE]).numpy(force=True).tobytes()
+    def _after_step(
+        self,
+        drafter: ModelDrafter,
+        step: StepInput,
+        drafts: np.ndarray,
+        draws: dict[int, Draw],
+        forks: dict[int, list[int]],
+        hidden: Tensor,
+    ) -> None:
+        """A drafter that fails costs drafts, and nothing else."""
+        if self._drafter_failures >= MOST_DRAFTER_FAILURES:
+            return
+        try:
+            drafter.after_step(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden)
+        except Exception:
+            self._drafter_failures += 1
+            logger.exception("the drafter has failed after a step (%d times now)", self._drafter_failures)
+
+    # --- Adapters ---------------------------------------------------------------------------------------------------
+
+    def _load_lora(self, path: str) -> LoRAAdapter:
+        model = self._runner.model
+        return load_lora(Path(path), model.lora_targets, model.dtype, self._models.device, self._options.max_lora_rank)
+
+    def _settle(self) -> None:
+        for entry in [entry for entry in self._reading if entry[1].done()]:
+            self._reading.remove(entry)
+            op, reading, done = entry
+            if error := reading.exception():
+                done.set_exception(error)
+                continue
+            self._adapters[op.slot] = reading.result()
+            self._adapters[op.slot].activate(op.slot)
+            done.set_result(None)
 
 
-def _agreed(draws: Iterator[Draw], draft: list[int]) -> Draw:
-    """What a sequence drew for itself: as long as that is what was guessed, the draw after it counts, too."""
-    if not draft:
-        return next(draws)
+def _accepted(draws: Iterator[Draw], draft: list[int]) -> Draw:
+    """What a row sampled for itself: as long as that is what was drafted, the draw after it counts, too."""
     first, *later = [next(draws) for _ in range(1 + len(draft))]
     if first.failure:
         return first
     token_ids, told, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
-    for guessed, draw in zip(draft, later, strict=True):
-        if token_ids[-1] != guessed or draw.failure:  # which it comes to again in the next step
+    for drafted, draw in zip(draft, later, strict=True):
+        if token_ids[-1] != drafted or draw.failure:  # which it comes to again in the next step
             break
         token_ids += draw.token_ids
         told += draw.logprobs or []

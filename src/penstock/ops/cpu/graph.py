@@ -32,7 +32,7 @@ class Arena:
     is reused by later calls, because a replay makes the calls in the same order."""
 
     def __init__(self) -> None:
-        self._all: list[np.ndarray] = []
+        self.buffers: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def allocate(self, size: int) -> np.ndarray:
@@ -42,7 +42,7 @@ class Arena:
             memory = self._free[size].pop()
         else:
             memory = pages.zeros(size).numpy()  # pages that no step writes to take no memory
-            self._all.append(memory)
+            self.buffers.append(memory)
         view = memory[:]
         weakref.finalize(view, self._free[size].append, memory)
         return view
@@ -106,6 +106,11 @@ class CapturedGraph:
                 self._out = step(self._batch)
             finally:
                 self._native.stop()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the memory that a step computes in."""
+        return sum(memory.nbytes for memory in self._arena.buffers)
 
     def __call__(self, batch: Batch) -> Tensor:
         tokens, rows = batch.token_ids.shape[0], batch.logits_indices.shape[0]

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
-from penstock.engine.service.launcher import Deaths, end, in_words
+from penstock.engine.exit_status import in_words
+from penstock.engine.service.launcher import Deaths, end
 
 from ..models.messages import (
     EXIT_MISCONFIGURED,

@@ -1,18 +1,17 @@
-"""Adapters by name, each in a slot of its own: loaded while others are served, and gone once nobody uses them."""
+"""LoRA adapters by name, each in a slot of the workers: loaded while others are served, gone once nobody uses them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.models import LoRAAdapter, Model, load_lora
+
+from .executor.base import Executor
+from .step import LoadLoRA, UnloadLoRA
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +26,23 @@ class Loaded:
     path: str
     key: str
     """What its requests are marked with, and what they have in the prefix cache: no other load has the same."""
-    adapter: LoRAAdapter
     slot: int
 
 
+@dataclass(frozen=True)
+class Loading:
+    """An adapter that is being read."""
+
+    path: str
+    slot: int
+    answer: Future[None]
+    """Of the workers."""
+    done: Future[None]
+    """Once requests may name it."""
+
+
 class Adapters:
-    """The adapters of a model. All but reading files happens in the thread that runs the steps.
+    """The adapters of a model, which its workers read. To be used in the thread that runs the steps.
 
     Args:
         most: that may be loaded at the same time; 0 is for a model that takes none.
@@ -41,24 +51,19 @@ class Adapters:
 
     def __init__(
         self,
-        model: Model,
-        device: torch.device,
+        executor: Executor,
         *,
         most: int,
-        max_lora_rank: int,
         in_use: Callable[[], set[str]],
     ) -> None:
-        self._model = model
-        self._device = device
+        self._executor = executor
         self._most = most
-        self._max_lora_rank = max_lora_rank
         self._in_use = in_use
         self._loaded: dict[str, Loaded] = {}
-        self._reading: dict[str, tuple[str, Future[LoRAAdapter], Future[None]]] = {}
+        self._reading: dict[str, Loading] = {}
         self._leaving: list[Loaded] = []
         self._free = list(range(most))
         self._loads = 0
-        self._thread = ThreadPoolExecutor(1, "read-adapter")
         self.slots = {"": NONE}
         """By key."""
 
@@ -66,7 +71,7 @@ class Adapters:
     def paths(self) -> dict[str, str]:
         """The folder of each adapter that requests may name, or that is being read, by name."""
         loaded = {name: loaded.path for name, loaded in self._loaded.items()}
-        return loaded | {name: path for name, (path, _, _) in self._reading.items()}
+        return loaded | {name: loading.path for name, loading in self._reading.items()}
 
     @property
     def unsettled(self) -> bool:
@@ -85,7 +90,7 @@ class Adapters:
         raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not here", "adapter")
 
     def load(self, name: str, path: str) -> Future[None]:
-        """Read an adapter in a thread of its own; ``settle`` lets requests name it, and then the future is done.
+        """Have an adapter read; ``settle`` lets requests name it, and then the future is done.
 
         It has an exception, ``PenstockError``, where the adapter cannot be loaded. The same one again from the same
         folder is loaded already.
@@ -93,10 +98,10 @@ class Adapters:
         future: Future[None] = Future()
         try:
             if self._refused(name, path):
-                reading = self._thread.submit(self._read, path)
-                self._reading[name] = path, reading, future
+                slot = self._free.pop()
+                self._reading[name] = Loading(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
             elif name in self._reading:
-                future = self._reading[name][2]
+                future = self._reading[name].done
             else:
                 future.set_result(None)
         except PenstockError as error:
@@ -121,31 +126,32 @@ class Adapters:
             for left in [left for left in self._leaving if left.key not in used]:
                 self._leaving.remove(left)
                 del self.slots[left.key]
-                left.adapter.deactivate(left.slot)
+                self._executor.call(UnloadLoRA(left.slot))
                 self._free.append(left.slot)
-        for name, (path, reading, future) in list(self._reading.items()):
-            if not reading.done():
+        self._executor.poll()
+        for name, loading in list(self._reading.items()):
+            if not loading.answer.done():
                 continue
-            error = reading.exception()
+            error = loading.answer.exception()
             del self._reading[name]
             if error:
+                self._free.append(loading.slot)
                 if not isinstance(error, PenstockError):
                     logger.error("adapter %s could not be read", name, exc_info=error)
                     error = PenstockError(Code.INTERNAL, "the adapter could not be read; the log says why")
-                future.set_exception(error)
+                loading.done.set_exception(error)
                 continue
             self._loads += 1
-            slot = self._free.pop()
-            loaded = self._loaded[name] = Loaded(path, f"{name}#{self._loads}", reading.result(), slot)
-            loaded.adapter.activate(slot)
-            self.slots[loaded.key] = slot
-            logger.info("adapter %s is loaded from %s", name, path)
-            future.set_result(None)
+            loaded = self._loaded[name] = Loaded(loading.path, f"{name}#{self._loads}", loading.slot)
+            self.slots[loaded.key] = loading.slot
+            logger.info("adapter %s is loaded from %s", name, loading.path)
+            loading.done.set_result(None)
 
     def wait(self, future: Future[None]) -> None:
         """Until a load is settled. Raises ``PenstockError`` where it failed."""
         while not future.done():
-            wait([reading for _, reading, _ in self._reading.values()])
+            for loading in list(self._reading.values()):
+                self._executor.wait(loading.answer)
             self.settle()
         future.result()
 
@@ -169,7 +175,3 @@ class Adapters:
             words = f"{self._most} adapters are loaded (max_loras){going}; unload one first"
             raise invalid("lora_name", words, self._most)
         return True
-
-    def _read(self, path: str) -> LoRAAdapter:
-        model = self._model
-        return load_lora(Path(path), model.lora_targets, model.dtype, self._device, self._max_lora_rank)

@@ -1,0 +1,73 @@
+"""One worker in the engine's own process."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from penstock.config.options import EngineOptions
+
+from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput
+from ..worker.worker import Worker
+
+
+class Inline:
+    """Computes where it is called: within ``submit`` where one step is in flight at a time, else in a thread.
+
+    Args:
+        depth: steps that may be in flight at the same time.
+    """
+
+    def __init__(self, options: EngineOptions, depth: int = 1) -> None:
+        self._worker = Worker(options)
+        self._thread = ThreadPoolExecutor(1, "worker") if depth > 1 else None
+        self._steps: deque[Future[StepOutput]] = deque()
+
+    def load(self) -> ModelInfo:
+        return self._worker.load()
+
+    def profile(self) -> MemoryProfile:
+        return self._worker.profile()
+
+    def init_cache(self, blocks: int, host_blocks: int) -> None:
+        self._worker.init_cache(blocks, host_blocks)
+
+    def submit(self, step: StepInput, masks: Future[np.ndarray] | None = None) -> None:
+        if self._thread:
+            self._steps.append(self._thread.submit(self._worker.execute, step, masks))
+            return
+        done: Future[StepOutput] = Future()
+        self._steps.append(done)
+        try:
+            done.set_result(self._worker.execute(step, masks))
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException:  # an interrupt is the caller's, at once
+            self._steps.pop()
+            raise
+
+    def collect(self) -> StepOutput:
+        return self._steps.popleft().result()
+
+    def call(self, op: Op) -> Future[Any]:
+        if not self._thread:
+            return self._worker.call(op)
+        return self._thread.submit(self._worker.call, op).result()
+
+    def wait(self, future: Future[Any]) -> None:
+        while not future.done():
+            wait(self._worker.reading)
+            self.poll()
+
+    def poll(self) -> None:
+        if not self._thread:
+            self._worker.poll()
+        else:
+            self._thread.submit(self._worker.poll).result()
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.shutdown()

@@ -1,0 +1,119 @@
+"""Reads a worker's models: the one that is served, and the one that drafts for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from penstock import demo, ops
+from penstock.config.options import EngineOptions
+from penstock.config.speculative import SpeculativeConfig
+from penstock.core.errors import invalid
+from penstock.core.lora import named
+from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
+from penstock.ops import Ops
+
+from ..step import ModelInfo
+from .fingerprint import fingerprint
+
+
+class LoadedModels(NamedTuple):
+    """What a worker computes with."""
+
+    ops: Ops
+    device: torch.device
+    model: Model
+    draft: Model | None
+    max_model_len: int
+    max_loras: int
+    info: ModelInfo
+
+
+def load_models(options: EngineOptions) -> LoadedModels:
+    """Read the checkpoints that the options name.
+
+    Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
+    """
+    folder = Path(options.model) if options.model else demo.CHAT
+    device = _device(options.device)
+    backend = ops.backend(device, options.ops)
+    config = read_config(folder)
+    if options.quantization == "none":
+        options = msgspec.structs.replace(options, quantization=config.quantization)
+    backend.set_threads(options.threads)
+    max_model_len = options.max_model_len or config.max_model_len
+    max_loras = options.max_loras if options.enable_lora or named(options.lora_modules) else 0
+    speculative = SpeculativeConfig.read(options.speculative_config)
+
+    def load(checkpoint: Path, max_len: int | None, max_loras: int = 0) -> Model:
+        return load_model(
+            checkpoint,
+            backend,
+            dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+            device=device,
+            max_len=max_len,
+            load_format=options.load_format,
+            seed=options.seed,
+            quantization=options.quantization,
+            weight_cache_dir=cache_folder(options.weight_cache_dir),
+            weight_cache_size=options.weight_cache_size,
+            mtp_heads=bool(speculative and speculative.method == "mtp"),
+            max_loras=max_loras,
+        )
+
+    draft = _draft_folder(speculative, options, config)
+    model = load(folder, options.max_model_len or None, max_loras)
+    dtype = str(model.dtype).removeprefix("torch.")
+    specs = model.kv_specs(options.block_size, options.kv_cache_dtype == "int8")
+    info = ModelInfo(
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        has_lm_head=config.has_lm_head,
+        dtype=dtype,
+        quantization=options.quantization,
+        fingerprint=fingerprint(backend, model, options.quantization, specs[0]),
+        batch_invariant=backend.BATCH_INVARIANT,
+        weights_version=model.weights_version,
+        mtp_layers=len(model.mtp_heads),
+    )
+    return LoadedModels(
+        backend, device, model, load(draft, max_model_len) if draft else None, max_model_len, max_loras, info
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise invalid("device", f"{name!r} is none: use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
+    return device
+
+
+def _draft_folder(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Path | None:
+    """The checkpoint of the draft model, where there is to be one.
+
+    Raises ``PenstockError`` (``invalid``) where none is named, or its vocabulary is another, or the model is to draft
+    with layers that it does not have.
+    """
+    if not speculative or speculative.method == "ngram":
+        return None
+    if speculative.method == "mtp":
+        if not model.num_mtp_layers:
+            raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
+        return None
+    folder = Path(speculative.model) if speculative.model else None
+    if not folder and (not options.model or Path(options.model) == demo.CHAT):
+        folder = demo.DRAFT
+    if not folder and speculative.method:
+        raise invalid("speculative_config", "name the draft model's folder as model")
+    if folder and (known := read_config(folder).vocab_size) != model.vocab_size:
+        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocab_size}")
+    return folder
