@@ -66,9 +66,7 @@ def main() -> None:
     found = []
     for size in args.batch_size:
         rng = Random(size)
-        prompts = [
-            [rng.randrange(llm.engine.model.config.vocab_size) for _ in range(args.input_len)] for _ in range(size)
-        ]
+        prompts = [[rng.randrange(llm.engine.info.vocab_size) for _ in range(args.input_len)] for _ in range(size)]
         rate(ours, prompts), rate(theirs, prompts)  # warm up
         rounds = [(rate(ours, prompts), rate(theirs, prompts)) for _ in range(args.rounds)]
         mine, other = (statistics.median(column) for column in zip(*rounds, strict=True))

@@ -118,7 +118,7 @@ def test_other_weights_have_another_version(checkpoint: Path, tmp_path: Path) ->
     """By which the prefix cache keeps apart what was computed with them."""
 
     def version(folder: Path = checkpoint, **options: Any) -> str:
-        return LLM(folder, **OPTIONS | options).engine.model.weights_version
+        return LLM(folder, **OPTIONS | options).engine.info.weights_version
 
     before = version()
     assert version(dtype="float32", quantization="none") == before

@@ -280,7 +280,6 @@ IGNORED = {
     "--max-seq-len-to-capture": "8192",
     "--max-context-len-to-capture": "8192",
     "--use-v2-block-manager": "",
-    "--distributed-executor-backend": "ray",
     "--worker-use-ray": "",
     "--disable-custom-all-reduce": "",
     "--max-parallel-loading-workers": "2",
@@ -291,7 +290,7 @@ IGNORED = {
 
 
 @pytest.mark.row("vllm", "--trust-remote-code", "--enforce-eager", "--max-seq-len-to-capture")
-@pytest.mark.row("vllm", "--max-context-len-to-capture", "--use-v2-block-manager", "--distributed-executor-backend")
+@pytest.mark.row("vllm", "--max-context-len-to-capture", "--use-v2-block-manager")
 @pytest.mark.row("vllm", "--worker-use-ray", "--disable-custom-all-reduce", "--max-parallel-loading-workers")
 @pytest.mark.row("vllm", "--disable-log-requests", "--disable-log-stats", "--max-log-len")
 def test_what_has_no_meaning_here_is_said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +300,13 @@ def test_what_has_no_meaning_here_is_said(caplog: pytest.LogCaptureFixture, caps
     for name in IGNORED:
         typed = f"--{name[2:].replace('-', '_')}"
         assert f"{typed} has no meaning here and is ignored: " in caplog.text and f"  {typed} " in table
+
+
+@pytest.mark.row("vllm", "--distributed-executor-backend")
+def test_executors_of_several_devices_compute_in_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, ours in {"ray": "uni", "external_launcher": "uni", "uni": "uni", "mp": "mp"}.items():
+        assert main(["config", "--json", "--compat", "ascend-vllm", "--distributed-executor-backend", name]) == 0
+        assert json.loads(capsys.readouterr().out)["distributed_executor_backend"]["value"] == ours
 
 
 @pytest.mark.row("vllm", "--speculative-model", "--num-speculative-tokens", "--ngram-prompt-lookup-max", "--dtype")

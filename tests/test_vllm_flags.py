@@ -82,7 +82,7 @@ NEUTRAL = """
 -O3 --compilation-config={"level":3} --attention-backend=FLASH_ATTN --prefix-caching-hash-algo=sha256 --runner=generate
 --safetensors-load-strategy=lazy --max-cpu-loras=4 --task=generate --show-hidden-metrics-for-version=0.9
 --limit-mm-per-prompt={"image":2} --mm-processor-kwargs={} --mm-processor-cache-gb=4 --allowed-local-media-path=/
---max-log-len=100 --distributed-executor-backend=mp --max-parallel-loading-workers=2 --max-seq-len-to-capture=8192
+--max-log-len=100 --max-parallel-loading-workers=2 --max-seq-len-to-capture=8192
 """.split()
 DEFAULTS = """
 -tp=1 -pp=1 -dp=1 --tensor-parallel-size=1 --pipeline-parallel-size=1 --data-parallel-size=1 --nnodes=1

@@ -63,14 +63,18 @@ class StepBuilder:
 
     def step(self, plan: Plan, updates: RowUpdates, masked: bool = False) -> StepInput:
         """The message of a plan, whose drafts are known now."""
-        items = plan.items
-        flat = array("i", [n for s, start, length, samples, _ in items for n in (s.row, start, length, len(samples))])
-        rows, starts, lengths, samples = np.frombuffer(flat, np.int32).reshape(-1, 4).T
-        drafts = draft_token_ids = EMPTY
-        if any([item.draft for item in items]):
-            drafts = _array([len(item.draft) for item in items])
-            draft_token_ids = _array([token for item in items for token in item.draft])
-        return StepInput(updates, rows, starts, lengths, samples > 0, drafts, draft_token_ids, masked)
+        if not plan.items:
+            return StepInput(updates, EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
+        sequences, starts, lengths, sampling, drafts = zip(*plan.items, strict=True)
+        counts = draft_token_ids = EMPTY
+        if any(drafts):
+            counts = _array(list(map(len, drafts)))
+            draft_token_ids = _array([token for draft in drafts for token in draft])
+        rows = [sequence.row for sequence in sequences]
+        samples = np.frombuffer(bytes(map(bool, sampling)), bool)
+        return StepInput(
+            updates, _array(rows), _array(starts), _array(lengths), samples, counts, draft_token_ids, masked
+        )
 
     def _new_row(self, sequence: Sequence) -> NewRow:
         sampling, pooled = sequence.request.sampling, sequence.pooled
@@ -100,8 +104,8 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     return _array([block for pair in pairs for block in pair])
 
 
-def _array(values: list[int]) -> np.ndarray:
-    return np.array(values, np.int32) if values else EMPTY
+def _array(values: list[int] | tuple[int, ...]) -> np.ndarray:
+    return np.frombuffer(array("i", values), np.int32) if values else EMPTY  # half the time of numpy's own
 
 
 def trial_step(row: int, block: int, samples: bool) -> StepInput:
