@@ -166,7 +166,7 @@ def draw_engine(rng: Random, checkpoint: Path, kind: str, requests: int) -> Engi
         threads=rng.randint(1, 2),
         max_concurrent_batches=rng.randint(1, 3),
         distributed_executor_backend="mp" if rng.random() < PROCESSES else "uni",
-        num_gpu_blocks_override=rng.choice((fewest, fewest + requests, 400)),
+        num_gpu_blocks_override=rng.choice((fewest, fewest, fewest + requests // 2, 400)),
         max_num_batched_tokens=requests // 4
         + rng.choice((rng.randint(1, 8), rng.randint(8, 64), rng.randint(64, 496))),
         max_num_seqs=rng.choice((3, 8, 64)),

@@ -120,7 +120,7 @@ FLAGS: Mapping[str, Alias] = {
         "an engine that does nothing takes no step; there is no way to send it to sleep", switch=True
     ),
     "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
-    "distributed_executor_backend": Alias("distributed_executor_backend", chosen(EXECUTORS)),
+    "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "disable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
     "fully_sharded_loras": ignored(ONE_DEVICE, switch=True),
     "max_parallel_loading_workers": ignored("weights are mapped, not copied"),
