@@ -1,4 +1,4 @@
-"""``penstock config``: every option, its value, and where the value comes from."""
+"""``penstock config``: every option with its value and source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def value_of(configured: ResolvedConfiguration, setting: Setting) -> Any:
-    """Its value, or only that there is one where it is secret."""
+    """The value, masked where it is secret."""
     value = getattr(getattr(configured.configuration, setting.section), setting.name)
     return "***" if setting.secret and value else value or in_cache(setting.empty) or value
 

@@ -1,4 +1,4 @@
-"""``penstock doctor``: what this machine has, and what Penstock will do with it."""
+"""``penstock doctor``: hardware, kernels and caches of this machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def examine() -> dict[str, Any]:
 
 
 def _weight_cache() -> str:
-    """The cache of packed weights: its folder, its size and its limit."""
+    """The weight cache: folder, size and limit."""
     from penstock.models.weights.cache_folder import cache_folder, usage
 
     options = read({}, None).configuration.engine

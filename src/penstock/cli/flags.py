@@ -1,4 +1,4 @@
-"""Command-line flags from the configuration's schema: names, types, defaults, units and help are written once."""
+"""Command-line flags, generated from the options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TITLES = {
 }
 FOR_AN_ENGINE = ("model", "engine")
 THEIRS = "theirs:"
-"""Before the names of a profile's flags, which may be ours."""
+"""Prefix of the argparse destinations of a profile's flags, whose names may also be ours."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``LLM`` and ``AsyncLLM`` take, ``model`` included."""
+    """Keyword arguments for ``LLM`` and ``AsyncLLM``, ``model`` included."""
     found = configure(args).configuration
     return msgspec.structs.asdict(found.model) | msgspec.structs.asdict(found.engine)
 
@@ -151,5 +151,5 @@ def _shown(setting: Setting) -> str:
 
 
 def in_cache(path: str) -> str:
-    """A path as it is for this user, whose folder for caches may be another than ``~/.cache``."""
+    """A path with ``~/.cache`` replaced by ``XDG_CACHE_HOME`` where that is set."""
     return path.replace("~/.cache", os.environ.get("XDG_CACHE_HOME") or "~/.cache", 1)

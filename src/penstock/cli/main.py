@@ -1,4 +1,4 @@
-"""``penstock``: the command line. Each command is loaded when it is called."""
+"""``penstock``: the command line. Each command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status. A wrong option or model is told in one sentence, with status 2."""
+    """Run a command; returns the exit status: 2, with one sentence, for a wrong option or model."""
     parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -70,7 +70,7 @@ def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Argumen
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
-    """The flags of a command, and of those of its commands that were called."""
+    """The flags of a command and its subcommands in ``arguments``."""
     known = set(parser._option_string_actions)
     for action in parser._actions:
         for name, own in (action.choices or {}).items() if isinstance(action, argparse._SubParsersAction) else ():

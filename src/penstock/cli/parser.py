@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """One that tells what is wrong in one sentence, without the flags that would have been right."""
+    """An ``ArgumentParser`` that reports errors in one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

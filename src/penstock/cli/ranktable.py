@@ -1,4 +1,4 @@
-"""``penstock ranktable``: the files that say who computes what where prefill and decode are apart."""
+"""``penstock ranktable``: rank tables of separate prefill and decode instances."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _write(folder: Path, tables: Mapping[str, msgspec.Struct]) -> None:
 
 
 def _address() -> str:
-    """Of the interface that leads out; nothing is sent to find it."""
+    """The address of the outgoing interface; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("192.0.2.1", 9))  # an address that nobody has (RFC 5737)

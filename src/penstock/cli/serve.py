@@ -1,4 +1,4 @@
-"""``penstock serve``: a model behind OpenAI's API."""
+"""``penstock serve``: the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments with what files of other systems say, too."""
+    """The arguments, with those of ``--service-json`` and ``--model-repository`` added."""
     return model_repository.expanded(service_json.expanded(arguments))
 
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def is_open(options: ServerOptions) -> bool:
-    """Whether others than this machine may ask without a key."""
+    """Whether other machines can send requests without an API key."""
     try:
         inside = ipaddress.ip_address(options.host).is_loopback
     except ValueError:

@@ -16,14 +16,14 @@ from penstock.core.lora import named
 from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
 
 DEMO = "penstock-demo"
-"""What the model in the box is called."""
+"""Name of the built-in model."""
 KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
-"""Names and kinds of the models of KServe's protocol that the first model has."""
+"""Models of the KServe v2 protocol over the first model: name → kind."""
 OWN = frozenset(
     "model pooling_type tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "
     "speculative_config".split()
 )
-"""Options that say something of one model, and are not taken over for others."""
+"""Options that belong to one checkpoint, which other models do not inherit."""
 
 
 def served(configuration: Configuration) -> tuple[ServedModel, ...]:
@@ -83,7 +83,7 @@ def _parsed(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _required(configuration: Configuration, models: list[ServedModel]) -> list[str]:
-    """Names of the models that are loaded at the start."""
+    """Names of the models to load at the start."""
     options, names = configuration.server, [model.name for model in models]
     if options.model_control_mode == "none":
         if options.load_model:

@@ -1,4 +1,4 @@
-"""``penstock shims``: files with the names of other systems' commands, each of which starts its counterpart here.
+"""``penstock shims``: writes files with the names of other systems' commands, which start Penstock's.
 
 The package itself installs ``penstock`` alone, so that it takes no name from a system that is installed, too.
 """
@@ -17,11 +17,11 @@ from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
 
 MARK = "written by `penstock shims`"
-"""In every file, by which it is known again."""
+"""In every file, by which ``penstock shims`` recognizes its own."""
 MODULES = "modules"
-"""Folder of modules, for ``PYTHONPATH``."""
+"""Folder of Python modules, for ``PYTHONPATH``."""
 LONGEST = 120
-"""Characters of an interpreter's path that every kernel takes behind ``#!``."""
+"""Longest interpreter path that every Linux kernel accepts after ``#!``, characters."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Shim:
 
     @property
     def command(self) -> list[str]:
-        """What is run; ``-P``, as modules in the current folder are not meant."""
+        """The command that the file runs; ``-P`` keeps the current folder out of ``sys.path``."""
         profile = ["env", f"PENSTOCK_COMPAT={self.compat}"] if self.compat else []
         return [*profile, sys.executable, "-P", "-m", f"penstock.cli.{self.module}", *self.arguments]
 
     @property
     def about(self) -> str:
-        """What it is short for."""
+        """The command for display."""
         program = "penstock" if self.module == "main" else f"python -m penstock.cli.{self.module}"
         profile = [f"PENSTOCK_COMPAT={self.compat}"] if self.compat else []
         return shlex.join([*profile, *program.split(), *self.arguments])
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """What is printed sets the search paths: ``eval "$(penstock shims DIR)"``."""
+    """Write the files and print shell code that sets the search paths: ``eval "$(penstock shims DIR)"``."""
     names = args.names
     if args.list:
         for shim in _chosen([*([str(args.folder)] if args.folder else []), *names]):

@@ -1,4 +1,4 @@
-"""Rank tables: which instance computes what on which devices, where prefill and decode are apart.
+"""Rank tables of deployments with separate prefill and decode instances: instances and their devices.
 
 Their JSON is that of Ascend's document (docs/dialects/vllm.md). A global table has all instances, a local one a single
 instance: it tells a process which of them it is.
@@ -16,15 +16,15 @@ from msgspec import UNSET, UnsetType
 from penstock.core.errors import invalid
 
 GROUPS = {"0": "scheduler", "1": "prefill", "2": "decode"}
-"""What each group of a global table is for, by its id."""
+"""Group id of a global table → its role."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     device_id: str
-    """Its number on its machine."""
+    """Index of the device on its machine."""
     device_ip: str
     rank_id: str
-    """Its number in its instance, from 0 on."""
+    """Rank of the device in its instance, from 0."""
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Global(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal["1.0"] = "1.0"
     status: Literal["completed"] = "completed"
     server_group_list: tuple[Group, ...]
-    """Those of ``GROUPS``, in this order. The first has one server, or none where another machine has it."""
+    """The groups of ``GROUPS``, in this order. The first has one server, or none where another machine runs it."""
 
 
 class Local(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ def read(path: Path) -> Global:
 
 
 def merged(tables: Sequence[Global]) -> Global:
-    """One table of what several machines have.
+    """Merge the tables of several machines.
 
     Raises ``PenstockError`` (``invalid``) unless one of them has the scheduler, and each device is in one instance.
     """
@@ -108,7 +108,7 @@ def merged(tables: Sequence[Global]) -> Global:
 
 
 def _wrong(table: Global) -> str:
-    """What contradicts in a table that was read, or nothing."""
+    """The contradiction in a table, empty for none."""
     groups = table.server_group_list
     if [group.group_id for group in groups] != list(GROUPS):
         return f"server_group_list must be the groups {', '.join(GROUPS)}"

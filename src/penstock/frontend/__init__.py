@@ -1,1 +1,1 @@
-"""Prompts in, text out: ``LLM`` for batches."""
+"""Text in, text out: ``LLM``, ``AsyncLLM`` and the ``Gateway`` of the server."""

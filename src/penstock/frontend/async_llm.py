@@ -1,4 +1,4 @@
-"""``AsyncLLM``: an engine in a process of its own, for streams that come and go."""
+"""``AsyncLLM``: streaming, with the engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is no
 
 
 class AsyncLLM:
-    """A model to stream from.
+    """A model with its engine process, for streaming.
 
     >>> async with AsyncLLM() as llm:
     ...     async for output in llm.generate("Once upon a time"):
@@ -63,7 +63,7 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> int:
-        """Stop the engine, which lets what runs come to its end; returns its exit status."""
+        """Stop the engine after its open requests; returns its exit status."""
         assert self._process is not None
         status = await self._process.close()
         await self._watch
@@ -71,7 +71,7 @@ class AsyncLLM:
         return status
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How the model's makers sample."""
+        """The default sampling parameters, from ``generation_config.json``."""
         return self._input_processor.default_sampling()
 
     @property
@@ -81,7 +81,7 @@ class AsyncLLM:
         return self._gateway
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """As ``LLM.load_lora_adapter``, while others are served."""
+        """As ``LLM.load_lora_adapter``, while requests are served."""
         await self.gateway.engine.load_adapter(lora_name, str(lora_path))
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
@@ -113,7 +113,7 @@ class AsyncLLM:
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, **options: Any
     ) -> EmbeddingRequestOutput:
-        """A prompt as a vector; None pools as the model's makers do. ``options`` are those of ``generate``.
+        """Embed a prompt; None is the checkpoint's pooling. ``options`` are those of ``generate``.
 
         Raises ``PenstockError`` where the request is wrong or has failed.
         """
@@ -131,7 +131,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation; ``options`` are those of ``generate``."""
+        """Answer a chat; ``options`` are those of ``generate``."""
         prompt = self._input_processor.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
         async with aclosing(self.generate(prompt, sampling_params, **options)) as outputs:
             async for output in outputs:

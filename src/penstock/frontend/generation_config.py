@@ -1,4 +1,4 @@
-"""What a checkpoint says about generating: how its makers sample, and what ends a turn."""
+"""A checkpoint's ``generation_config.json``: default sampling parameters and EOS tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class GenerationConfig:
 
     eos_token_ids: tuple[int, ...]
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Values for ``SamplingParams`` that a request does not give."""
+    """Defaults of ``SamplingParams``."""
 
 
 def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | None = None) -> GenerationConfig:
-    """What the model in a folder says.
+    """Read the generation config of the model in a folder.
 
     Args:
         other: folder of the ``generation_config.json`` to read in place of the model's.

@@ -1,4 +1,4 @@
-"""Models by name: from what a caller calls a model to the folder of its checkpoint."""
+"""Resolving a model's name to the folder of its checkpoint, with downloads from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.core.errors import Code, PenstockError, invalid
 logger = logging.getLogger(__name__)
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
-"""What a checkpoint is made of. Pickles and code are never fetched."""
+"""Files of a checkpoint. Pickles and code are never downloaded."""
 UNWANTED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
-"""The same weights again, for other programs. In ``1_Pooling`` sentence-transformers say how they pool."""
+"""Excluded: the same weights for other programs. ``1_Pooling`` (sentence-transformers) is kept."""
 GRAPH = "model.pdiparams"
-"""Weights of what Paddle has exported."""
+"""Weights of a static graph that Paddle has exported."""
 INSTEAD = "give the folder of a Hugging Face checkpoint, or its name on the hub (org/name)"
 NO_CHECKPOINTS = {
     "*.gguf": f"a GGUF file, which llama.cpp reads: {INSTEAD}, and --quantization for fewer bits",
@@ -35,10 +35,10 @@ NO_CHECKPOINTS = {
     "*.engine": f"an engine that TensorRT has built: {INSTEAD}, which it was made from",
     "snapshots": "a model in the hub's cache: give its name (org/name), or the folder within snapshots",
 }
-"""Files that say what a folder without a config.json is, and what to do."""
+"""Files by which a folder without a config.json is recognized, with advice."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PAUSES = (0, 1, 2)
-"""Seconds before each new attempt after a connection was reset."""
+"""Seconds before each retry after a connection was reset."""
 
 
 def resolve(
@@ -50,7 +50,7 @@ def resolve(
     progress: bool = True,
     files: Sequence[str] = WANTED,
 ) -> Path:
-    """The folder of a checkpoint, fetched from the hub where it is named and not yet here.
+    """The folder of a checkpoint, downloaded from the hub where needed.
 
     Args:
         model: nothing for the model in the box, a path, or a name on the hub (``org/name``). What exists is a path.
@@ -82,7 +82,7 @@ def resolve(
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raises ``PenstockError`` (``invalid``) for what is no checkpoint's folder, saying what it is and what to do."""
+    """Raises ``PenstockError`` (``invalid``), with advice, for a folder that is not a checkpoint's."""
     if folder.suffix == ".gguf":
         raise invalid(
             "model", f"{folder} is a GGUF file, which llama.cpp reads: {INSTEAD}, --quantization for fewer bits"
@@ -107,7 +107,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def download(name: str, folder: Path, *, revision: str = "", token: str | None = None, progress: bool = True) -> None:
-    """Put a checkpoint of the hub into a folder, or what is missing there of it.
+    """Download a checkpoint, or the missing part of it, into a folder.
 
     Raises ``PenstockError`` as ``resolve`` does.
     """
@@ -162,7 +162,7 @@ def _fetch(
 
 
 def _persistently(download: Callable[[], str]) -> str:
-    """Start again when a connection is reset: the library resumes only files whose connection ends in other ways.
+    """Retry when a connection is reset; the library itself resumes after other failures only.
 
     Whole files are not fetched again, and no file has its name before it is whole.
     """
@@ -178,7 +178,7 @@ def _persistently(download: Callable[[], str]) -> str:
 
 
 def _was_reset(error: BaseException | None) -> bool:
-    """Whether an error goes back to a connection that the other side broke, whatever a library made of that."""
+    """Whether an error was caused by a reset connection."""
     while error is not None:
         if isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError):
             return True
@@ -187,7 +187,7 @@ def _was_reset(error: BaseException | None) -> bool:
 
 
 def _cause(error: Exception) -> Exception:
-    """What stood in the way where the library tells only that its cache does not help."""
+    """The original error behind the library's error that the cache lacks a file."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -226,5 +226,5 @@ def _explained(problem: Exception, name: str, revision: str) -> PenstockError:
 
 
 def _line(error: Exception) -> str:
-    """An error of the library in one line, of the several that it may have."""
+    """The first line of an error's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

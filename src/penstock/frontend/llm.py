@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model to generate with.
+    """A model with its engine, for offline inference.
 
     >>> llm = LLM()
     >>> llm.chat([{"role": "user", "content": "What is the capital of Canada?"}])[0].outputs[0].text
@@ -60,7 +60,7 @@ class LLM:
         return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How the model's makers sample."""
+        """The default sampling parameters, from ``generation_config.json``."""
         return self._input_processor.default_sampling()
 
     def generate(
@@ -71,7 +71,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts, all of them at once.
+        """Generate from prompts, all of them in one batch.
 
         Args:
             sampling_params: one for all, or one a prompt; None samples as the model's makers do.
@@ -110,7 +110,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several at once; as ``generate`` otherwise.
+        """Answer one chat or several in one batch; otherwise as ``generate``.
 
         Each output's ``text`` has all that was said. Its ``message`` has the thought (``reasoning_content``), the
         ``content`` and the ``tool_calls`` apart.
@@ -134,7 +134,7 @@ class LLM:
         self.engine.adapters.wait(self.engine.adapters.load(lora_name, str(lora_path)))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Raises ``PenstockError`` (``not_found``) where it is not loaded."""
+        """Unload an adapter. Raises ``PenstockError`` (``not_found``) where it is not loaded."""
         self.engine.adapters.unload(lora_name)
 
     def embed(
@@ -145,7 +145,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Prompts as vectors.
+        """Embed prompts.
 
         Args:
             pooling_params: one for all, or one a prompt; None pools as the model's makers do.
@@ -178,7 +178,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How near texts are: of each pair, or of one and each of several, the cosine between their embeddings.
+        """The similarity of texts, in pairs or of one and several: the cosine between their embeddings.
 
         It is what the server's ``/score`` gives, and vLLM's ``LLM.score`` for such models.
 
@@ -201,7 +201,7 @@ class LLM:
     def score(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[Score]:
-        """How likely each continuation is after its prompt, as evaluations of choices ask.
+        """The log probability of each continuation after its prompt, for multiple-choice evaluations.
 
         Prompt and continuation are encoded apart, so that neither changes the other's tokens.
 
@@ -225,7 +225,7 @@ class LLM:
         return [Score.of(output, start) for output, start in zip(outputs, starts, strict=True)]
 
     def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
-        """The name of each prompt's adapter, which is loaded."""
+        """Load the adapters; returns the name of each prompt's."""
         requests = _per_prompt(given, count, "lora_request")
         for request in dict.fromkeys(requests):
             if request and request.lora_path:
@@ -239,7 +239,7 @@ class LLM:
         bar = tqdm(total=len(processors), desc="requests", unit="request", disable=not use_tqdm)
         collecting = gc.get_freeze_count() == 0
         if collecting:
-            gc.freeze()  # until the end, what is there now need not be looked through again and again
+            gc.freeze()  # long-lived objects need not be traversed by every collection
         try:
             while following or self.engine.busy:
                 while following and self.engine.add_where_room(following.request):
@@ -260,13 +260,13 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, be it one or several that were given."""
+    """A list of prompts, from one or several."""
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return cast(list[Prompt], [prompts] if one else list(prompts))
 
 
 def _per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
-    """One for each prompt."""
+    """One value per prompt, from one for all or a sequence."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

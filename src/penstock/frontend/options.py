@@ -1,4 +1,4 @@
-"""Options by name, as callers of ``LLM`` and ``AsyncLLM`` give them."""
+"""The keyword arguments of ``LLM`` and ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tuple[ModelOptions, EngineOptions]:
-    """Of a model, which is fetched where it is not here, and of its engine.
+    """The options of a model, which is downloaded where needed, and of its engine.
 
     Args:
         compat: the system whose names and defaults they have; nothing for ours.
@@ -54,7 +54,7 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
 
 
 def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options here for those of another system, with its defaults; for vLLM's where none is named.
+    """Translate another system's options, with its defaults; by default vLLM's.
 
     What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
     system, and for values that are wrong or not possible here.
@@ -85,7 +85,7 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(name: str, text: str) -> Any:
-    """A value as text in the option's own type."""
+    """A text value in the option's type."""
     try:
         return convert(text, settings()[name].annotated, strict=False)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What callers get back, under the names that vLLM's users know."""
+"""Outputs of requests, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.text import Message
 
 
 class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the garbage collector need not look through
-    """How likely a token was: natural logarithm, and rank, 1 for the likeliest."""
+    """A token's log probability (natural logarithm) and rank, 1 for the likeliest."""
 
     logprob: float
     rank: int
@@ -24,7 +24,7 @@ class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the gar
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id: the token itself first, then the likeliest alternatives."""
+"""The logprobs at one position, by token id: the token itself first, then the likeliest alternatives."""
 
 
 @dataclass(slots=True)
@@ -34,21 +34,21 @@ class CompletionOutput:
     index: int
     text: str = ""
     message: Message | None = None
-    """A chat's answer read: its thought, content and calls of tools."""
+    """A chat's parsed answer: reasoning, content and tool calls."""
     reasoning_tokens: int = 0
-    """Tokens of the thought, with the one that ends it."""
+    """Number of reasoning tokens, the end marker included."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     generation_logits: bytearray | None = None
-    """The scores that each of ``token_ids`` was chosen by, ``[tokens, vocabulary]`` float32."""
+    """The logits that each of ``token_ids`` was sampled from, ``[tokens, vocabulary]`` float32."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled`` or ``error``; None while it goes on."""
+    """``stop``, ``length``, ``cancelled`` or ``error``; None while the sequence is generated."""
     stop_reason: int | str | None = None
-    """The stop token or stop string, unless the model's own end of turn ended it."""
+    """The stop token or stop string that ended it; None for an EOS token."""
     failure: Failure | None = None
     perf: PerfMetrics | None = None
-    """What it has taken so far, where that was asked for; of beams the first one's is that of all."""
+    """With ``return_perf_metrics``; with beams, the first one's is for all."""
 
     @property
     def finished(self) -> bool:
@@ -57,32 +57,32 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class Times:
-    """When it happened, in seconds on the monotonic clock."""
+    """Times of a request, seconds on the monotonic clock."""
 
     arrived: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     last_token: float | None = None
     queued: float = 0.0
-    """Seconds until it ran for the first time."""
+    """Seconds from arrival to the first step."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with all its sequences so far."""
+    """A request's output so far."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    """For each prompt token; None for the first, which nothing predicts."""
+    """For each prompt token; None for the first, which has none."""
     context_logits: bytes | None = None
-    """Scores of what may follow each prompt token, ``[prompt tokens, vocabulary]`` float32."""
+    """Logits after each prompt token, ``[prompt tokens, vocabulary]`` float32."""
     embedding: bytes | None = None
-    """The prompt's vector, float32, where that was asked for."""
+    """The prompt's embedding, float32, of an embedding request."""
     num_cached_tokens: int = 0
     num_discarded_tokens: int = 0
-    """Of sequences that were made and not chosen (``best_of``)."""
+    """Tokens of sequences that ``best_of`` generated and did not return."""
     times: Times = field(default_factory=Times)
 
     @property
@@ -92,7 +92,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A prompt as a vector."""
+    """An embedding."""
 
     embedding: list[float]
 
@@ -103,7 +103,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """An embedding with what it is of."""
+    """An embedding with its prompt."""
 
     request_id: str
     prompt: str | None
@@ -119,47 +119,47 @@ class EmbeddingRequestOutput:
 
 
 def floats_of(output: RequestOutput) -> list[float]:
-    """The vector of a request for one; raises ``PenstockError`` where it failed."""
+    """The embedding of an output; raises ``PenstockError`` where the request failed."""
     if failure := output.outputs[0].failure:
         raise PenstockError.of(failure)
     return array("f", output.embedding or b"").tolist()
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Of the angle between two vectors; 0 where one has no length."""
+    """The cosine of the angle between two vectors; 0 where one is zero."""
     lengths = math.sqrt(math.fsum(x * x for x in a) * math.fsum(x * x for x in b))
     return math.fsum(map(mul, a, b)) / lengths if lengths else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How near two texts are: the cosine of the angle between their embeddings."""
+    """The similarity of two texts: the cosine of the angle between their embeddings."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """A score with what it is of."""
+    """A similarity score with its prompts."""
 
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Of both texts, one after the other."""
+    """Token ids of both texts, concatenated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is."""
+    """The log probability of a continuation."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of each of its tokens, natural logarithms."""
+    """Log probability of each token, natural logarithm."""
     is_greedy: bool
-    """Whether each token is the likeliest where it stands."""
+    """Whether greedy decoding would have generated the continuation."""
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation."""
+        """Log probability of the whole continuation."""
         return sum(self.logprobs)
 
     @classmethod

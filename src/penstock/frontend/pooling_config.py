@@ -1,4 +1,4 @@
-"""How a checkpoint's makers pool: from the files of sentence-transformers, where it has them."""
+"""A checkpoint's pooling, from the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.core.errors import invalid
 
 MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 KINDS = {"last": "last", "lasttoken": "last", "mean": "mean"}
-"""By the newer name of the mode."""
+"""Values of ``pooling_mode`` in newer files."""
 FIELD = "pooling_type"
 KNOWN = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooling(folder: Path, pooling_type: str = "auto") -> PoolingParams:
-    """The last token's state, normalized, where no file says otherwise.
+    """The pooling of a checkpoint; by default the last token's hidden state, normalized.
 
     Args:
         pooling_type: ``last`` or ``mean`` in place of what the files say.

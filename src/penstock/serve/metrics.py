@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names that vLLM's have, one page over all API processes.
+"""Prometheus metrics, under vLLM's names, one page over all API processes.
 
 Each process counts in files of its own in the folder that ``PROMETHEUS_MULTIPROC_DIR`` names, where any of them can add
 them up; what the engine knows is read from the engine.
@@ -25,12 +25,12 @@ WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SEQUENCES = (1, 2, 5, 10, 20, 50, 100)
 OF_CACHE = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
-"""Options that are told of the KV cache."""
+"""Options in ``cache_config_info``."""
 PLAIN = ("counter", "gauge")
-"""Kinds of metrics that are one number."""
+"""Types of metrics with a single value."""
 LABELS = ["model_name"]
 Engines = Mapping[str, tuple[wire.Stats, EngineOptions]]
-"""By model, what its engine told last, and its options."""
+"""By model: the last statistics of its engine, and its options."""
 
 
 SAME_IN_VLLM = (
@@ -47,11 +47,11 @@ VLLM = {f"vllm:{name}": name for name in SAME_IN_VLLM} | {
     "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
     "vllm:time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""vLLM's names, and two that it had before, for dashboards and for routers that read a server's load from them."""
+"""vLLM's names → ours, two older ones included, for dashboards and for routers that balance load by them."""
 
 
 class Metrics:
-    """Of a server's requests.
+    """The metrics of a server.
 
     Args:
         others: another system's names, as in its profile.
@@ -60,7 +60,7 @@ class Metrics:
     def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None) -> None:
         self._others = dict(others or {})
         self.more: list[Callable[[Engines], Iterable[Metric]]] = []
-        """What dialects tell besides, of what each model's engine told last."""
+        """Further metrics of dialects, computed from the engines' statistics."""
 
         def counter(name: str, about: str, *more: str) -> Counter:
             return Counter(f"penstock:{name}", about, [*LABELS, *more])
@@ -135,14 +135,14 @@ class Metrics:
         )
 
     def of(self, model: str) -> ModelMetrics:
-        """A model's own."""
+        """The metrics of one model."""
         return ModelMetrics(self, model)
 
     def record_failure(self, failure: Failure) -> None:
         self.failures.labels(code=failure.code.value).inc()
 
     def page(self, engines: Engines) -> bytes:
-        """The page, with what each model's engine told last."""
+        """The page of ``/metrics``."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         registry.register(_Engines(engines))
@@ -155,7 +155,7 @@ class Metrics:
 
 
 class ModelMetrics:
-    """Of the requests of one model."""
+    """The request metrics of one model."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
@@ -181,14 +181,14 @@ class ModelMetrics:
         self.open = metrics.open.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
-        """A request is there to be answered."""
+        """Count a request when it arrives."""
         self._requests.inc()
         self._sequences.observe(sampling.n)
         if sampling.max_tokens is not None:
             self._asked_for.observe(sampling.max_tokens)
 
     def record_first_token(self, output: RequestOutput) -> None:
-        """The first token of a request is there."""
+        """Record a request's first token."""
         times, prompt = output.times, len(output.prompt_token_ids)
         assert times.first_token is not None
         self._prompt_tokens.inc(prompt)
@@ -205,7 +205,7 @@ class ModelMetrics:
             self._between.observe(seconds / max(tokens / sequences, 1))
 
     def record_finish(self, output: RequestOutput) -> None:
-        """All sequences of a request have come to their end."""
+        """Record a finished request."""
         times, tokens = output.times, sum(len(made.token_ids) for made in output.outputs)
         for made in output.outputs:
             self._success(made.finish_reason).inc()
@@ -224,7 +224,7 @@ class ModelMetrics:
 
 
 class _More:
-    """What a dialect tells of the engines."""
+    """Metrics that a dialect computes."""
 
     def __init__(self, collect: Callable[[Engines], Iterable[Metric]], engines: Engines) -> None:
         self._collect = collect
@@ -235,7 +235,7 @@ class _More:
 
 
 class _Others:
-    """Metrics under other names, and figures that are made of ours."""
+    """Metrics under other systems' names, and those derived from ours."""
 
     def __init__(self, registry: CollectorRegistry, names: Mapping[str, str | DerivedMetric], engines: Engines) -> None:
         self._registry = registry
@@ -260,7 +260,7 @@ class _Others:
 
 
 def _totals(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
-    """Of a model's metrics that are one number."""
+    """The values of a model's counters and gauges."""
     return {
         name: sum(sample.value for sample in found.samples if sample.labels.get("model_name", model) == model)
         for name, found in ours.items()
@@ -269,7 +269,7 @@ def _totals(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
 
 
 class _Engines:
-    """The engines' own figures."""
+    """The engines' statistics as metrics."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines

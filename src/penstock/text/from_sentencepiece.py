@@ -1,4 +1,4 @@
-"""A SentencePiece model (Kudo and Richardson, 2018) as a tokenizer of the ``tokenizers`` library.
+"""Conversion of a SentencePiece model (Kudo and Richardson, 2018) to the ``tokenizers`` library.
 
 The file is a protocol buffer, of which the pieces and a few settings are read: fields 1 (piece), 2 (trainer) and
 3 (normalizer) of ``ModelProto``.
@@ -40,7 +40,7 @@ class Piece:
 
 
 def convert(data: bytes, legacy: bool) -> Tokenizer:
-    """The tokenizer that a serialized model describes.
+    """The tokenizer of a serialized model.
 
     Args:
         legacy: a space is put before the text after each special token, not only at the start; where it is not, also
@@ -88,7 +88,7 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
 
 
 def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """What SentencePiece merges, best piece first: any two neighbours that make up a piece."""
+    """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first."""
     rank = {piece.text: i for i, piece in enumerate(pieces) if piece.kind in (Kind.NORMAL, Kind.USER_DEFINED)}
     found = []
     for piece in pieces:
@@ -106,7 +106,7 @@ Message = defaultdict[int, list[Field]]
 
 
 def _message(data: bytes) -> Message:
-    """The fields of a message by number, each as often as it is there."""
+    """The fields of a protobuf message: number → values."""
     fields: Message = defaultdict(list)
     for number, value in _fields(data):
         fields[number].append(value)
@@ -114,7 +114,7 @@ def _message(data: bytes) -> Message:
 
 
 def _inner(message: Message, number: int) -> Message:
-    """The message in that field, an empty one where it is not there."""
+    """The message in a field, empty where it is absent."""
     return _message(_bytes(message[number][-1]) if message[number] else b"")
 
 

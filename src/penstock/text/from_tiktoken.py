@@ -1,4 +1,4 @@
-"""A tiktoken file, lines of a token in base64 and its rank, as a tokenizer of the ``tokenizers`` library."""
+"""Conversion of a tiktoken file (lines of base64 token and rank) to the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .vocabulary import byte_alphabet
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How GPT-4's tokenizer and those after it cut text into words. The file does not say; digits it lets us see."""
+"""Pre-tokenization of GPT-4 and later. The file does not contain it; the length of digit groups is inferred."""
 
 
 def convert(data: bytes) -> Tokenizer:
-    """The tokenizer that these ranks describe. Words are cut as GPT-4's are, digits as long as the ranks know them."""
+    """The tokenizer of these ranks, with GPT-4's pre-tokenization and digit groups as long as the ranks have them."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines() if line)}
     spelled = {byte: character for character, byte in byte_alphabet().items()}
 
@@ -41,7 +41,7 @@ def convert(data: bytes) -> Tokenizer:
 
 
 def _halves(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """What byte-pair encoding joined last: merge by the ranks below the token's own until two parts are left."""
+    """The last merge that forms a token: merge by lower ranks until two parts are left."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [(ranks.get(parts[i] + parts[i + 1], ranks[token]), i) for i in range(len(parts) - 1)]

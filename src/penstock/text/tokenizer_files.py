@@ -1,4 +1,4 @@
-"""Which file of a checkpoint holds its tokenizer, and what makes one of it."""
+"""Loading a checkpoint's tokenizer from whichever file holds it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .vocabulary import MAX_TOKENS
 CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 MAX_BYTES = 128 * 2**20
-"""Of a tokenizer's file: the largest known have 33 MB."""
+"""Maximum size of a tokenizer file; the largest known have 33 MB."""
 MAX_SIDE_BYTES = 16 * 2**20
-"""Of a file beside it."""
+"""Maximum size of its configuration and chat template."""
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
 def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """From ``tokenizer.json``, or else from a SentencePiece model or a tiktoken file.
+    """Load ``tokenizer.json``, or else a SentencePiece model or a tiktoken file.
 
     Args:
         config: what ``tokenizer_config.json`` says.
@@ -51,12 +51,12 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def parts(folder: Path) -> list[Path]:
-    """The files that a tokenizer is made of. Raises ``PenstockError`` (``invalid``) where there is none."""
+    """The files of a tokenizer. Raises ``PenstockError`` (``invalid``) where there is none."""
     return [_find(folder), *(path for path in (folder / CONFIG, folder / TEMPLATE) if path.exists())]
 
 
 def read(path: Path) -> bytes:
-    """Raises ``PenstockError`` (``invalid``) where the file is larger than any of its kind."""
+    """Read a file. Raises ``PenstockError`` (``invalid``) where it exceeds its maximum size."""
     limit = MAX_SIDE_BYTES if path.name in (CONFIG, TEMPLATE) else MAX_BYTES
     if (size := path.stat().st_size) > limit:
         raise invalid("tokenizer", f"{path} has {size / 2**20:.0f} MiB; {limit // 2**20} MiB are allowed", limit)
@@ -71,7 +71,7 @@ def _find(folder: Path) -> Path:
 
 
 def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) -> None:
-    """Tokens that only the configuration knows, each under its own id."""
+    """Add the tokens of ``tokenizer_config.json`` that the file lacks, under their ids."""
     for token_id, token in sorted((int(token_id), token) for token_id, token in added.items()):
         if token_id >= MAX_TOKENS:
             raise invalid("tokenizer", f"{CONFIG} has a token of id {token_id}; {MAX_TOKENS} are allowed", MAX_TOKENS)
@@ -82,7 +82,7 @@ def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], marks_start: bool) -> None:
-    """The tokens that encoding puts before and after a text."""
+    """The special tokens that encoding puts before and after a text."""
     ends = []
     for name, default in (("bos", marks_start), ("eos", False)):
         token = config.get(f"{name}_token") or ("<s>" if name == "bos" else "</s>")

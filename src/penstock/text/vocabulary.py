@@ -1,4 +1,4 @@
-"""The vocabulary as bytes: what each token adds to the text, whatever alphabet its tokenizer file writes it in."""
+"""The vocabulary as bytes: what each token adds to the text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 MAX_TOKENS = 2**22
-"""Ids of a vocabulary: the largest known have 262,144."""
+"""Maximum size of a vocabulary; the largest known have 262,144."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each token id; of ids without a token, none.
+    """The bytes of each token id; empty for ids without a token.
 
     A text is the concatenation of its tokens' bytes, decoded as UTF-8, for byte-level BPE (GPT-2's printable
     alphabet) and for SentencePiece's BPE and unigram models (a mark for the space, ``<0x0A>`` for single bytes).

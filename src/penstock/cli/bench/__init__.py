@@ -21,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kind that was asked for; returns the exit status."""
+    """Run a benchmark; returns the exit status."""
     module, _ = KINDS[args.kind]
     return int(import_module(f"{__name__}.{module}").run(args))

@@ -1,4 +1,4 @@
-"""What values of flags may be, checked as they are read. Argparse names a function in the error it makes of it."""
+"""Types of flags for argparse, which uses a function's name in its errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def writable(text: str) -> Path:
-    """Asked before the load, so that an hour's figures are not lost for want of a folder."""
+    """A file to write; its folder is checked before the benchmark runs."""
     path = Path(text)
     if text != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")

@@ -1,4 +1,4 @@
-"""One streamed request, measured as its client sees it, and many of them sent in time."""
+"""Sending and measuring streamed requests, one or many on a schedule."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
 
 
 def _told(error: Exception) -> str:
-    """What an error says; of aiohttp's own words around the system's, only the system's."""
+    """The message of an error; for aiohttp's errors, that of the operating system."""
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 

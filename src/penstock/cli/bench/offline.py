@@ -1,4 +1,4 @@
-"""``penstock bench latency|throughput``: how fast a model runs here, with random prompts and nothing on the way."""
+"""``penstock bench latency|throughput``: speed of the engine alone, with random prompts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds that a batch takes from the first token in to the last token out, and what they are made of."""
+    """Latency of a batch, in total and by phase, seconds."""
     whole = [_timed(llm, args.batch_size, args.input_len, args.output_len) for _ in range(args.num_iters + 1)][1:]
     first = [_timed(llm, args.batch_size, args.input_len, 1) for _ in range(args.num_iters + 1)][1:]
     middle, prefill = statistics.median(whole), statistics.median(first)
@@ -63,7 +63,7 @@ def latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second when all prompts are there at once."""
+    """Tokens a second with all prompts queued at the beginning."""
     _timed(llm, 1, min(args.input_len, 128), 2)
     seconds = _timed(llm, args.num_prompts, args.input_len, args.output_len, show=not args.json)
     return {

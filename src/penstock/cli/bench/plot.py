@@ -1,4 +1,4 @@
-"""A load in one picture: how latencies are distributed, and what went on when."""
+"""The plot of a benchmark: distribution of latencies, and load over time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | Non
 
 
 def _course(above: Any, below: Any, good: Sequence[Sample]) -> None:
-    """Running requests and output over time, one under the other."""
+    """Running requests and output rate over time."""
     moments, counts = running(good)
     above.step(moments, counts, where="post", color=LINE, linewidth=1)
     above.fill_between(moments, counts, step="post", color=LINE, alpha=0.15)

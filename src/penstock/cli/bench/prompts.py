@@ -1,4 +1,4 @@
-"""What the prompts of a load say: random ids or words, of exact length, the same for the same name and seed."""
+"""Random prompts of exact length, in token ids or words, the same for the same name and seed."""
 
 from __future__ import annotations
 

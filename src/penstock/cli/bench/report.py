@@ -1,4 +1,4 @@
-"""Figures of a load, under the names that vLLM's benchmark gives them, and the table people read."""
+"""Results of a benchmark, under the names of vLLM's, and as a table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def meets(sample: Sample, goodput: Mapping[str, float]) -> bool:
 def figures(
     samples: Sequence[Sample], percentiles: Sequence[float], metrics: Sequence[str], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What there is to know of a load, by name. Throughput is over the time until the last answer ended.
+    """The results by name. Throughput is over the time until the last request ended.
 
     Args:
         samples: of all requests, at least one of which went well.
@@ -90,7 +90,7 @@ def figures(
 
 
 def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Nothing but nulls where no answer had a second token."""
+    """Statistics of a latency; None where no request has one."""
     names = [f"mean_{metric}_ms", f"median_{metric}_ms", *(f"p{p:g}_{metric}_ms" for p in percentiles)]
     if not len(values):
         return dict.fromkeys(names)
@@ -99,7 +99,7 @@ def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> d
 
 
 def table(found: Mapping[str, Any], percentiles: Sequence[float], metrics: Sequence[str]) -> str:
-    """The figures for people."""
+    """The results as a table."""
     lines = [f"{name:<20} {value}" for name, value in _overview(found)]
     heads = ["mean", "median", *(f"p{p:g}" for p in percentiles)]
     lines += ["", f"{'milliseconds':<20}" + "".join(f"{head:>11}" for head in heads)]
@@ -128,7 +128,7 @@ def _overview(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
-    """What puts figures in doubt."""
+    """Warnings about the results."""
     notes = [f"{count:,} × {reason}" for reason, count in list(found["errors"].items())[:3]]
     if found["without_usage"]:
         notes.append(f"{found['without_usage']:,} answers came without usage: their chunks were counted for tokens")

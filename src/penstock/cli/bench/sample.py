@@ -1,4 +1,4 @@
-"""What was seen of one request, and the latencies that follow from it."""
+"""The measurements of one request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Sample(msgspec.Struct):
     """When it was to be sent: its arrival or, if later, the moment it had a slot."""
     sent: float = 0.0
     chunks: array[float] = msgspec.field(default_factory=lambda: array("d"))
-    """When text came. A chunk may hold several tokens."""
+    """Times of the chunks with text; a chunk may hold several tokens."""
     last: float = 0.0
-    """When the answer was complete, or its failure known."""
+    """Time of the end or the failure."""
     output_tokens: int = 0
     cached_tokens: int = 0
     counted: bool = False
-    """Whether the server told its count of tokens; if not, each chunk is taken for one."""
+    """Whether the server reported token counts; otherwise each chunk counts as one."""
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
 

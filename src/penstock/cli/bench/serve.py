@@ -1,4 +1,4 @@
-"""``penstock bench serve``: load on any OpenAI-compatible server."""
+"""``penstock bench serve``: load test of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STANDARD_OUTPUT = Path("-")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the server and tell; the exit status is 1 if no request succeeded."""
+    """Run the load test and print the results; the exit status is 1 if no request succeeded."""
     _need("aiohttp")
     if args.picture:
         _need("matplotlib")
@@ -140,7 +140,7 @@ async def _warm_up(client: Client, requests: list[Request], args: argparse.Names
 
 
 def _conditions(args: argparse.Namespace, model: str, requests: list[Request]) -> dict[str, Any]:
-    """What was measured, so that the figures say what they are of."""
+    """Description of the benchmark, for its results."""
     rate = args.request_rate or (None if args.dataset_path else math.inf)
     return {
         "bench": "serve",

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server streams: server-sent events, read as bytes come and decoded no further than needed.
+"""Reading the server-sent events of an OpenAI-compatible server with little decoding.
 
 The client may share its cores with the server it measures, so nothing is built here that nobody reads.
 """
@@ -13,7 +13,7 @@ DONE = b"[DONE]"
 
 
 class Delta(msgspec.Struct):
-    """Of a chat's chunk; thinking counts as text under either of its names."""
+    """The delta of a chat's chunk; reasoning counts as text under either of its names."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -30,7 +30,7 @@ class Choice(msgspec.Struct):
 
     @property
     def says(self) -> bool:
-        """Whether a reader sees something new; a chat's first chunk often has a role and no more."""
+        """Whether the chunk has text; a chat's first chunk often has a role alone."""
         delta = self.delta
         return bool(
             self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
@@ -60,7 +60,7 @@ class Chunk(msgspec.Struct):
 
 
 class EventReader:
-    """Cuts a byte stream into the payloads of its ``data:`` lines, wherever the network cut it."""
+    """Splits a byte stream into the payloads of its ``data:`` lines."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -75,7 +75,7 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 def error_message(body: bytes) -> str:
-    """The sentence in an error's body: OpenAI's, vLLM's older or FastAPI's shape, or what there is of another."""
+    """The message of an error body in OpenAI's, vLLM's older or FastAPI's format, or the body itself."""
     try:
         found: Any = msgspec.json.decode(body)
         for name in ("error", "message", "detail"):

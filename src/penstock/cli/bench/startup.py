@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start servers one after another and tell the seconds they took."""
+    """Start servers one after another and print their times."""
     flags = _flags(args)
     starts = [_start(flags) for _ in range(args.num_iters)]
     first, *others = starts
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    """The options that were given, as flags again."""
+    """The given options as flags."""
     flags = ["--config", args.config] if args.config else []
     for name, setting in settings().items():
         if not hasattr(args, name):
@@ -73,7 +73,7 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 
 def _start(flags: list[str]) -> dict[str, float]:
-    """Seconds from the command until the port answers, until the engine serves, and until it said something."""
+    """Seconds from the command until the port answers, the engine is ready, and the first token arrives."""
     begun = time.perf_counter()
     with tempfile.TemporaryFile() as log, Server(flags, log) as server:
         moments = {"http": server.wait_for(200, 503), "ready": server.wait_for(200), "first_token": server.speak()}
@@ -81,7 +81,7 @@ def _start(flags: list[str]) -> dict[str, float]:
 
 
 class Server:
-    """A server process. Leaving it ends the process with SIGTERM, as a service manager does.
+    """A server process, which is ended with SIGTERM on exit.
 
     Raises:
         PenstockError: it ended too early, answers with an error, or does not end as it should.
@@ -113,7 +113,7 @@ class Server:
             raise self._failure(f"ended with status {status} after SIGTERM")
 
     def wait_for(self, *statuses: int) -> float:
-        """Knock until ``/ready`` answers with one of these; returns the moment."""
+        """Poll ``/ready`` until it has one of these statuses; returns the time."""
         while self._process.poll() is None:
             try:
                 with closing(self._connect(KNOCK_TIMEOUT)) as connection:
@@ -126,7 +126,7 @@ class Server:
         raise self._failure(f"ended with status {self._process.returncode} before it was ready")
 
     def speak(self) -> float:
-        """Ask for one token; returns the moment it came."""
+        """Request one token; returns the time at which it came."""
         with closing(self._connect(None)) as connection:
             connection.request("GET", "/v1/models")
             models = self._checked(connection.getresponse()).read()
@@ -148,7 +148,7 @@ class Server:
         return http.client.HTTPConnection(HOST, self.port, timeout=timeout)
 
     def _failure(self, what: str) -> PenstockError:
-        """With the last line it logged, which says why if any does."""
+        """The error with the last line of the server's log."""
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip()
         why = f": {said.splitlines()[-1]}" if said else ""

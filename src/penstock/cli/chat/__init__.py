@@ -1,4 +1,4 @@
-"""``penstock chat``: a conversation in the terminal, with an engine of one's own or a server."""
+"""``penstock chat``: a chat in the terminal, with a local engine or a server."""
 
 from __future__ import annotations
 

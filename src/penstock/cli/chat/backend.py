@@ -1,4 +1,4 @@
-"""What answers, and how far an answer has come."""
+"""The interface to a model: a local engine or a server."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .conversation import Message
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """As far as it has come."""
+    """An answer so far."""
 
     text: str = ""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
-    """Of all that was said before; None where nobody told."""
+    """Tokens of the prompt; None where unknown."""
     output_tokens: int | None = None
-    """Its own; None where nobody told."""
+    """Tokens of the answer; None where unknown."""
 
 
 class ContextFull(Exception):
-    """A conversation is longer than the model can read."""
+    """Raised where the conversation exceeds the model's context."""
 
 
 class Backend(Protocol):
-    """Something that answers."""
+    """A model that answers."""
 
     about: str
-    """What it is, in words."""
+    """Description for the user."""
     context: int | None
-    """Tokens that a conversation may have; None where nobody told."""
+    """Context length in tokens; None where unknown."""
 
     def answer(self, messages: list[Message], sampling: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
         """The answer so far, whenever it has grown. Leaving the loop ends it.

@@ -1,4 +1,4 @@
-"""What can be done between questions: lines that begin with a slash."""
+"""Slash commands."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ COMMANDS = {
 
 
 def _value(text: str) -> Any:
-    """JSON, or else the text itself."""
+    """The value of JSON text, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:

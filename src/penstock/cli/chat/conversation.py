@@ -1,4 +1,4 @@
-"""What was said, and how answers are to be drawn."""
+"""The messages of a conversation, and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELDS = (
     "ignore_eos stop stop_token_ids include_stop_str_in_output logit_bias bad_words allowed_token_ids "
     "skip_special_tokens"
 ).split()
-"""Of ``SamplingParams``, those that make sense where one answer is read."""
+"""Sampling parameters that ``/set`` accepts."""
 LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 
 
@@ -28,12 +28,12 @@ class Message(TypedDict):
 
 
 class Conversation:
-    """Turns of a person and a model, behind a system prompt or none."""
+    """Messages of user and model, after an optional system prompt."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
         self.sampling: dict[str, Any] = {}
-        """Fields that differ from the model's own, as JSON has them."""
+        """Sampling parameters that differ from the model's defaults, as JSON values."""
         self._turns: list[Message] = []
         self._unanswered: str | None = None
 
@@ -43,12 +43,12 @@ class Conversation:
         return system + self._turns
 
     def ask(self, question: str) -> list[Message]:
-        """Everything up to a new question, which is part of the conversation only once it is answered."""
+        """The messages with a new question, which becomes part of the conversation once it is answered."""
         self._unanswered = question
         return [*self.messages, {"role": "user", "content": question}]
 
     def answered(self, text: str) -> None:
-        """The question has its answer, or the beginning of one."""
+        """Add the pending question with its answer, or the beginning of one."""
         assert self._unanswered is not None, "ask first"
         self._turns += [{"role": "user", "content": self._unanswered}, {"role": "assistant", "content": text}]
         self._unanswered = None

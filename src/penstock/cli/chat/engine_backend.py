@@ -1,4 +1,4 @@
-"""A voice of one's own: an engine in another process."""
+"""The backend of a local engine, in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, which goes on while people think."""
+"""An event loop in a thread, which runs while the main thread waits for input."""
 
 from __future__ import annotations
 

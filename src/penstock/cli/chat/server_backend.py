@@ -1,4 +1,4 @@
-"""A voice elsewhere: any server with OpenAI's API, whose answers are streamed as server-sent events."""
+"""The backend of any server with OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation under way: questions, their answers, and how they went."""
+"""A chat session: questions, answers, commands and statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = "the context is full; /undo drops the last turn, /clear begins anew"
 
 @dataclass
 class Tally:
-    """What was generated since the beginning."""
+    """Statistics of the session."""
 
     answers: int = 0
     tokens: int = 0
@@ -62,7 +62,7 @@ class Session:
         self.terminal = terminal
         self.tally = Tally()
         self.used: int | None = None
-        """Tokens of the context after the last answer; None where nobody told."""
+        """Tokens of the context after the last answer; None where unknown."""
         self.leaving = False
         self._loop_thread = loop_thread
         self._commands = commands

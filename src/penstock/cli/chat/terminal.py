@@ -1,4 +1,4 @@
-"""Where lines come from and answers go: a person at a terminal, or a pipe."""
+"""Input and output of a chat, at a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPIN = 0.1
 HISTORY = 1000
 """Lines that are kept."""
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
-"""What a model might steer a terminal with."""
+"""Control characters, which are removed from answers."""
 
 
 class Terminal:
@@ -57,15 +57,15 @@ class Terminal:
         print()
 
     def say(self, text: str) -> None:
-        """Some text of an answer, at once."""
+        """Print text of an answer, unbuffered."""
         print(text.translate(CONTROLS) if self.with_person else text, end="", flush=True)
 
     def tell(self, text: str) -> None:
-        """Something that is not an answer."""
+        """Print a line that is not an answer."""
         print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Something by the way, for a person only."""
+        """Print a remark, at a terminal only."""
         if self.with_person:
             print(f"{DIM}{text}{NORMAL}", flush=True)
 
@@ -74,7 +74,7 @@ class Terminal:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A spinner beside ``what``, for a person only."""
+        """Show a spinner beside ``what``, at a terminal only."""
         if not self.with_person:
             yield
             return
@@ -97,7 +97,7 @@ class Terminal:
 
     @contextmanager
     def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:
-        """A person's Ctrl-C calls ``stop``; that of a pipe ends it all."""
+        """Ctrl-C calls ``stop`` at a terminal; in a pipe it ends the process."""
         if not self.with_person:
             yield
             return

@@ -1,4 +1,4 @@
-"""What BladeLLM's users run before ``blade_llm_server``: ``blade_llm_quantize`` and ``blade_llm_split``.
+"""BladeLLM's offline tools: ``blade_llm_quantize`` and ``blade_llm_split``.
 
 Weights are rounded when they are loaded here, and nothing is split ahead. So both make a folder of links to the
 checkpoint, which ``--model`` takes as any other; its ``config.json`` says what is to be rounded.
@@ -37,7 +37,7 @@ UNUSED = {
 
 
 def quantize() -> int:
-    """Make a folder whose checkpoint is rounded when it is loaded; returns the exit status."""
+    """Write a folder whose checkpoint is quantized when it is loaded; returns the exit status."""
     parser = _parser("blade_llm_quantize", "Have a checkpoint's weights rounded when they are loaded.")
     parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits of a weight (8)")
     parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="of weights, or of activations, too")
@@ -51,7 +51,7 @@ def quantize() -> int:
 
 
 def split() -> int:
-    """Make a folder that leads to the checkpoint as it is; returns the exit status."""
+    """Write a folder that links to the checkpoint; returns the exit status."""
     parser = _parser("blade_llm_split", "Lead to a checkpoint, which needs no splitting before it is served.")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="1; a model runs on one device here")
     return _told(parser, _split)
@@ -99,7 +99,7 @@ def _split(args: argparse.Namespace) -> None:
 
 
 def _lead(args: argparse.Namespace, quantization: str = "") -> None:
-    """Fill the folder with links, and a configuration where weights are to be rounded."""
+    """Fill the folder with links, and a configuration that names the quantization."""
     from penstock.frontend.hub import resolve
 
     model, output = resolve(args.model).resolve(), args.output_dir.resolve()

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's commands leave in a folder, as far as it has a meaning here: which checkpoint, up to where.
+"""The folders that TensorRT-LLM's commands write: the checkpoint, its quantization and limits.
 
 Checkpoints are served as they are. So a folder of ours holds a ``config.json`` and nothing else, in TensorRT-LLM's own
 names: ``pretrained_config`` is what ``convert_checkpoint.py`` and ``quantize.py`` write, ``build_config`` is what
@@ -28,9 +28,9 @@ QUANTIZATION = {
     "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": "w8a8",
     "FP8": "w8a8",
 }
-"""What weights are rounded to at load, by ``quant_algo``. No kernel computes FP8; integers of 8 bits come nearest."""
+"""``quant_algo`` → quantization at load. FP8 is not supported; 8-bit integers are the nearest."""
 KV_CACHE = {None: "auto", "INT8": "int8", "FP8": "int8"}
-"""What keys and values are kept in, by ``kv_cache_quant_algo``."""
+"""``kv_cache_quant_algo`` → ``kv_cache_dtype``."""
 LIMITS = {
     "max_batch_size": "max_num_seqs",
     "max_num_tokens": "max_num_batched_tokens",
@@ -107,7 +107,7 @@ def settings_of(engine: Path) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """None where there is nothing that can be read."""
+    """The JSON object in a file; None where it cannot be read."""
     try:
         found = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""``fill_template.py``: values for what a ``config.pbtxt`` of TensorRT-LLM's leaves open."""
+"""``fill_template.py``: fills the placeholders of a ``config.pbtxt`` template of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core.errors import invalid
 
 
 def main(arguments: list[str]) -> int:
-    """Print the file with the values in it, or change it; returns the exit status."""
+    """Print the filled template, or change the file; returns the exit status."""
     try:
         _fill(arguments)
     except (OSError, PenstockError) as error:

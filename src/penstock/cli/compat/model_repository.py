@@ -1,4 +1,4 @@
-"""A model repository of Triton's with TensorRT-LLM's models: what its ``config.pbtxt`` files say, as flags of ours."""
+"""Translates a Triton model repository with TensorRT-LLM's models (``config.pbtxt``) to our flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINE, BLS = "tensorrt_llm", "tensorrt_llm_bls"
 
 @dataclass
 class Found:
-    """What the files say so far."""
+    """The settings of the files read so far."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class File:
     """A ``ModelConfig``."""
     name: str
     kind: str
-    """Which of TensorRT-LLM's models it is."""
+    """The kind of model."""
 
     def text(self, key: str) -> str:
-        """A parameter, nothing where it is not filled in."""
+        """A parameter, empty where the template is not filled in."""
         found = self.config.parameters[key].string_value if key in self.config.parameters else ""
         return "" if found.startswith("${") else found
 
@@ -139,7 +139,7 @@ def _file(path: Path) -> File:
 
 
 def _put_together(repository: Path, files: list[File]) -> dict[str, list[File]]:
-    """By engine, its own file and those of the models over it."""
+    """By engine: its own file and those of the models that use it."""
     over = {file.name: [file] for file in files if file.kind == ENGINE}
     if not over:
         raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
@@ -160,7 +160,7 @@ def _put_together(repository: Path, files: list[File]) -> dict[str, list[File]]:
 
 
 def _settings(files: list[File]) -> dict[str, Any]:
-    """What an engine's own file and those of the models over it say."""
+    """The settings of an engine's file and those of the models that use it."""
     found = Found()
     for file in files:
         _add(found, file)
@@ -221,7 +221,7 @@ def _parsed(file: Path) -> Any:
 
 
 def _checkpoint(engine: Path, tokenizer: str | None) -> str:
-    """The folder with weights that can be read: TensorRT's cannot, but the tokenizer's may be the checkpoint."""
+    """The folder of the checkpoint: ``engine_dir``, or ``tokenizer_dir`` where that holds TensorRT's engine."""
     if _has_weights(engine):
         return str(engine)
     if tokenizer is not None and _has_weights(Path(tokenizer)):

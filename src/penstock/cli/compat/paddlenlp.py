@@ -1,4 +1,4 @@
-"""The commands that PaddleNLP's users type: ``start_server``, ``stop_server`` and ``download_model.py``."""
+"""PaddleNLP's commands: ``start_server``, ``stop_server`` and ``download_model.py``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MPI = (
 
 
 def start_server() -> int:
-    """Start a server behind the terminal; returns once requests are welcome, with the exit status."""
+    """Start a server in the background; returns the exit status once it is ready."""
     parser = _parser("start_server", "Start a server by PaddleNLP's environment, and wait until it is ready.")
     parser.add_argument("model_name", nargs="?", help="org/model or org/model/format; nothing for what is in MODEL_DIR")
     add_options(parser, tuple(TITLES))
@@ -60,7 +60,7 @@ def stop_server() -> int:
 
 
 def download_model() -> int:
-    """Put a model of the hub into a folder; returns the exit status."""
+    """Download a model into a folder; returns the exit status."""
     parser = _parser("download_model.py", "Fetch a model from the Hugging Face hub.")
     parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help="org/model or org/model/format")
     parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="where its folder model_name is put")
@@ -205,7 +205,7 @@ def _stop(timeout: float) -> int:
 
 
 def _end(pid: int, timeout: float) -> str:
-    """What became of it, in words."""
+    """Description of an exit status."""
     handle = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(handle, signal.SIGTERM)

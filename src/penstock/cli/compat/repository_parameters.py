@@ -1,4 +1,4 @@
-"""What the parameters in a ``config.pbtxt`` of TensorRT-LLM's models mean, by the kind of model."""
+"""Parameters of TensorRT-LLM's ``config.pbtxt`` files, translated to our flags."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a parameter of a model's configuration means."""
+    """The translation of one parameter."""
 
     flags: Callable[[str], Flags] = lambda text: {}
-    """Settings here by its value. Raises ``ValueError`` where it is wrong."""
+    """Converts a value to our settings. Raises ``ValueError`` where it is wrong."""
     why: str = ""
-    """Why it has no meaning here."""
+    """Why it has no effect."""
 
 
 def setting(name: str, read: Callable[[str], Any] = str) -> Meaning:

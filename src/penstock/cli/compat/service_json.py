@@ -1,4 +1,4 @@
-"""A service as Alibaba's EAS describes it, in one JSON document with comments: what of it means something here."""
+"""``--service-json``: the service description of Alibaba's EAS, JSON with comments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..parser import Parser
 logger = logging.getLogger(__name__)
 
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*')
-"""Those within strings are none."""
+"""Comments; ``//`` within strings is not one."""
 COMMANDS = (["blade_llm_server"], ["penstock", "serve"])
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's commands before serving: ``convert_checkpoint.py``, ``quantize.py`` and ``trtllm-build``.
+"""TensorRT-LLM's offline tools: ``convert_checkpoint.py``, ``quantize.py`` and ``trtllm-build``.
 
 Checkpoints are served as they are, and weights are rounded when they are loaded. So nothing is converted, calibrated or
 compiled: each command checks what it is asked for and writes it down (``engine_folder.py``) for ``tritonserver``.
@@ -33,7 +33,7 @@ INSTEAD = {
     "int4_awq": "int4_wo keeps weights in 4 bits",
     "w4a8_awq": "int4_wo keeps weights in 4 bits",
 }
-"""For formats that are not there, the nearest that is."""
+"""Unsupported formats → the nearest supported one."""
 ONE_DEVICE = "a model runs on one device here"
 ALWAYS_PAGED = "the KV cache always has pages"
 INTEGERS = "there is no FP8 here; {} are rounded to integers of as many bits"
@@ -45,7 +45,7 @@ BUILD_ONLY = {
     "pp_size": ("1", ONE_DEVICE),
     "paged_kv_cache": ("enable", ALWAYS_PAGED),
 }
-"""Flags that can have one value, and why."""
+"""Flags with one supported value, and the reason."""
 BUILD_IGNORED = {
     **dict.fromkeys(
         (
@@ -61,12 +61,12 @@ BUILD_IGNORED = {
     "opt_num_tokens": NO_KERNELS,
     "opt_batch_size": NO_KERNELS,
 }
-"""Flags with a value that means nothing here, and why."""
+"""Flags with a value that are ignored, and the reason."""
 BUILD_SWITCHES = dict.fromkeys(
     ("gather_context_logits", "gather_generation_logits", "gather_all_token_logits"),
     "each request says whether it wants them, up to --max-logits-size",
 )
-"""Likewise, without a value."""
+"""Flags without a value that are ignored, and the reason."""
 
 
 def convert_checkpoint() -> int:

@@ -1,4 +1,4 @@
-"""``penstock plan``: what a model will take, before anything runs. No torch is loaded."""
+"""``penstock plan``: memory planning. Loads no torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kind that was asked for; returns the exit status."""
+    """Run a subcommand; returns the exit status."""
     module, _ = KINDS[args.kind]
     return int(import_module(f"{__name__}.{module}").run(args))

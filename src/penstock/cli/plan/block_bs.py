@@ -1,4 +1,4 @@
-"""``penstock plan block-bs``: PaddleNLP's table beside the sums."""
+"""``penstock plan block-bs``: PaddleNLP's recommended ``BLOCK_BS`` beside the computed one."""
 
 from __future__ import annotations
 

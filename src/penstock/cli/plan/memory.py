@@ -1,4 +1,4 @@
-"""``penstock plan memory``: the sums for one model and one device."""
+"""``penstock plan memory``: memory of one model on one device."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
 
 
 def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int:
-    """Bytes for the cache, as the engine will find them once it has read the weights."""
+    """Bytes for the KV cache, as the engine will compute them after loading the weights."""
     if options.kv_cache_memory_bytes:
         return options.kv_cache_memory_bytes
     kept = int(args.activation_memory * GIB)

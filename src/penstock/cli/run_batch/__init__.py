@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where every line has a good answer, now or from an earlier run."""
+    """Returns 0 where every line has a successful result, of this run or an earlier one."""
     configuration = configure(args, "run-batch").configuration
     at_once = most_at_once(configuration.engine) if args.at_once is None else args.at_once
     if at_once < 1:
@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def most_at_once(options: EngineOptions) -> int:
-    """Requests that keep an engine full, and that it has room for."""
+    """Number of concurrent requests that keeps the engine busy within its queue."""
     return options.max_num_seqs + min(options.max_num_seqs, options.max_waiting)
 
 
 async def _answer(configuration: Configuration, path: Path, results: Results, found: Survey, at_once: int) -> bool:
-    """Whether every line got a good answer."""
+    """Whether every line got a successful result."""
     async with _engine(configuration) as (service, watch):
         with tqdm(total=found.left, desc="requests", unit="request") as bar:
 
@@ -94,7 +94,7 @@ async def _answer(configuration: Configuration, path: Path, results: Results, fo
 
 @asynccontextmanager
 async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelService, asyncio.Task[None]]]:
-    """A running engine as the server's dialects see it, and the task that starts it again while it is worth it."""
+    """The service of a running engine, and the task that restarts the engine."""
     model, source = configuration.engine.model, configuration.model
     folder = resolve(
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None

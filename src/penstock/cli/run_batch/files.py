@@ -1,4 +1,4 @@
-"""The two files of a batch: requests that are read as they are needed, results that outlive the process."""
+"""The input and output files of a batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from penstock.serve.dialects.openai.batch import BatchError, BatchLine, BatchRes
 
 PREFIX = "batch_req_"
 BEGINNING = f'{{"id":"{PREFIX}'.encode()
-"""Of every result that is written here."""
+"""Prefix of the ids of results."""
 
 AGAIN = (408, 429, 500, 503, 504)
-"""Statuses of results that another run asks for again; of a line's results the last one counts."""
+"""Statuses of results that a later run tries again; the last result of a line counts."""
 
 _line = msgspec.json.Decoder(BatchLine).decode
 _result = msgspec.json.Decoder(BatchResult).decode
@@ -88,7 +88,7 @@ class Results:
             self._file.close()
 
     def find(self, line: BatchLine | BatchError) -> bool | None:
-        """Whether a line has a good result here; None where it has none at all."""
+        """Whether a line's result is successful; None where it has none."""
         if isinstance(line, BatchLine):
             return self._good.get(line.custom_id)
         return False if line.line in self._errors else None
@@ -129,7 +129,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is to do."""
+    """The lines of a batch by state."""
 
     left: int
     skipped: int
@@ -139,7 +139,7 @@ class Survey:
 
 
 def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> Survey:
-    """Look through all lines."""
+    """Read all lines and compare them with the results."""
     counts = Counter(map(results.find, lines))
     return Survey(left=counts[None], skipped=counts[True] + counts[False], failed=counts[False])
 

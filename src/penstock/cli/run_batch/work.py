@@ -1,4 +1,4 @@
-"""Lines of a batch on their way through an engine, so many at a time, and again where that may help."""
+"""Answering the lines of a batch: so many at a time, with retries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.serve.http.unknown_fields import UnknownFieldLog, UnknownFields
 from penstock.serve.models.service import ModelService
 
 TRIES = 3
-"""Engines that a request may see dying. It may be what kills them."""
+"""Engine deaths after which a request is not tried again, as it may have caused them."""
 
 Tell = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
@@ -36,14 +36,14 @@ class Work:
         self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
         self.answered = self.failed = 0
-        """Lines with a good result, and with another."""
+        """Lines with a successful result, and with another."""
         self.tokens = 0
-        """Generated for them."""
+        """Number of tokens generated."""
         self.stopped = False
-        """Whether lines are left for want of an engine."""
+        """Whether lines are left because the engine is gone."""
 
     async def run(self, lines: Iterator[BatchLine | BatchError], at_once: int) -> None:
-        """Returns when there is no line left, or no engine."""
+        """Returns when no line is left, or the engine is gone."""
         workers = [asyncio.create_task(self._work(lines)) for _ in range(at_once)]
         try:
             await asyncio.gather(*workers)
@@ -71,7 +71,7 @@ class Work:
             self._tell(line.custom_id, response, None)
 
     async def _respond(self, line: BatchLine) -> BatchResponse | None:
-        """None where there is no engine any more."""
+        """The result of a line; None where the engine is gone."""
         request_id, deaths = uuid4().hex, 0
         while True:
             record = RequestRecord(request_id, unknown=UnknownFields(self._service.options.strict_requests))
@@ -93,7 +93,7 @@ class Work:
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
 
     async def _engine_is_back(self) -> bool:
-        """Wait for the next engine; false where none will come."""
+        """Wait for the engine's restart; False where it is gone."""
         ready = asyncio.ensure_future(self._service.gateway.engine.ready())
         await asyncio.wait({ready, self._watch}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()

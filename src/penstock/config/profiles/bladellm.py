@@ -11,7 +11,7 @@ from penstock.core.errors import invalid
 from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of, only_value
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
-"""Who guesses: a draft model, or the text so far."""
+"""``--decode_algo`` → the drafter: a draft model, or n-grams."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
 ONE_DEVICE = "a model runs on one device here"
 GRAPHS = "a step is recorded once for batches of every size"

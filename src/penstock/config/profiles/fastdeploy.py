@@ -12,7 +12,7 @@ from . import Alias, DerivedMetric, Profile, ignored, on, one_of, only_value, re
 
 LENGTH = 2048
 LONG = 0.04
-"""Share of the context beyond which a prompt is long."""
+"""Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 ONE_DEVICE = "a model runs on one device here"
 GRAPHS = "a step is recorded once for batches of every size"
@@ -44,7 +44,7 @@ def _waiting(text: str) -> float:
 
 
 def _swap(text: str) -> Mapping[str, Any]:
-    """Host memory keeps the blocks of sequences that have to make room."""
+    """``swap_space`` in host memory implies preemption by swapping."""
     return {"swap_space": float(text), "preemption_mode": "swap"}
 
 

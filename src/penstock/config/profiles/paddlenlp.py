@@ -1,4 +1,4 @@
-"""PaddleNLP: the environment of ``start_server``."""
+"""PaddleNLP: the environment variables of ``start_server``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OLD = {
     "INTER_QUEUE_PORT": "INTER_PROC_PORT",
     "PUSH_MODE_HTTP_PORT": "SERVICE_HTTP_PORT",
 }
-"""Names before version 3.0, and what they are called since."""
+"""Names before version 3.0 → names since."""
 FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8a8"}
-"""What the third part of a model's name says of its weights, and what the same is called here."""
+"""Format in the third part of a model's name → ``quantization``."""
 
 
 def model_named(name: str) -> Mapping[str, Any]:

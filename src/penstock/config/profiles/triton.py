@@ -11,27 +11,27 @@ from . import COMBINED, Alias, Profile, Settings, ignored, one_of, only_value, r
 
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
-"""Both of Triton's are lines for people."""
+"""Both of Triton's formats are text."""
 ONE_DEVICE = "a model runs on one device here"
 NO_BACKENDS = "there are no backends to load"
 OWN_SHAPES = "what a model takes and gives does not depend on its config.pbtxt"
 ANY = "0.0.0.0"
-"""The address where nothing is said."""
+"""Default address."""
 LOG_FILE = "triton_log.txt"
-"""Of ``launch_triton_server.py``, where it is to log and no file is named."""
+"""Default log file of ``launch_triton_server.py --log``."""
 NO_POLLING = "the repository is not looked at again"
 ONE_ENGINE = "an engine answers for all models that are over it"
 
 
 def switched(text: str) -> bool:
-    """Raises ``ValueError`` for what is neither true nor false."""
+    """A boolean. Raises ``ValueError`` for other text."""
     if text.lower() not in WORDS:
         raise ValueError(f"it is none of {', '.join(WORDS)}")
     return WORDS[text.lower()]
 
 
 def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
-    """A port that can be turned off."""
+    """A reader of ``allow_…``: false turns the port off."""
     return lambda text: {} if switched(text) else {setting: -1}
 
 

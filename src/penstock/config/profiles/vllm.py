@@ -1,4 +1,4 @@
-"""vLLM: the flags of ``vllm serve``, which ``penstock serve`` takes without a profile, too.
+"""vLLM: the flags of ``vllm serve``, which ``penstock serve`` accepts without a profile, too.
 
 Flags that have the same name and meaning here are not in the table.
 """
@@ -17,7 +17,7 @@ LEVELS = {"trace": "debug", "debug": "debug", "info": "info", "warning": "warnin
 LEVELS |= {"critical": "error"}
 BACKENDS = dict.fromkeys(("auto", "outlines", "lm-format-enforcer"), "auto") | {"xgrammar": "xgrammar"}
 BACKENDS |= {"guidance": "llguidance", "llguidance": "llguidance", "off": "off"}
-"""Who keeps outputs to a form; what they keep to is the same."""
+"""Names of guided decoding backends → ours."""
 OF_BACKENDS = {
     "disable_any_whitespace": "guided_decoding_disable_any_whitespace",
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
@@ -58,7 +58,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def origins(text: str) -> tuple[str, ...]:
-    """A list in JSON, or words."""
+    """A list in JSON, or separated by commas."""
     if not text.startswith("["):
         return tuple(text.split(","))
     found = json.loads(text)
@@ -81,7 +81,7 @@ def _generation(text: str) -> Mapping[str, Any]:
 
 
 def _also(table: Mapping[str, str]) -> Callable[[str], str]:
-    """Other names for some values; the setting tells what is wrong with the rest."""
+    """A reader with other names for some values; the setting checks the rest."""
     return lambda text: table.get(text, text)
 
 
@@ -157,4 +157,4 @@ FLAGS: Mapping[str, Alias] = {
 PROFILE = Profile(name="vllm", title="vLLM", flags=FLAGS)
 
 DEFAULT_PROFILE = Profile(name="", title="vLLM, which are taken without --compat", flags=FLAGS)
-"""What the command line knows where no profile is asked for."""
+"""The profile of the command line without ``--compat``."""
