@@ -281,7 +281,7 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     ("flags", "words"),
     [
         ("--max_gpu_memory 1", "unknown argument --max_gpu_memory; did you mean --max_gpu_memory_utilization?"),
-        ("--tensor_parallel_size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device here"),
+        ("--tensor_parallel_size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device"),
         ("--pipeline_parallel_size=4", "--pipeline_parallel_size: '4' is wrong"),
         ("--kv_cache_quant fp8_e4m3", "--kv_cache_quant: 'fp8_e4m3' is wrong: it is none of no_quant, int8"),
         ("--gamma 4", "--gamma: does not go with --decode_algo normal"),
@@ -456,7 +456,7 @@ def test_a_split_folder_leads_to_the_checkpoint(shell: Shell) -> None:
     ran = shell.run(
         "blade_llm_split --tensor_parallel_size 2 --model ./local/llama_model_dir --output_dir ./llama_split_2_2"
     )
-    words = "--tensor_parallel_size: 2 is not there yet; 1 is: a model runs on one device here"
+    words = "--tensor_parallel_size: 2 is not there yet; 1 is: a model runs on one device"
     assert (ran.returncode, ran.stderr) == (2, f"blade_llm_split: {words}\n")
 
 

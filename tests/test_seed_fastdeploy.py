@@ -70,7 +70,9 @@ def test_the_log_has_the_documents_line_in_its_file(shell: Shell, served: Served
 def test_graphs_are_nothing_to_ask_for(shell: Shell, served: Served) -> None:
     file = (shell.folder / "log" / "fastdeploy.log").read_text()
     for name in ("use_cudagraph", "graph_optimization_config"):
-        assert f"--{name} has no meaning here and is ignored: a step is recorded once for batches of every size" in file
+        assert (
+            f"--{name} has no meaning here and is ignored: steps are captured once, for batches of every size" in file
+        )
 
 
 @pytest.mark.row("fastdeploy", "port 8000 for requests, 8001 for metrics", "/metrics", "enable_prefix_caching")

@@ -120,7 +120,7 @@ def test_a_flag_without_a_meaning_is_told(
     [
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
         (["--allow-http", "perhaps"], "it is none of true"),
-        (["--trace-config", "level=TIMESTAMPS"], "no traces are written yet"),
+        (["--trace-config", "level=TIMESTAMPS"], "traces are not supported yet"),
         (
             ["--metrics-address", "127.0.0.1"],
             "'127.0.0.1' is wrong: all listen on one address, --http-",
@@ -128,11 +128,11 @@ def test_a_flag_without_a_meaning_is_told(
         (["--grpc-address=::1", "--http-address=127.0.0.1"], "all listen on one address, --http-address (127.0.0.1)"),
         (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
         (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
-        (["--world_size", "4"], "a model runs on one device here; only 1 is possible"),
+        (["--world_size", "4"], "a model runs on one device; only 1 is possible"),
         (["--tensorrt_llm_model_name", "a,b"], "models have the names that they have in TensorRT-LLM"),
-        (["--model-control-mode", "poll"], "the repository is not looked at again; only none and explicit"),
+        (["--model-control-mode", "poll"], "the repository is not polled; only none and explicit"),
         (["--rate-limit", "execution_count"], "requests wait in one queue"),
-        (["--log-error", "false"], "errors are always told"),
+        (["--log-error", "false"], "errors are always logged"),
     ],
 )
 def test_a_flag_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -193,16 +193,16 @@ def test_a_name_means(
 @pytest.mark.parametrize(
     ("model", "key", "good", "wrong", "words"),
     [
-        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "--device says where the model runs"),
-        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "medusa", "each request says how it decodes"),
+        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "--device selects the device"),
+        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "medusa", "each request selects its decoding"),
         ("tensorrt_llm", "normalize_log_probs", "true", "false", "possible is true"),
         ("tensorrt_llm", "max_attention_window_size", "", "512", "a model's attention is its own"),
         ("tensorrt_llm", "sink_token_length", "0", "4", "a model's attention is its own"),
         ("tensorrt_llm", "medusa_choices", "", "[0]", "--speculative-config"),
         ("tensorrt_llm", "eagle_choices", "", "[0]", "--speculative-config"),
         ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "", "draft", "--speculative-config"),
-        ("preprocessing", "add_special_tokens", "True", "False", "prompts begin as the tokenizer has them begin"),
-        ("postprocessing", "skip_special_tokens", "True", "False", "special tokens are no text of an answer"),
+        ("preprocessing", "add_special_tokens", "True", "False", "the tokenizer's special tokens are always added"),
+        ("postprocessing", "skip_special_tokens", "True", "False", "special tokens are never part of the text"),
         ("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "0.9", "1.0", "kv_cache_free_memory_fraction"),
         ("tensorrt_llm", "gpt_model_type", "v1", "V2", "it is none of inflight_fused_batching"),
     ],

@@ -116,15 +116,15 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
         assert f"--{name} has no meaning here and is ignored: " in said
     flags = {"gather_context_logits": True, "gather_generation_logits": True}
     _, said = made("trtllm-build", tmp_path / "other", checkpoint_dir=tmp_path / "checkpoint", **flags)
-    assert said.count("each request says whether it wants them") == 2
+    assert said.count("requests ask for logits") == 2
 
 
 @pytest.mark.row("triton", "--tp_size", "--pp_size", "--paged_kv_cache")
 @pytest.mark.parametrize(
     ("command", "flags", "words"),
     [
-        ("convert_checkpoint.py", {"tp_size": 2}, "--tp_size: '2' is wrong: a model runs on one device here"),
-        ("convert_checkpoint.py", {"pp_size": 4}, "--pp_size: '4' is wrong: a model runs on one device here"),
+        ("convert_checkpoint.py", {"tp_size": 2}, "--tp_size: '2' is wrong: a model runs on one device"),
+        ("convert_checkpoint.py", {"pp_size": 4}, "--pp_size: '4' is wrong: a model runs on one device"),
         ("convert_checkpoint.py", {"dtype": "fp8"}, "--dtype: 'fp8' is none of auto, float32, float16, bfloat16"),
         ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere holds no checkpoint"),
         ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
@@ -133,7 +133,7 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
         ("quantize.py", {"qformat": "int8_w0"}, "did you mean int8_wo?"),
         ("quantize.py", {"kv_cache_dtype": "fp4"}, "--kv_cache_dtype: 'fp4' is not there, only int8 and fp8"),
         ("quantize.py", {"tp_size": 2}, "--tp_size: '2' is wrong"),
-        ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache always has pages"),
+        ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache is always paged"),
         ("trtllm-build", {"max_batch_size": 0}, "--max_batch_size: must be at least 1, is 0"),
         ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "is none that convert_checkpoint.py or quantize.py"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),

@@ -53,7 +53,7 @@ def quantize() -> int:
 def split() -> int:
     """Write a folder that links to the checkpoint; returns the exit status."""
     parser = _parser("blade_llm_split", "Lead to a checkpoint, which needs no splitting before it is served.")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="1; a model runs on one device here")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="1; a model runs on one device")
     return _told(parser, _split)
 
 

@@ -97,7 +97,7 @@ def settings_of(engine: Path) -> dict[str, Any]:
     if "checkpoint" in (ours := config.get("pretrained_config", {})):
         quantization = ours["quantization"]
         if "FP8" in quantization.values():
-            logger.warning("%s asks for FP8, which is not there: integers of 8 bits are taken (w8a8, int8)", engine)
+            logger.warning("%s asks for FP8, which is not supported: 8-bit integers are used (w8a8, int8)", engine)
         found = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
         found["quantization"] = QUANTIZATION[quantization["quant_algo"]]
         found["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]

@@ -67,7 +67,10 @@ def download_model() -> int:
     parser.add_argument("--nnodes", "-n", type=int, default=1, help="machines that it is for; so far 1")
     parser.add_argument("--mode", "-M", choices=("master", "slave"), help="which of several machines this is")
     parser.add_argument(
-        "--speculate_model_path", "-s", metavar="FOLDER", help="stays empty: heads are with their model"
+        "--speculate_model_path",
+        "-s",
+        metavar="FOLDER",
+        help="ignored: MTP layers are part of their model's checkpoint",
     )
     args = parser.parse_args()
     return _told(parser, lambda: _download(args))
@@ -243,9 +246,7 @@ def _download(args: argparse.Namespace) -> int:
     if args.mode == "slave":
         raise invalid("--mode", "slave goes with several nodes, which are not supported yet")
     if args.speculate_model_path:
-        print(
-            "--speculate_model_path is ignored: heads that guess are part of their model's checkpoint", file=sys.stderr
-        )
+        print("--speculate_model_path is ignored: MTP layers are part of their model's checkpoint", file=sys.stderr)
     folder = args.dir / args.model_name
     _fetch(args.model_name, folder)
     print(folder.resolve())

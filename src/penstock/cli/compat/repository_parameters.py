@@ -54,22 +54,22 @@ def _blocks(text: str) -> int:
 def _decoding(text: str) -> Flags:
     if text.lower() == "lookahead":  # the nearest: n-grams of the text so far, which need no model either
         return {"speculative_config": json.dumps({"method": "ngram"})}
-    return must_be(DECODING, "each request says how it decodes").flags(text)
+    return must_be(DECODING, "each request selects its decoding").flags(text)
 
 
 TOKENIZER = {
     "tokenizer_dir": setting("tokenizer"),
-    "tokenizer_type": no_meaning("a tokenizer's files say what it is"),
+    "tokenizer_type": no_meaning("the type is recognized in the tokenizer's files"),
 }
 PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
     "ensemble": {},
     "preprocessing": TOKENIZER
     | {
-        "add_special_tokens": must_be(("true",), "prompts begin as the tokenizer has them begin"),
+        "add_special_tokens": must_be(("true",), "the tokenizer's special tokens are always added"),
         "engine_dir": no_meaning("the vocabulary's size is the tokenizer's"),
     },
     "postprocessing": TOKENIZER
-    | {"skip_special_tokens": must_be(("true",), "special tokens are no text of an answer")},
+    | {"skip_special_tokens": must_be(("true",), "special tokens are never part of the text")},
     "tensorrt_llm_bls": {
         "accumulate_tokens": setting("accumulate_tokens", switched),
         "tensorrt_llm_model_name": Meaning(),  # whose engine it is over, which is seen where models are put together
@@ -88,26 +88,24 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
         "decoding_mode": Meaning(_decoding),
         **dict.fromkeys(
             ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
-            no_meaning(
-                "how far ahead is guessed follows from how often it was right; --speculative-config has a limit"
-            ),
+            no_meaning("the draft length adapts to the acceptance rate, up to the limit of --speculative-config"),
         ),
-        "medusa_choices": must_be((), "there are no Medusa heads; --speculative-config guesses ahead"),
-        "eagle_choices": must_be((), "there are no EAGLE heads; --speculative-config guesses ahead"),
+        "medusa_choices": must_be((), "Medusa is not supported; see --speculative-config"),
+        "eagle_choices": must_be((), "EAGLE is not supported; see --speculative-config"),
         "max_attention_window_size": must_be((), "a model's attention is its own"),
         "sink_token_length": must_be(("0",), "a model's attention is its own"),
-        "gpu_device_ids": must_be(("0",), "--device says where the model runs"),
+        "gpu_device_ids": must_be(("0",), "--device selects the device"),
         "kv_cache_host_memory_bytes": setting("swap_space", lambda text: int(text) / GIB),
-        "normalize_log_probs": must_be(("true",), "log probabilities are those of a whole distribution"),
+        "normalize_log_probs": must_be(("true",), "logprobs are always normalized"),
         **dict.fromkeys(
             ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
             no_meaning("it is for TensorRT-LLM's executor"),
         ),
         **dict.fromkeys(
             ("iter_stats_max_iterations", "request_stats_max_iterations", "recv_poll_period_ms"),
-            no_meaning("/metrics tells of every step"),
+            no_meaning("statistics are in /metrics"),
         ),
-        "cancellation_check_period_ms": no_meaning("a client that goes is noticed at once"),
+        "cancellation_check_period_ms": no_meaning("disconnects are noticed at once"),
         **dict.fromkeys(
             (
                 "lora_cache_optimal_adapter_size",
@@ -115,7 +113,7 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
                 "lora_cache_gpu_memory_fraction",
                 "lora_cache_host_memory_bytes",
             ),
-            no_meaning("--max-loras and --max-lora-rank say what adapters may take"),
+            no_meaning("--max-loras and --max-lora-rank limit adapters"),
         ),
     },
 }

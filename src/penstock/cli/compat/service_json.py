@@ -155,7 +155,7 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     if metadata.instance > 1:
         _say("metadata.instance", "one server is one instance: start as many behind a load balancer")
     if (metadata.gpu or 0) > 1:
-        _say("metadata.gpu", "a model runs on one device here")
+        _say("metadata.gpu", "a model runs on one device")
     if metadata.resource:
         _say("metadata.resource", "it is a group of machines of EAS")
     return found
@@ -165,7 +165,7 @@ def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
     """Where the cache is in the same memory, it gets its share of what the weights leave of it."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if metadata.gpu != 0:
-        _say("metadata.memory", "with a GPU it is no limit of the cache")
+        _say("metadata.memory", "with a GPU it does not limit the KV cache")
     elif metadata.memory * MIB > machine:
         _say("metadata.memory", f"{metadata.memory} MiB are asked for, and {machine // MIB} are here")
     else:

@@ -34,9 +34,9 @@ INSTEAD = {
     "w4a8_awq": "int4_wo keeps weights in 4 bits",
 }
 """Unsupported formats → the nearest supported one."""
-ONE_DEVICE = "a model runs on one device here"
-ALWAYS_PAGED = "the KV cache always has pages"
-INTEGERS = "there is no FP8 here; {} are rounded to integers of as many bits"
+ONE_DEVICE = "a model runs on one device"
+ALWAYS_PAGED = "the KV cache is always paged"
+INTEGERS = "FP8 is not supported; {} are quantized to 8-bit integers"
 NO_KERNELS = "kernels are chosen when the server starts"
 NO_BUILD = "nothing is built"
 BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
@@ -56,22 +56,22 @@ BUILD_IGNORED = {
         NO_KERNELS,
     ),
     **dict.fromkeys(("workers", "log_level", "input_timing_cache", "output_timing_cache"), NO_BUILD),
-    "use_fp8_context_fmha": "attention multiplies what the KV cache holds",
-    "tokens_per_block": "--block-size of the server says it",
+    "use_fp8_context_fmha": "attention uses the KV cache's type",
+    "tokens_per_block": "set --block-size of the server",
     "opt_num_tokens": NO_KERNELS,
     "opt_batch_size": NO_KERNELS,
 }
 """Flags with a value that are ignored, and the reason."""
 BUILD_SWITCHES = dict.fromkeys(
     ("gather_context_logits", "gather_generation_logits", "gather_all_token_logits"),
-    "each request says whether it wants them, up to --max-logits-size",
+    "requests ask for logits, up to --max-logits-size",
 )
 """Flags without a value that are ignored, and the reason."""
 
 
 def convert_checkpoint() -> int:
     """Returns the exit status, as the others do."""
-    parser = _parser("convert_checkpoint.py", "Note which checkpoint is to be served, and in what it is computed.")
+    parser = _parser("convert_checkpoint.py", "Record the checkpoint to serve and its type.")
     parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
     _add_common(parser)
     return _run(parser, _convert)
@@ -79,7 +79,7 @@ def convert_checkpoint() -> int:
 
 def quantize() -> int:
     """Weights are rounded when the server loads them."""
-    parser = _parser("quantize.py", "Note what a checkpoint's weights and its KV cache are to be rounded to.")
+    parser = _parser("quantize.py", "Record the quantization of a checkpoint's weights and KV cache.")
     parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
     parser.add_argument("--qformat", default="full_prec", help=f"one of {', '.join(ALGORITHMS)}")
     parser.add_argument("--kv_cache_dtype", help="int8 or fp8; as it is computed where nothing is said")
@@ -91,7 +91,7 @@ def quantize() -> int:
 
 def build() -> int:
     """The engine's folder is what ``engine_dir`` of a model repository names."""
-    parser = _parser("trtllm-build", "Note up to where a checkpoint is to be served.")
+    parser = _parser("trtllm-build", "Record the limits with which to serve a checkpoint.")
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder of the command before")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
     for name in BUILD_LIMITS:
@@ -144,7 +144,7 @@ def _quantize(args: argparse.Namespace) -> str:
             print(f"--{name} fp8: {INTEGERS.format(what)}", file=sys.stderr)
     for name in ("calib_size", "calib_dataset"):
         if getattr(args, name) is not None:
-            _say(name, "weights are rounded to nearest, which needs no data")
+            _say(name, "weights are rounded to nearest, without calibration")
     return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
 
 

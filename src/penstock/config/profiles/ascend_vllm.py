@@ -50,7 +50,7 @@ PROFILE = Profile(
         "ngram_prompt_lookup_min": COMBINED,
         "worker_use_ray": ignored(ONE_DEVICE, switch=True),
         "max_context_len_to_capture": ignored(GRAPHS),
-        "use_v2_block_manager": ignored("there is one manager of blocks", switch=True),
+        "use_v2_block_manager": ignored("there is one KV cache manager", switch=True),
     },
     variables={
         "USE_OPENAI": Alias("require_model", one_of({"0": False, "1": True})),

@@ -13,8 +13,8 @@ from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of, only_valu
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """``--decode_algo`` → the drafter: a draft model, or n-grams."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
-ONE_DEVICE = "a model runs on one device here"
-GRAPHS = "a step is recorded once for batches of every size"
+ONE_DEVICE = "a model runs on one device"
+GRAPHS = "steps are captured once, for batches of every size"
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -55,7 +55,7 @@ PROFILE = Profile(
         "draft.model": COMBINED,
         "disable_prompt_cache": Alias("enable_prefix_caching", lambda text: not on(text), switch=True),
         "prompt_cache_enable_swap": ignored(
-            "cached prompts are kept in the KV cache alone, and computed again once they had to leave it", switch=True
+            "cached prefixes are kept in the KV cache alone, and recomputed after eviction", switch=True
         ),
         "dtype": Alias("dtype", one_of(DTYPES)),
         "kv_cache_quant": Alias("kv_cache_dtype", one_of({"no_quant": "auto", "int8": "int8"})),

@@ -14,13 +14,13 @@ LENGTH = 2048
 LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
-ONE_DEVICE = "a model runs on one device here"
-GRAPHS = "a step is recorded once for batches of every size"
+ONE_DEVICE = "a model runs on one device"
+GRAPHS = "steps are captured once, for batches of every size"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 NONE_IN_HOST_MEMORY = DerivedMetric(
-    "Prompt tokens found in host memory, where no prefixes are kept.", lambda ours, options: 0
+    "Prompt tokens found in host memory; always 0, as prefixes are kept in the KV cache alone.", lambda ours, options: 0
 )
-OF_TEXT = "models here read text; images and videos are refused in requests"
+OF_TEXT = "models are text-only; images and videos are refused in requests"
 
 
 def _number(given: Mapping[str, str], name: str, usual: int) -> int:
@@ -72,8 +72,8 @@ PROFILE = Profile(
     },
     flags={
         "max_waiting_time": Alias("max_queue_time", _waiting),
-        "engine_worker_queue_port": ignored("the engine is reached by a socket that is no port"),
-        "cache_queue_port": ignored("the KV cache is the engine's own"),
+        "engine_worker_queue_port": ignored("the engine uses a Unix socket, not a port"),
+        "cache_queue_port": ignored("the KV cache is in the engine process"),
         "max_model_len": Alias("max_model_len"),
         "tensor_parallel_size": only_value("1", ONE_DEVICE),
         "data_parallel_size": only_value("1", ONE_DEVICE),
@@ -89,8 +89,8 @@ PROFILE = Profile(
         "use_cudagraph": ignored(GRAPHS, switch=True),
         "graph_optimization_config": ignored(GRAPHS),
         "enable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
-        "splitwise_role": only_value("mixed", "separate prefill and decode instances are not there yet"),
-        "innode_prefill_ports": refused("separate prefill and decode instances are not there yet"),
+        "splitwise_role": only_value("mixed", "separate prefill and decode instances are not supported yet"),
+        "innode_prefill_ports": refused("separate prefill and decode instances are not supported yet"),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": only_value("0", "weights are loaded once, at the start"),
         "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),

@@ -127,7 +127,7 @@ _names: dict[str, Alias] = {
     "HEALTH_HTTP_PORT": Alias("health_port", _port),
     "SERVICE_GRPC_PORT": Alias("grpc_port", _port),
     "METRICS_HTTP_PORT": Alias("metrics_port", _port),
-    "INTER_PROC_PORT": ignored("processes of one machine talk over sockets that take no port"),
+    "INTER_PROC_PORT": ignored("processes communicate over Unix sockets"),
     "SERVICE_HTTP_PORT": Alias("port", _http_port),
     "DISABLE_STREAMING": Alias("disable_streaming", _switch),
     "MAX_SEQ_LEN": Alias("max_prompt_len", _at_most(2**31 - 1)),

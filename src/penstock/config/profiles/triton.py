@@ -12,15 +12,15 @@ from . import COMBINED, Alias, Profile, Settings, ignored, one_of, only_value, r
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
 """Both of Triton's formats are text."""
-ONE_DEVICE = "a model runs on one device here"
+ONE_DEVICE = "a model runs on one device"
 NO_BACKENDS = "there are no backends to load"
-OWN_SHAPES = "what a model takes and gives does not depend on its config.pbtxt"
+OWN_SHAPES = "inputs and outputs of a model do not depend on its config.pbtxt"
 ANY = "0.0.0.0"
 """Default address."""
 LOG_FILE = "triton_log.txt"
 """Default log file of ``launch_triton_server.py --log``."""
-NO_POLLING = "the repository is not looked at again"
-ONE_ENGINE = "an engine answers for all models that are over it"
+NO_POLLING = "the repository is not polled"
+ONE_ENGINE = "all models over an engine share it"
 
 
 def switched(text: str) -> bool:
@@ -70,47 +70,47 @@ PROFILE = Profile(
         "metrics_port": Alias("metrics_port"),
         "metrics_address": COMBINED,
         "allow_metrics": Alias(read=off("metrics_port")),
-        "allow_gpu_metrics": ignored("of a GPU nothing is told"),
-        "allow_cpu_metrics": ignored("of a CPU nothing is told"),
-        "metrics_interval_ms": ignored("figures are those of the moment in which they are asked for"),
-        "metrics_config": ignored("histograms have buckets of their own"),
-        "http_thread_count": ignored("--api-server-count says how many processes answer"),
-        "grpc_infer_thread_count": ignored("--api-server-count says how many processes answer"),
-        "grpc_infer_response_compression_level": ignored("clients decide what is compressed"),
+        "allow_gpu_metrics": ignored("GPU metrics are not supported"),
+        "allow_cpu_metrics": ignored("CPU metrics are not supported"),
+        "metrics_interval_ms": ignored("metrics are computed when they are requested"),
+        "metrics_config": ignored("the buckets of histograms are fixed"),
+        "http_thread_count": ignored("--api-server-count sets the number of API processes"),
+        "grpc_infer_thread_count": ignored("--api-server-count sets the number of API processes"),
+        "grpc_infer_response_compression_level": ignored("clients choose the compression"),
         "log_info": COMBINED,
         "log_warning": COMBINED,
-        "log_error": only_value("true", "errors are always told"),
+        "log_error": only_value("true", "errors are always logged"),
         "log_verbose": COMBINED,
         "log": Alias(read=lambda text: {}, switch=True),
         "log_file": Alias("log_file"),
         "log_format": Alias("log_format", one_of(LOG_FORMATS)),
         "id": ignored("the server is called triton"),
         "exit_timeout_secs": Alias("drain_timeout"),
-        "exit_on_error": ignored("a model that cannot be served always ends the start"),
-        "strict_readiness": ignored("ready is only what can answer"),
+        "exit_on_error": ignored("a model that cannot be loaded always stops the start"),
+        "strict_readiness": ignored("models are ready only when they can serve requests"),
         "model_control_mode": Alias("model_control_mode", lambda text: _control(text)),
         "load_model": Alias("load_model"),
         "repository_poll_secs": ignored(NO_POLLING),
         "disable_auto_complete_config": ignored(
-            "what a model takes and gives does not depend on its config.pbtxt", True
+            "inputs and outputs of a model do not depend on its config.pbtxt", True
         ),
         "strict_model_config": ignored(OWN_SHAPES),
         "backend_directory": ignored(NO_BACKENDS),
         "backend_config": ignored(NO_BACKENDS),
-        "cuda_memory_pool_byte_size": ignored("tensors lie in requests and answers alone"),
-        "pinned_memory_pool_byte_size": ignored("tensors lie in requests and answers alone"),
-        "buffer_manager_thread_count": ignored("tensors lie in requests and answers alone"),
+        "cuda_memory_pool_byte_size": ignored("there are no memory pools"),
+        "pinned_memory_pool_byte_size": ignored("there are no memory pools"),
+        "buffer_manager_thread_count": ignored("there are no memory pools"),
         "model_load_thread_count": ignored(ONE_ENGINE),
-        "min_supported_compute_capability": ignored("--device says where models run"),
+        "min_supported_compute_capability": ignored("--device selects the device"),
         "rate_limit": only_value("off", "requests wait in one queue (--max-waiting)"),
-        "trace_config": refused("no traces are written yet"),
+        "trace_config": refused("traces are not supported yet"),
         "world_size": only_value("1", ONE_DEVICE),
         "tritonserver": ignored("this is the server"),
-        "force": ignored("several servers may run beside each other, each on its own ports", True),
-        "multi_model": ignored("all models of a repository are served, however many they are", True),
+        "force": ignored("several servers may run at the same time, each on its own ports", True),
+        "multi_model": ignored("all models of a repository are served", True),
         "tensorrt_llm_model_name": only_value("tensorrt_llm", "models have the names that they have in TensorRT-LLM"),
-        "oversubscribe": ignored("there is no MPI", True),
-        "no_mpi": ignored("there is no MPI", True),
+        "oversubscribe": ignored("MPI is not used", True),
+        "no_mpi": ignored("MPI is not used", True),
         "exit_timeout": Alias("drain_timeout"),
     },
     check=_one_address,

@@ -23,14 +23,14 @@ OF_BACKENDS = {
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
 }
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-ONE_DEVICE = "a model runs on one device here"
-GRAPHS = "a step is recorded once for batches of every size"
-ROLES = "separate prefill and decode instances are not there yet; without it one instance does both"
-OF_TEXT = "models here read text; images and videos are refused in requests"
-NO_CODE = "no code is loaded that a flag or a checkpoint names"
+ONE_DEVICE = "a model runs on one device"
+GRAPHS = "steps are captured once, for batches of every size"
+ROLES = "separate prefill and decode instances are not supported yet; without this flag one instance does both"
+OF_TEXT = "models are text-only; images and videos are refused in requests"
+NO_CODE = "loading code is not supported"
 EXECUTORS = {"uni": "uni", "mp": "mp", "ray": "uni", "external_launcher": "uni"}
-"""By vLLM's names; the last two place several devices, of which there is one."""
-IN_METRICS = "figures are in /metrics, not in the log"
+"""vLLM's names → ours; the last two place several devices, of which there is one."""
+IN_METRICS = "statistics are in /metrics, not in the log"
 LOGGED = "the log has a line for each request, and never its text"
 
 
@@ -38,7 +38,7 @@ def size(text: str) -> int:
     """A number as vLLM reads it: ``25k`` is 25,000, ``25K`` 25,600. Raises ``ValueError`` where it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
     if not found or ("." in found[1] and not found[2].islower()):
-        raise ValueError("it is no number; 4096, 4k and 4K are")
+        raise ValueError("it is not a number such as 4096, 4k or 4K")
     return int(float(found[1]) * UNITS[found[2]]) if "." in found[1] else int(found[1]) * UNITS[found[2]]
 
 
@@ -53,7 +53,7 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError("it is not JSON") from error
     if not isinstance(found, dict):
-        raise ValueError("it is no object in JSON")
+        raise ValueError("it is not a JSON object")
     return found
 
 
@@ -102,51 +102,49 @@ FLAGS: Mapping[str, Alias] = {
     "data_parallel_size": only_value("1", ONE_DEVICE, short="-dp"),
     "decode_context_parallel_size": only_value("1", ONE_DEVICE, short="-dcp"),
     "nnodes": only_value("1", ONE_DEVICE),
-    "cpu_offload_gb": only_value("0", "a model's weights are in the memory of its device"),
-    "tokenizer_mode": only_value("auto", "there is one kind of tokenizer"),
-    "config_format": only_value("auto", "config.json says what a model is"),
-    "model_impl": only_value("auto", "there is one implementation of a model"),
+    "cpu_offload_gb": only_value("0", "weights are not offloaded"),
+    "tokenizer_mode": only_value("auto", "there is one tokenizer mode"),
+    "config_format": only_value("auto", "models are recognized by config.json"),
+    "model_impl": only_value("auto", "there is one implementation of each model"),
     "response_role": only_value("assistant", "answers are the assistant's"),
-    "chat_template_content_format": only_value("auto", "a chat template tells how it reads content"),
-    "logprobs_mode": only_value("raw_logprobs", "log probabilities are the model's own"),
-    "stream_interval": only_value("1", "a token is sent when it is there"),
-    "lora_dtype": only_value("auto", "adapters are computed as their model is"),
+    "chat_template_content_format": only_value("auto", "the format is recognized in the chat template"),
+    "logprobs_mode": only_value("raw_logprobs", "logprobs are the model's own"),
+    "stream_interval": only_value("1", "every token is sent at once"),
+    "lora_dtype": only_value("auto", "adapters are computed in the model's type"),
     "kv_transfer_config": refused(ROLES),
     "tool_parser_plugin": refused(NO_CODE),
     "reasoning_parser_plugin": refused(NO_CODE),
     "logits_processors": refused(NO_CODE),
     "middleware": refused(NO_CODE),
-    "enable_sleep_mode": refused(
-        "an engine that does nothing takes no step; there is no way to send it to sleep", switch=True
-    ),
+    "enable_sleep_mode": refused("sleep mode is not supported", switch=True),
     "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
     "disable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
     "fully_sharded_loras": ignored(ONE_DEVICE, switch=True),
     "max_parallel_loading_workers": ignored("weights are mapped, not copied"),
     "safetensors_load_strategy": ignored("weights are mapped, not copied"),
-    "trust_remote_code": ignored("nothing that a checkpoint brings is executed", switch=True),
+    "trust_remote_code": ignored("code of a checkpoint is never executed", switch=True),
     "enforce_eager": ignored(GRAPHS, switch=True),
     "max_seq_len_to_capture": ignored(GRAPHS),
     "compilation_config": ignored(GRAPHS, short="-O"),
-    "attention_backend": ignored("--ops says which kernels compute"),
-    "async_scheduling": ignored("a step begins when the one before has ended", switch=True),
-    "disable_hybrid_kv_cache_manager": ignored("there is one manager of blocks", switch=True),
-    "prefix_caching_hash_algo": ignored("prefixes are told apart by 128 bits and more"),
-    "calculate_kv_scales": ignored("scales are those of the values", switch=True),
-    "max_cpu_loras": ignored("adapters that are loaded stay loaded"),
-    "runner": ignored("a model completes, chats and embeds at the same time"),
-    "task": ignored("a model completes, chats and embeds at the same time"),
-    "enable_auto_tool_choice": ignored("the model may call tools wherever a request has some", switch=True),
-    "enable_prompt_tokens_details": ignored("usage always has them", switch=True),
-    "enable_request_id_headers": ignored("every answer has X-Request-Id", switch=True),
+    "attention_backend": ignored("--ops selects the kernels"),
+    "async_scheduling": ignored("steps are not overlapped", switch=True),
+    "disable_hybrid_kv_cache_manager": ignored("there is one KV cache manager", switch=True),
+    "prefix_caching_hash_algo": ignored("prefix hashes have 128 bits or more"),
+    "calculate_kv_scales": ignored("scales are computed dynamically", switch=True),
+    "max_cpu_loras": ignored("loaded adapters are not evicted"),
+    "runner": ignored("every model serves completions, chats and embeddings"),
+    "task": ignored("every model serves completions, chats and embeddings"),
+    "enable_auto_tool_choice": ignored("tool calls are always parsed", switch=True),
+    "enable_prompt_tokens_details": ignored("usage always includes them", switch=True),
+    "enable_request_id_headers": ignored("every response has X-Request-Id", switch=True),
     "disable_log_requests": ignored(LOGGED, switch=True),
     "enable_log_requests": ignored(LOGGED, switch=True),
     "disable_uvicorn_access_log": ignored(LOGGED, switch=True),
     "max_log_len": ignored("no prompt is written to the log"),
     "disable_log_stats": ignored(IN_METRICS, switch=True),
     "aggregate_engine_logging": ignored(IN_METRICS, switch=True),
-    "show_hidden_metrics_for_version": ignored("no figure is hidden"),
+    "show_hidden_metrics_for_version": ignored("no metric is hidden"),
     "limit_mm_per_prompt": ignored(OF_TEXT),
     "mm_processor_kwargs": ignored(OF_TEXT),
     "mm_processor_cache_gb": ignored(OF_TEXT),

@@ -99,7 +99,7 @@ class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
 
 NOT_HERE: dict[str, tuple[Any, str]] = {
     "container": (None, "nothing is run here"),
-    "thread": (None, "nothing is kept between requests: send the whole conversation"),
+    "thread": (None, "the server keeps no state between requests: send the whole conversation"),
     "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),
 }
 """Unsupported fields, with the value that is accepted and the error for others."""

@@ -121,7 +121,7 @@ class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     """vLLM's additions."""
 
 
-NOTHING_KEPT = "nothing is kept between requests: send what was said as input"
+NOTHING_KEPT = "the server keeps no state between requests: send the conversation as input"
 NOT_HERE: dict[str, tuple[Any, str]] = {
     "previous_response_id": (None, NOTHING_KEPT),
     "conversation": (None, NOTHING_KEPT),

@@ -240,7 +240,7 @@ class Postprocessing(Model):
 
 @cache
 def _note_lookahead() -> None:
-    logger.info("lookahead_window_size and its like are ignored: --speculative-config says how far ahead is guessed")
+    logger.info("lookahead_window_size and similar inputs are ignored: --speculative-config sets the draft length")
 
 
 def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
