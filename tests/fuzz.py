@@ -34,7 +34,7 @@ from yarl import URL
 CONNECTIONS = 8
 HTTP_OF_GRPC = 5
 """Requests over HTTP for each over gRPC."""
-DEADLINE = 30.0
+DEADLINE = 60.0
 """Seconds in which a request is answered, or its connection closed."""
 POOLS = 8
 """Threads that pools of a process may not have started yet when it is warm."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -159,6 +162,18 @@ def processes(session: int) -> list[int]:
         if fields and fields[3] == str(session) and fields[0] != "Z":
             found.append(pid)
     return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on, and that the system gives to nobody who does not ask for them."""
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    for port in random.sample(range(10_000, ephemeral), 200):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"fewer than {count} free ports among 200")
 
 
 def belongings(pid: int) -> tuple[int, int]:

@@ -343,7 +343,7 @@ def test_an_engine_that_dies_and_a_queue_that_is_full_are_told() -> None:
     with Served("--num-gpu-blocks-override", "40", "--max-num-seqs", "1", "--max-waiting", "0") as served:
         client = anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0)
         endless = BODY | {"max_tokens": 1500, "messages": [{"role": "user", "content": "Tell me a long story."}]}
-        with client.messages.stream(**endless, extra_body={"stop_sequences": None}) as stream:
+        with client.messages.stream(**endless, extra_body={"stop_sequences": None, "ignore_eos": True}) as stream:
             next(iter(stream))
             with pytest.raises(anthropic.RateLimitError, match="waiting"):
                 client.messages.create(**PLAIN, messages=CAPITAL)

@@ -237,7 +237,7 @@ def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
     """Its streams end with an error then, and what comes in the meantime is refused."""
 
     async def hang() -> None:
-        async with started(engine_iteration_timeout=4.0) as llm:
+        async with started(engine_iteration_timeout=6.0) as llm:
             stream = llm.chat(STORY, LONG)
             await first(stream)
             stopped = time.monotonic()
@@ -248,7 +248,7 @@ def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
                 await last(llm.chat(STORY, LONG))
             assert refused.value.failure.retryable
             output = await last(stream)
-            assert time.monotonic() - stopped < 20
+            assert time.monotonic() - stopped < 50  # the default is a minute
             assert output.outputs[0].failure is not None
             assert output.outputs[0].failure.retryable
             assert (await llm.gateway.engine.ready()).pid != llm.ready.pid

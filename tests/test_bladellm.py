@@ -44,7 +44,7 @@ def curl(url: str, body: dict[str, Any], *more: str) -> str:
     """As printed."""
     command = ["curl", "-sS", "-X", "POST", "-H", "Content-Type: application/json"]
     command += ["-H", f"Authorization: {TOKEN}", "-d", json.dumps(body), *more, url]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def chunks(text: str) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class Person:
         self.seen = ""
         os.write(self._terminal, text.encode())
 
-    def see(self, pattern: str, limit: float = 30.0) -> re.Match[str]:
+    def see(self, pattern: str, limit: float = 60.0) -> re.Match[str]:
         """Wait until it is on the screen."""
         deadline = time.monotonic() + limit
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
@@ -246,6 +246,6 @@ def test_a_pipe_is_left_with_ctrl_c() -> None:
     process.stdin.flush()
     assert process.stdout.read(20)
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"Traceback" not in told

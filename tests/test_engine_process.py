@@ -72,7 +72,7 @@ class Client:
             self._beaten = time.monotonic()
             self.send(wire.encode(wire.Beat()))
 
-    def deltas(self, enough: Callable[[list[TokenDelta]], bool], limit: float = 30.0) -> list[TokenDelta]:
+    def deltas(self, enough: Callable[[list[TokenDelta]], bool], limit: float = 60.0) -> list[TokenDelta]:
         """What comes until it is enough."""
         found: list[TokenDelta] = []
         deadline = time.monotonic() + limit
@@ -85,7 +85,7 @@ class Client:
                 found += heard.deltas if isinstance(heard, wire.Deltas) else []
         return found
 
-    def find(self, words: str, limit: float = 30.0) -> None:
+    def find(self, words: str, limit: float = 60.0) -> None:
         """Wait until its log has these."""
         deadline = time.monotonic() + limit
         while words not in (log := self._log.read_text()):
@@ -176,6 +176,6 @@ def test_a_device_that_has_failed_ends_requests_and_process(tmp_path: Path) -> N
         client.add("more", max_tokens=5)
         failed = [delta for delta in client.deltas(ended("running", "more")) if delta.finished]
         assert all(delta.failure for delta in failed)
-        assert client.process.wait(10) == 1
+        assert client.process.wait(60) == 1
     finally:
         client.close()

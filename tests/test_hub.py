@@ -191,7 +191,7 @@ class Client:
     def ask(self, *args: Any, **options: Any) -> dict[str, str]:
         """What ``resolve`` did; what the process said besides is in ``said``."""
         process = self.start(*args, **options)
-        answer, self.said = process.communicate(timeout=20)
+        answer, self.said = process.communicate(timeout=60)
         assert process.returncode == 0, self.said
         found: dict[str, str] = json.loads(answer)
         return found

@@ -34,6 +34,8 @@ KINDS = {
     np.dtype("bool"): "BOOL",
 }
 
+REGION = f"/penstock_test_{os.getpid()}"
+"""A name in shared memory that no other run of the tests takes."""
 WANTED: dict[str, Any] = {}
 SESSION = httpx.Client(timeout=60)
 
@@ -262,7 +264,7 @@ def test_the_engine_is_told_as_trtllm_tells_it(served: Served) -> None:
 
     generate(served, {"text_input": PROMPT * 40, "max_tokens": 3})
     generate(served, {"text_input": PROMPT * 40, "max_tokens": 3})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (found := figures())["kv_cache_block_metrics"]["reused"] == 0:  # an engine tells its figures once a second
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -602,9 +604,9 @@ def test_what_is_no_request_is_refused(served: Served, body: bytes, headers: dic
 @pytest.fixture
 def region(client: triton.InferenceServerClient) -> Iterator[Any]:
     """A shared memory object of 4,096 bytes, registered as ``data``."""
-    made = shm.create_shared_memory_region("data", "/penstock_test_data", 4096)
+    made = shm.create_shared_memory_region("data", REGION, 4096)
     try:
-        client.register_system_shared_memory("data", "/penstock_test_data", 4096)
+        client.register_system_shared_memory("data", REGION, 4096)
         yield made
     finally:
         client.unregister_system_shared_memory()
@@ -635,9 +637,7 @@ def test_tensors_lie_in_shared_memory(client: triton.InferenceServerClient, regi
     }
     assert shm.get_contents_as_numpy(region, np.object_, found["shape"], 2048).tolist() == plain.tolist()
     assert result.as_numpy("sequence_index").tolist() == [[0], [0]], "and others come in the answer"
-    assert client.get_system_shared_memory_status() == [
-        {"name": "data", "key": "/penstock_test_data", "offset": 0, "byte_size": 4096}
-    ]
+    assert client.get_system_shared_memory_status() == [{"name": "data", "key": REGION, "offset": 0, "byte_size": 4096}]
     assert client.get_system_shared_memory_status("data")
     with pytest.raises(InferenceServerException, match="Unable to find system shared memory region: 'other'"):
         client.get_system_shared_memory_status("other")
@@ -665,10 +665,10 @@ def test_wrong_places_in_shared_memory_are_refused(
     with pytest.raises(InferenceServerException, match=r"text_output: shared memory size specified .* at least"):
         client.infer("ensemble", asking([PROMPT], 2), outputs=[output])
     for name, key, size, words in [
-        ("data", "/penstock_test_data", 64, "'data' already in manager"),
-        ("a", "/penstock_test_none", 64, "Unable to open shared memory region: '/penstock_test_none'"),
-        ("a", "/penstock_test_data", 4097, "Invalid offset"),
-        ("a", "/penstock_test_data", 0, "byte_size: must be a whole number of bytes from 1"),
+        ("data", REGION, 64, "'data' already in manager"),
+        ("a", f"{REGION}_none", 64, f"Unable to open shared memory region: '{REGION}_none'"),
+        ("a", REGION, 4097, "Invalid offset"),
+        ("a", REGION, 0, "byte_size: must be a whole number of bytes from 1"),
         ("a", "/../etc/passwd", 4, "key: must be the name of a POSIX shared memory object"),
         ("a", "..", 4, "key: must be the name of a POSIX shared memory object"),
         ("a", "/a/b", 4, "key: must be the name of a POSIX shared memory object"),
@@ -676,15 +676,15 @@ def test_wrong_places_in_shared_memory_are_refused(
     ]:
         with pytest.raises(InferenceServerException, match=words):
             client.register_system_shared_memory(name, key, size)
-    link = Path("/dev/shm/penstock_test_link")
+    link = Path(f"/dev/shm{REGION}_link")
     link.symlink_to("/etc/passwd")
     try:
         with pytest.raises(InferenceServerException, match="Unable to open shared memory region"):
             client.register_system_shared_memory("a", link.name, 4)
     finally:
         link.unlink()
-    os.truncate("/dev/shm/penstock_test_data", 8)  # by its owner, after it was registered
-    with pytest.raises(InferenceServerException, match="'/penstock_test_data', which has 8 bytes"):
+    os.truncate(f"/dev/shm{REGION}", 8)  # by its owner, after it was registered
+    with pytest.raises(InferenceServerException, match=f"'{REGION}', which has 8 bytes"):
         infer(16)
     assert client.is_server_live()
     client.unregister_system_shared_memory("none")  # as Triton, which does not mind
@@ -837,10 +837,10 @@ def test_who_leaves_cancels_the_request(served: Served) -> None:
 def test_shared_memory_beyond_this_machine_by_leave_only() -> None:
     """Asked at an address that is not this machine's own, by a client that may: refused above all in the test below."""
     flags = ("--num-gpu-blocks-override", "50", "--host", "0.0.0.0", "--allow-shared-memory")
-    region = shm.create_shared_memory_region("data", "/penstock_test_leave", 64)
+    region = shm.create_shared_memory_region("data", REGION, 64)
     try:
         with Served(*flags) as served, triton.InferenceServerClient(served.root.removeprefix("http://")) as client:
-            client.register_system_shared_memory("data", "/penstock_test_leave", 64)
+            client.register_system_shared_memory("data", REGION, 64)
             shm.set_shared_memory_region(region, [np.array([2], dtype=np.int32)])
             inputs = asking([PROMPT], 1)
             inputs[1] = triton.InferInput("max_tokens", [1, 1], "INT32")

@@ -276,6 +276,7 @@ def test_an_answer_is_stopped(served: Served, client: triton.InferenceServerClie
     ask: Callable[..., Any] = partial(client.async_infer, "tensorrt_llm", callback=partial(callback, user_data))
     ask(inputs=prepare_inputs(ids, 1900, False, **endless()), request_id="21")
     running(served)
+    completion(served, max_tokens=12)  # some steps later: the other has tokens, too
     ask(inputs=prepare_stop_signals(), request_id="21")
     answers = [user_data.completed.get(timeout=60) for _ in range(2)]
     lengths = [int(found[0][0]) for a in answers if (found := a.as_numpy("sequence_length")) is not None]
@@ -365,7 +366,7 @@ def idle(served: Served) -> None:
 
 
 def _until(served: Served, true: Callable[[float], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         page = httpx.get(f"{served.root}/metrics").text
         (value,) = re.findall(r"^penstock:num_requests_open\S* (\S+)$", page, flags=re.M)

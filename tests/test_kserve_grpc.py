@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 PROMPT = "Once upon a time"
+REGION = f"/penstock_test_grpc_{os.getpid()}"
+"""A name in shared memory that no other run of the tests takes."""
 MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model"]
 KINDS = {"int32": "INT32", "float32": "FP32", "uint64": "UINT64", "bool": "BOOL"}
 
@@ -112,9 +115,9 @@ def test_settings_and_memory_are_those_of_all_processes(served: Served) -> None:
 
         one.unregister_system_shared_memory()  # as simple_grpc_shm_client.py begins
         one.unregister_cuda_shared_memory()
-        region = shm.create_shared_memory_region("data", "/penstock_test_grpc", 4096)
+        region = shm.create_shared_memory_region("data", REGION, 4096)
         stack.callback(shm.destroy_shared_memory_region, region)
-        one.register_system_shared_memory("data", "/penstock_test_grpc", 4096)
+        one.register_system_shared_memory("data", REGION, 4096)
         ids = np.array([[5, 6, 7]], dtype=np.int32)
         shm.set_shared_memory_region(region, [ids])
         inputs = [triton.InferInput("input_ids", [1, 3], "INT32")]
@@ -132,7 +135,7 @@ def test_settings_and_memory_are_those_of_all_processes(served: Served) -> None:
             assert made.tolist() == plain.as_numpy("output_ids").tolist()
             assert result.as_numpy("sequence_length").tolist() == plain.as_numpy("sequence_length").tolist()
         status = others[0].get_system_shared_memory_status().regions
-        assert (status["data"].key, status["data"].byte_size) == ("/penstock_test_grpc", 4096)
+        assert (status["data"].key, status["data"].byte_size) == (REGION, 4096)
         with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*Unable to find system shared memory region"):
             one.get_system_shared_memory_status("other")
         with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*CUDA shared memory is not supported"):
@@ -173,7 +176,7 @@ def test_a_stream_adds_up_to_the_whole(served: Served, empty_last: bool) -> None
         client.async_stream_infer("ensemble", inputs, request_id="7", enable_empty_final_response=empty_last)
         pieces, last = [], False
         while not last:
-            result, error = answers.get(timeout=30)
+            result, error = answers.get(timeout=60)
             assert error is None
             response = result.get_response()
             last = response.parameters["triton_final_response"].bool_param
@@ -227,10 +230,10 @@ def test_what_is_wrong_is_told_and_the_stream_goes_on(
     with triton.InferenceServerClient(address(served)) as streaming:
         streaming.start_stream(lambda result, error: answers.put((result, error)))
         streaming.async_stream_infer(model, inputs)
-        _, error = answers.get(timeout=30)
+        _, error = answers.get(timeout=60)
         assert words in str(error)
         streaming.async_stream_infer("ensemble", asking(PROMPT, 4))
-        result, error = answers.get(timeout=30)
+        result, error = answers.get(timeout=60)
         assert error is None and text_of(result) == completion(served, PROMPT, 4)
 
 
@@ -265,11 +268,13 @@ def test_who_leaves_cancels_its_requests(served: Served) -> None:
     with triton.InferenceServerClient(address(served)) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("ensemble", asking(PROMPT, 1500, stream=(True, np.bool_), end_id=(-1, np.int32)))
-        assert answers.get(timeout=30)[1] is None
+        assert answers.get(timeout=60)[1] is None
         client.stop_stream(cancel_requests=True)
         served.find(r"gRPC ModelStreamInfer 'ensemble' .*error=cancelled", after=seen)
         with pytest.raises(InferenceServerException, match="Deadline"):
-            client.infer("ensemble", asking(PROMPT, 1500, end_id=(-1, np.int32)), client_timeout=0.1)
+            # long after it has come to the server, and long before it has its answer
+            many = asking(PROMPT, 1500, end_id=(-1, np.int32), num_return_sequences=(16, np.int32))
+            client.infer("ensemble", many, client_timeout=1)
     served.find(r"gRPC ModelInfer 'ensemble' .*error=cancelled", after=seen)
 
 
@@ -292,11 +297,11 @@ def test_keys_a_taken_port_and_the_end(served: Served, tmp_path: Any) -> None:
         client.start_stream(lambda result, error: answers.put((result, error)), headers=key)
         inputs = asking(PROMPT, 300, stream=(True, np.bool_), end_id=(-1, np.int32))
         client.async_stream_infer("ensemble", inputs)
-        assert answers.get(timeout=30)[1] is None
+        assert answers.get(timeout=60)[1] is None
         other.terminate()
         last = False
         while not last:  # the request that is open comes to its end
-            result, error = answers.get(timeout=30)
+            result, error = answers.get(timeout=60)
             assert error is None, error
             last = result.get_response().parameters["triton_final_response"].bool_param
         assert other.ended() == 0

@@ -68,8 +68,10 @@ def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
     async def crowded() -> dict[str, float]:
         async with httpx.AsyncClient(timeout=60) as client:
             tasks = [asyncio.create_task(client.post(f"{served.url}/completions", json=asked)) for _ in range(6)]
-            while (found := await asyncio.to_thread(series, served))["vllm:num_requests_waiting"] < 1:
-                assert not all(task.done() for task in tasks)
+            found: dict[str, float] = {}
+            while found.get("vllm:num_requests_waiting", 0) < 1 or found["vllm:num_requests_running"] < 2:
+                assert not all(task.done() for task in tasks), found
+                found = await asyncio.to_thread(series, served)
             for task in tasks:
                 task.cancel()
             return found

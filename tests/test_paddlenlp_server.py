@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import openai
 import pytest
 import requests
 import tritonclient.grpc as triton
+from serving import free_ports
 from test_hub import NEW, Hub
 from test_paddlenlp_grpc import told
 from transformers import PreTrainedTokenizerFast
@@ -30,12 +30,9 @@ PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_
 GIVEN = dict(zip(PORTS, ("8110", "8811", "8722", "9965"), strict=True))
 
 
-def free_ports() -> dict[str, str]:
-    holders = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
-    ports = [str(holder.getsockname()[1]) for holder in holders]
-    for holder in holders:
-        holder.close()
-    return dict(zip(PORTS, ports, strict=True))
+def own_ports() -> dict[str, str]:
+    """By name, for an environment."""
+    return dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
 
 
 class Shell:
@@ -43,7 +40,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = free_ports()
+        self.ports = own_ports()
         self.environment = {**os.environ, **self.ports, "XDG_RUNTIME_DIR": str(folder), "BLOCK_BS": "5"}
 
     def run(self, command: str, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -99,8 +96,8 @@ def test_start_and_stop(shell: Shell, tokenizer: PreTrainedTokenizerFast) -> Non
     assert "warmed up with" in log
     for port in ("HEALTH_HTTP_PORT", "SERVICE_HTTP_PORT"):
         for path in ("/v2/health/live", "/v2/health/ready"):
-            assert requests.get(shell.url(port, path), timeout=10).status_code == 200
-    assert requests.post(shell.url("HEALTH_HTTP_PORT", "/v1/completions"), json={}, timeout=10).status_code == 404
+            assert requests.get(shell.url(port, path), timeout=60).status_code == 200
+    assert requests.post(shell.url("HEALTH_HTTP_PORT", "/v1/completions"), json={}, timeout=60).status_code == 404
     (at_once,) = shell.ask(text="Hello, how are you?", max_dec_len=8, stream=True)
     assert at_once["is_end"] == 1 and at_once["token"]
     with triton.InferenceServerClient(f"127.0.0.1:{shell.ports['SERVICE_GRPC_PORT']}") as grpc:
@@ -116,7 +113,7 @@ def test_start_and_stop(shell: Shell, tokenizer: PreTrainedTokenizerFast) -> Non
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) == 1
     found: dict[str, float] = {}
     while found.get("block_num") != 160:  # which the engine tells in its own time
-        page = requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=10).text
+        page = requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=60).text
         named = re.findall(r'^inference_server_metrics\{(\w+)="\1",model_name=".+"\} (\S+)$', page, re.MULTILINE)
         found = {label: float(value) for label, value in named}
     blocks = {"block_num": 160, "max_block_num": 160, "available_resource": 1}
@@ -130,7 +127,7 @@ def test_start_and_stop(shell: Shell, tokenizer: PreTrainedTokenizerFast) -> Non
     status, said = shell.run("stop_server")
     assert (status, said.startswith("Stopped process")) == (0, True)
     with pytest.raises(requests.ConnectionError):
-        requests.get(shell.url("HEALTH_HTTP_PORT", "/v2/health/live"), timeout=10)
+        requests.get(shell.url("HEALTH_HTTP_PORT", "/v2/health/live"), timeout=60)
     assert shell.run("stop_server") == (0, "Nothing runs that start_server has started.\n")
 
 

@@ -146,7 +146,7 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
     """More sequences than may run or wait, and an engine killed in the middle of them."""
-    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=20, seed=i) for i in range(16)])
+    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=60, ignore_eos=True, seed=i) for i in range(16)])
     narrow = ("--max-num-seqs", "4", "--max-waiting", "1", "--max-concurrency", "12")
     process = subprocess.Popen(command(tmp_path, *narrow), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
@@ -166,7 +166,7 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(tmp_path: Path) -> None:
     )
     wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "left: the same command goes on with them" in told
     assert "Traceback" not in told

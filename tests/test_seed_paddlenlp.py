@@ -19,7 +19,7 @@ import httpx
 import pytest
 from shell import programs
 from test_hub import NEW, Hub
-from test_paddlenlp_server import free_ports
+from test_paddlenlp_server import own_ports
 
 from penstock import demo
 
@@ -31,7 +31,7 @@ class Terminal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = free_ports()
+        self.ports = own_ports()
         bin = programs(folder / "bin")
         (folder / "download_model.py").symlink_to(bin / "download_model.py")
         path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"

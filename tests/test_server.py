@@ -811,7 +811,7 @@ def test_a_client_that_would_upgrade_is_answered(server: Served) -> None:
 
 
 def test_a_connection_is_used_again(server: Served) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=60)
     with contextlib.closing(connection):
         for body in ('{"prompt": "x", "max_tokens": 1}', "{", '{"prompt": "x", "max_tokens": 1, "stream": true}') * 2:
             connection.request("POST", "/v1/completions", body)
@@ -824,7 +824,7 @@ def test_a_connection_is_used_again(server: Served) -> None:
 
 def test_too_much_and_too_long_is_told() -> None:
     """``--max-concurrency`` and ``--request-timeout``."""
-    body = {"prompt": "The sea", "max_tokens": 2000, "ignore_eos": True, "n": 8}
+    body = {"prompt": "The sea", "max_tokens": 2000, "ignore_eos": True, "n": 16}
     with (
         Served(*BLOCKS, "--max-concurrency", "1", "--request-timeout", "3") as served,
         httpx.Client(base_url=served.root, timeout=60) as client,
@@ -943,7 +943,7 @@ def test_who_is_ready_answers() -> None:
     served = Served(*BLOCKS)
     try:
         served.start()
-        answer = httpx.post(f"{served.url}/completions", json={"prompt": "x", "max_tokens": 1}, timeout=30)
+        answer = httpx.post(f"{served.url}/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
         assert answer.status_code == 200, answer.text
     finally:
         served.kill()

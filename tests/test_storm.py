@@ -27,16 +27,16 @@ def test_all_wait_their_turn(asked: list[Question]) -> None:
 
 
 def test_past_the_queue_requests_are_refused_at_once(asked: list[Question]) -> None:
-    assert storm.run(storm.overload(asked, 100)).slowest < 5
+    assert storm.run(storm.overload(asked, 100)).slowest < 20, "far from the two minutes after which one counts as lost"
 
 
 def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question]) -> None:
-    assert storm.run(storm.engine_killed(asked, 30)).slowest < 5
+    assert storm.run(storm.engine_killed(asked, 30)).at_once, "before its successor is ready"
 
 
 def test_greedy_clients_do_not_hold_up_others(asked: list[Question]) -> None:
     tally = storm.run(storm.greedy(asked, 3))
-    assert max(tally.live, tally.gap) < 5, tally  # on a machine that does other work as well
+    assert max(tally.live, tally.gap) < 20, tally  # nobody waits until all is over; seconds are for the test below
 
 
 @pytest.mark.thorough
@@ -51,7 +51,7 @@ def test_pipelined_requests_do_not_hold_up_others(asked: list[Question]) -> None
 
 
 def test_an_engine_that_hangs_is_killed(asked: list[Question]) -> None:
-    assert storm.run(storm.engine_hung(asked, 10)).slowest < 15
+    assert storm.run(storm.engine_hung(asked, 10)).slowest < 50, "the default is a minute"
 
 
 def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list[Question]) -> None:
@@ -70,7 +70,7 @@ def test_sigterm_lets_requests_come_to_their_end(asked: list[Question]) -> None:
 
 
 def test_what_has_no_time_to_end_is_told(asked: list[Question]) -> None:
-    assert storm.run(storm.cut_short(asked, 30)).slowest < 5
+    assert storm.run(storm.cut_short(asked, 30)).slowest < 20, "the default is half a minute"
 
 
 def test_an_engine_that_cannot_live_ends_the_server(asked: list[Question]) -> None:

@@ -317,7 +317,7 @@ def test_engines_that_write_at_the_same_time_share_the_room(tmp_path: Path) -> N
     threads = [threading.Thread(target=write, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
-    kept = sum(told.get(timeout=30) for _ in threads)
+    kept = sum(told.get(timeout=60) for _ in threads)
     done.set()
     for thread in threads:
         thread.join()
