@@ -124,6 +124,7 @@ def test_log_probabilities_as_tokens_were_drawn(
     modes = {"temp_scaled_logprobs": scaled, "top_p_normalized_logprobs": within}
     body = {"return_token_ids": True, "ignore_eos": True, **modes}
     (choice,) = client.completions.create(**asked, logprobs=5, extra_body=body).choices  # type: ignore[call-overload]
+    assert len(choice.token_ids) == len(choice.logprobs.token_logprobs) == 6
     scores = table(model, choice.prompt_token_ids + choice.token_ids)[len(choice.prompt_token_ids) - 1 :]
     likely = (scores / (0.6 if scaled else 1)).softmax(-1)
     if within:

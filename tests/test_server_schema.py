@@ -5,14 +5,13 @@ Whatever comes in, nothing fails inside, nothing hangs, nobody else waits, and w
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -299,27 +298,37 @@ def roomy() -> Iterator[Served]:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_request_holds_nobody_up(roomy: Served, name: str) -> None:
+    """Others are answered before the server has worked for long: its processor time counts, which does not grow where
+    other programs use the cores as well."""
     path, body = LARGE[name]
     content = json.dumps(body).encode()
-    waits: list[float] = []
+    work: list[float] = []
     begun, ended = threading.Event(), threading.Event()
 
     def probe() -> None:
-        with httpx.Client(base_url=roomy.root, timeout=LIMIT) as other:
+        with httpx.Client(base_url=roomy.root, timeout=60) as other:
             while not ended.is_set():
-                at = time.monotonic()
+                before = processor_time(roomy)
                 answer = other.post(COMPLETIONS, json={"prompt": "Hi", "max_tokens": 2, "temperature": 0})
-                waits.append(time.monotonic() - at)
+                work.append(processor_time(roomy) - before)
                 begun.set()
                 assert answer.status_code == 200, answer.text
 
-    with httpx.Client(base_url=roomy.root, timeout=5) as client, ThreadPoolExecutor() as threads:
+    with httpx.Client(base_url=roomy.root, timeout=60) as client, ThreadPoolExecutor() as threads:
         probing = threads.submit(probe)
         try:
-            begun.wait(LIMIT)
-            with contextlib.suppress(httpx.ReadTimeout):  # then it goes on, and whether others do is to be seen
-                well(client.post(path, content=content))
+            assert begun.wait(60)
+            well(client.post(path, content=content))
         finally:
             ended.set()
         probing.result()
-    assert max(waits) < 3.0  # 0.4 at most on two idle cores; a busy machine has stood still for a second
+    assert max(work) < 1.5  # 0.3 at most
+
+
+def processor_time(served: Served) -> float:
+    """Seconds that the engine and the API process have used so far."""
+    found = 0
+    for pid in (*served.pids["engine"], *served.pids["api"]):
+        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        found += int(fields[11]) + int(fields[12])
+    return found / os.sysconf("SC_CLK_TCK")
