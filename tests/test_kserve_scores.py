@@ -134,7 +134,8 @@ def test_too_many_are_refused(served: Served) -> None:
         ({**ALL, "num_return_sequences": (40, np.int32), **DRAWN}, 4, "return_context_logits"),
     ):
         texts = ["word " * 200] if tokens == 1 else TEXTS[:1]
-        with pytest.raises(InferenceServerException, match=rf"{name}: is for \d+ bytes of scores .* at most {MOST}"):
+        words = rf"{name}: is for \d+ bytes of logits .* {MOST} are allowed"
+        with pytest.raises(InferenceServerException, match=words):
             http(served, texts, tokens, **more)
     beams = {"return_generation_logits": (True, np.bool_), "beam_width": (2, np.int32)}
     with pytest.raises(InferenceServerException, match="return_generation_logits: does not go with"):

@@ -53,7 +53,7 @@ def resolve(
     """The folder of a checkpoint, downloaded from the hub where needed.
 
     Args:
-        model: nothing for the model in the box, a path, or a name on the hub (``org/name``). What exists is a path.
+        model: empty for the built-in model, a path, or a name on the hub (``org/name``). An existing path is a path.
         revision: branch, tag or commit of a name; nothing for its main branch.
         token: opens gated and private models; None takes ``HF_TOKEN``, or the one that ``hf auth login`` stored.
         cache_dir: where fetched files are kept; None takes the cache that all programs share (``HF_HUB_CACHE``).

@@ -141,8 +141,8 @@ class InputProcessor:
         internal_logprobs = sampling.told > sampling.n and sampling.logprobs is None
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # to choose the best n of best_of
-        thought = self._reasoning_span(sampling, parser_config)
-        if thought is None and (limit := sampling.response_max_tokens) is not None:  # all of it is the answer
+        reasoning_span = self._reasoning_span(sampling, parser_config)
+        if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:  # no reasoning
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
         request = EngineRequest(
             request_id=request_id,
@@ -151,7 +151,7 @@ class InputProcessor:
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
-            thought=thought,
+            thought=reasoning_span,
             adapter=adapter,
             pooling=pooling,
         )

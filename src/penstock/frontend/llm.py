@@ -30,14 +30,14 @@ class LLM:
     'The capital of Canada is Ottawa.'
 
     Args:
-        model: folder of a Hugging Face checkpoint, or its name on the hub; nothing for the model in the box.
+        model: folder of a Hugging Face checkpoint, or its name on the hub; empty for the built-in model.
         tokenizer: folder to take the tokenizer from, where it is another.
         chat_template: a template to use instead of the checkpoint's.
-        tool_call_parser: form in which the model calls tools, by vLLM's name for it; ``auto`` is the one that its chat
+        tool_call_parser: format of the model's tool calls, by vLLM's name; ``auto`` is the one that its chat
             template has.
-        reasoning_parser: form of its thoughts, likewise; ``none`` leaves them in the content.
+        reasoning_parser: format of its reasoning, likewise; ``none`` leaves it in the content.
         pooling_type: ``last`` or ``mean``, for embeddings, in place of what the checkpoint says.
-        generation_config: what a request without sampling parameters gets: ``auto`` is as the model's makers sample,
+        generation_config: default sampling parameters: ``auto`` is the checkpoint's ``generation_config.json``,
             ``vllm`` as vLLM does without them; None is ``auto``, or as ``compat`` has it.
         enable_logprob: False refuses requests for log probabilities; None is True, or as ``compat`` has it.
         revision: branch, tag or commit on the hub.
@@ -74,7 +74,7 @@ class LLM:
         """Generate from prompts, all of them in one batch.
 
         Args:
-            sampling_params: one for all, or one a prompt; None samples as the model's makers do.
+            sampling_params: one for all, or one per prompt; None is the default.
             use_tqdm: show a progress bar.
             lora_request: the adapter, one for all or one a prompt; None is the model as it is. One that is not loaded
                 yet is loaded from its folder.
@@ -112,7 +112,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one chat or several in one batch; otherwise as ``generate``.
 
-        Each output's ``text`` has all that was said. Its ``message`` has the thought (``reasoning_content``), the
+        Each output's ``text`` has everything. Its ``message`` has the reasoning (``reasoning_content``), the
         ``content`` and the ``tool_calls`` apart.
         """
         one = not messages or isinstance(messages[0], Mapping)
@@ -148,7 +148,7 @@ class LLM:
         """Embed prompts.
 
         Args:
-            pooling_params: one for all, or one a prompt; None pools as the model's makers do.
+            pooling_params: one for all, or one per prompt; None is the checkpoint's.
             lora_request: as for ``generate``.
 
         Raises ``PenstockError`` for a prompt that can never run or has failed.

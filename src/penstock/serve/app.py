@@ -152,7 +152,7 @@ def _add_health_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
-    app.add_api_route("/ready", health, summary="Requests are welcome", response_class=Response)
+    app.add_api_route("/ready", health, summary="Requests are accepted", response_class=Response)
     app.add_api_route("/version", version, summary="Version, and the kernels that decide a result's bits")
     app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
 

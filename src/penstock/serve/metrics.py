@@ -297,7 +297,7 @@ class _Engines:
                 lambda stats: stats.longest_step,
             ),
         }
-        guesses: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
+        drafts: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
             "spec_decode_num_drafts": (
                 "Drafts: times that tokens were proposed for a sequence by speculative decoding.",
                 lambda stats: stats.drafts,
@@ -333,7 +333,7 @@ class _Engines:
         for model, (stats, _) in self._engines.items():
             preemptions.add_metric([model], stats.preemptions)
         yield preemptions
-        for name, (about, figure) in guesses.items():
+        for name, (about, figure) in drafts.items():
             counter = CounterMetricFamily(f"penstock:{name}", about, labels=LABELS)
             for model, (stats, _) in self._engines.items():
                 if stats.accepted_at:

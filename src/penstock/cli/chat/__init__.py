@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until told to stop. Returns 1 where a pipe's question was not answered."""
+    """Run the chat. Returns 1 where a question from a pipe was not answered."""
     from .commands import COMMANDS
     from .conversation import Conversation
     from .loop_thread import LoopThread

@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 class Session:
-    """Asks what is typed, and runs commands, until told to stop.
+    """Asks questions and runs commands until ``/exit`` or the end of input.
 
     Args:
         commands: by name, without the slash.

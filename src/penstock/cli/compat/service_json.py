@@ -141,7 +141,7 @@ def _check(storage: Storage) -> None:
 
 
 def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
-    """Flags that keep to what the service may take."""
+    """Flags that limit the server to the service's resources."""
     found = []
     cores = len(os.sched_getaffinity(0))
     if metadata.cpu > cores:

@@ -72,6 +72,6 @@ class ChatGeneration:
         where ``parallel_tool_calls`` is false."""
         read, request = made.message, self._request
         assert read is not None
-        thought = "" if request.include_reasoning is False else read.reasoning_content
+        reasoning = "" if request.include_reasoning is False else read.reasoning_content
         calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls
-        return Message(read.content, thought, calls)
+        return Message(read.content, reasoning, calls)

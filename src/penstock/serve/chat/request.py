@@ -229,13 +229,13 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     """Whether an answer may call several, which it may by default."""
     include_reasoning: bool | None = None
-    """Whether the answer has the model's thought, which it has by default."""
+    """Whether to return the reasoning; true by default."""
     reasoning_max_tokens: Count | None = None
-    """Tokens after which the thought is made to end."""
+    """Maximum number of reasoning tokens."""
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     """The same, as vLLM calls it; -1 is any."""
     response_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """FastDeploy's: tokens of the answer that follows the thought."""
+    """FastDeploy's: maximum number of tokens of the answer after the reasoning."""
     return_prompt_text: bool | None = None
     """Give the prompt as the chat template writes it, too."""
     disable_chat_template: bool | None = None

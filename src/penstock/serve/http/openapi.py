@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 FAILURES = {
-    "400": "the request is wrong, or asks for what is not there yet",
+    "400": "the request is invalid, or not supported",
     "401": "an API key is missing or wrong",
     "404": "the model is not here",
     "408": "the request took too long",

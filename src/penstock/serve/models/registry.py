@@ -71,7 +71,7 @@ class ModelRegistry:
         known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine.adapters])
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
-            self.check()  # it may be an adapter of one that is not there yet
+            self.check()  # it may be an adapter of a model that is being loaded
         else:
             self.check_expected(model)
             words = f"the model {name!r} is not served: {model.reason}; there is {known or 'none'}"

@@ -35,7 +35,7 @@ KILL_TIMEOUT = 10.0
 
 
 class Supervisor:
-    """Serves models until told to stop.
+    """Serves models until SIGTERM.
 
     Args:
         configuration: its ``server`` section is for all models.
@@ -59,7 +59,7 @@ class Supervisor:
         self._grpc_address = ""
 
     async def run(self) -> int:
-        """Returns the exit status: 0 when told to stop, 1 when a process has died too often, 2 when one cannot start.
+        """Returns the exit status: 0 after SIGTERM, 1 when a process has died too often, 2 when one cannot start.
 
         Raises ``PenstockError`` with one sentence where the server cannot start.
         """
@@ -98,7 +98,7 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            logger.warning("told to stop again: stopping at once")
+            logger.warning("a second signal: stopping at once")
             self._workers.kill()
             self._engines.kill()
         else:

@@ -60,7 +60,7 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ContextEdit(msgspec.Struct, kw_only=True):
     type: Literal["clear_thinking_20251015"]
-    """Which thoughts of earlier turns are kept is decided by the chat template."""
+    """No effect: the chat template decides which earlier reasoning is kept."""
 
 
 class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

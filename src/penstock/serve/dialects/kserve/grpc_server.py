@@ -53,7 +53,7 @@ UNREADABLE = object()
 MAX_MESSAGE = 64 * 2**20
 """Bytes of a message that gRPC accepts; larger than ``max_body_size``, which is refused with an error that names it."""
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
-OPEN_TO_ALL = ("ServerLive", "ServerReady")
+PUBLIC_METHODS = ("ServerLive", "ServerReady")
 SERVER = ("server", f"penstock/{__version__}")
 """Trailing metadata of every answer: who this is, since ``ServerMetadata`` says triton. What was ignored of requests is
 there, too, under the name of the HTTP header."""
@@ -106,7 +106,7 @@ def unary(method: Method) -> Any:
     async def called(self: Inference, request: Any, context: Any) -> Any:
         model = getattr(request, "model_name", "") or getattr(request, "name", "")
         context.set_trailing_metadata((SERVER,))
-        async with self.told(context, method.__name__, model) as record:
+        async with self.authorized(context, method.__name__, model) as record:
             _check_read(request)
             try:
                 return await method(self, request, record)
@@ -128,7 +128,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         self._repository = repository
         self._keys = [key.encode() for key in keys]
         self._stopping = stopping
-        self._once = UnknownFieldLog()
+        self._unknown_field_log = UnknownFieldLog()
 
     @unary
     async def ServerLive(self, request: Any, record: RequestRecord) -> Any:
@@ -195,7 +195,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
         """Requests of a stream are answered concurrently; clients match responses by the requests' ids."""
         context.set_trailing_metadata((SERVER,))
-        async with self.told(context, "ModelStreamInfer", quiet=True) as whole:
+        async with self.authorized(context, "ModelStreamInfer", quiet=True) as whole:
             news: asyncio.Queue[Any] = asyncio.Queue()
             tasks: set[asyncio.Task[None]] = set()
 
@@ -292,18 +292,18 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             yield last
 
     @asynccontextmanager
-    async def told(
+    async def authorized(
         self, context: Any, method: str, model: str = "", quiet: bool = False
     ) -> AsyncIterator[RequestRecord]:
-        """A call on its way: its key is looked at, what fails becomes its status, and the log has a line.
+        """The record of a call whose API key is valid. Failures become the call's status, and the call is logged.
 
         Args:
-            quiet: whether only failures have a line.
+            quiet: log failures only, unless at level debug.
         """
         try:
-            async with self.recorded(context, method, model, quiet or method in OPEN_TO_ALL) as record:
+            async with self.recorded(context, method, model, quiet or method in PUBLIC_METHODS) as record:
                 given = dict(context.invocation_metadata() or ()).get("authorization", "")
-                if self._keys and method not in OPEN_TO_ALL and not matches_key(given.encode(), self._keys):
+                if self._keys and method not in PUBLIC_METHODS and not matches_key(given.encode(), self._keys):
                     raise PenstockError.of(NO_KEY)
                 yield record
         except PenstockError as error:
@@ -313,7 +313,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def recorded(
         self, context: Any, method: str, model: str, quiet: bool = False
     ) -> AsyncIterator[RequestRecord]:
-        """A request's record, and its line in the log. What nobody foresaw is told as an error of the server."""
+        """A request's record; logs the request at the end. Unexpected exceptions become an internal error."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
         unknown = UnknownFields(self._repository.registry.options.strict_requests)
         given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
@@ -331,12 +331,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             record.failure = INTERNAL
             raise PenstockError.of(INTERNAL) from error
         finally:
-            self._tell(record, f"{method} {model[:100]!r}" if model else method, quiet)
+            self._log(record, f"{method} {model[:100]!r}" if model else method, quiet)
 
-    def _tell(self, record: RequestRecord, what: str, quiet: bool) -> None:
+    def _log(self, record: RequestRecord, what: str, quiet: bool) -> None:
         failure = record.failure
         if record.unknown.places and not failure:
-            self._once.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
+            self._unknown_field_log.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
         facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
         level = logging.INFO
         if failure:
@@ -349,7 +349,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
 
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
-    """The service's methods, for a server. What is no message is told by them, and not with a traceback."""
+    """The service's methods as handlers; invalid messages get an error status instead of a traceback."""
     service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     found = {}
     for method in service.methods:

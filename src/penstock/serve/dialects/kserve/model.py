@@ -156,7 +156,7 @@ class Model:
         return ModelCall(record, found, batches.pop() if batches else None, streamed, priority, asked_as)
 
     def check_not_yet(self, name: str, asked: bool) -> None:
-        """Raise ``PenstockError`` (``unsupported``) where an input that is not there yet is more than zeros."""
+        """Raise ``PenstockError`` (``unsupported``) for a nonzero input that is not supported yet."""
         if asked:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: {self.not_yet[name]}", name)
 

@@ -98,7 +98,7 @@ def parse(found: dict[str, Any], unknown: UnknownFields) -> Request:
     """A request from its JSON.
 
     Args:
-        unknown: told of fields that nobody knows.
+        unknown: collects unknown fields.
 
     Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
     together, and for unknown fields where requests are read strictly.

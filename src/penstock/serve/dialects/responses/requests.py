@@ -20,7 +20,7 @@ class Part(msgspec.Struct):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """A message, a call that was made, what came of it, or a thought."""
+    """A message, a function call, its output, or reasoning."""
 
     type: str = "message"
     role: str | None = None
@@ -59,7 +59,7 @@ class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """The thought itself is given."""
+    """No effect: the reasoning itself is returned."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """Its older name."""
 
@@ -127,7 +127,7 @@ NOT_HERE: dict[str, tuple[Any, str]] = {
     "conversation": (None, NOTHING_KEPT),
     "prompt": (None, "no prompts are kept here: send instructions and input"),
     "store": (False, "nothing is kept here; send false"),
-    "background": (False, "an answer is told while it is made; send false"),
+    "background": (False, "background responses are not supported; send false"),
     "truncation": ("disabled", "no input is cut; send disabled, and less input"),
     "context_management": (None, "no input is made shorter; send less of it"),
     "moderation": (None, "nothing is moderated here"),

@@ -34,7 +34,7 @@ NOT_YET = {
     ),
     **dict.fromkeys(
         ("draft_input_ids", "draft_logits", "num_draft_tokens", "use_draft_logits"),
-        "not supported yet; --speculative-config guesses ahead on the server",
+        "not supported yet; --speculative-config configures speculative decoding on the server",
     ),
 }
 ALIASES = {"min_tokens": "min_length", "seed": "random_seed"}
@@ -174,7 +174,7 @@ class GenerationModel(Model):
             ):
                 yield self._answer(call, news, 1, streamed, final)
         except PenstockError as error:
-            raise self.names.told(error) from error
+            raise self.names.renamed(error) from error
 
     def _news(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
@@ -203,7 +203,7 @@ class GenerationModel(Model):
             raise invalid("beam_width", f"must be at most {most}, is {beams} (max_beam_width)", most)
 
     async def _check_scores(self, rows: Sequence[Row]) -> None:
-        """Raise ``PenstockError`` (``invalid``) where all that a request wants to be told of scores is too much."""
+        """Raise ``PenstockError`` (``invalid``) where the requested logits exceed ``max_logits_size``."""
         gateway, most = self._service.gateway, self._service.options.max_logits_size
         engine, size = gateway.engine.check(), 0
         for row in rows:
@@ -215,7 +215,7 @@ class GenerationModel(Model):
             size += tokens * engine.vocabulary * FP32_BYTES
             if size > most:
                 context = row.sampling.return_context_logits
-                words = f"is for {size} bytes of scores or more, and at most {most} are told (max_logits_size)"
+                words = f"is for {size} bytes of logits or more; {most} are allowed (max_logits_size)"
                 raise invalid("return_context_logits" if context else "return_generation_logits", words, most)
 
     def _worth(self, row: Row, piece: SequenceDelta) -> bool:

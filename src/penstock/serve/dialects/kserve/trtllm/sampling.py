@@ -54,7 +54,7 @@ class Names:
         found = call.row(self.of(name), index)
         return found[0] if found else None
 
-    def told(self, error: PenstockError) -> PenstockError:
+    def renamed(self, error: PenstockError) -> PenstockError:
         """The error with the request's field names."""
         failure = error.failure
         own = self.of(ALIASES.get(failure.field, failure.field))
@@ -69,7 +69,7 @@ def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **ow
 
     Args:
         vocabulary: tokens that the model knows.
-        own: parameters that the two kinds of models, of text and of token ids, are told differently.
+        own: parameters that text and token models take differently.
 
     Raises ``PenstockError`` (``invalid``), in the names of parameters here.
     """
