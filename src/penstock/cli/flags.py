@@ -36,7 +36,7 @@ def add_options(
     sections: tuple[str, ...] = FOR_AN_ENGINE,
     names: tuple[str, ...] = (),
 ) -> None:
-    """Give the parser ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``.
+    """Add ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``, to the parser.
 
     Args:
         sections: whose options are all taken.
@@ -86,8 +86,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def add_profile(
     parser: argparse.ArgumentParser, arguments: list[str], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Give the parser of a command with ``--compat`` the flags of the profile that is asked for, in place of ours where
-    they have the same name.
+    """Add the flags of the selected profile to the parser of a command with ``--compat``; they replace ours of the same
+    name.
 
     Raises ``PenstockError`` (``invalid``) for an unknown one.
     """

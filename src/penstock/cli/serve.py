@@ -66,9 +66,9 @@ def is_open(options: ServerOptions) -> bool:
 
 
 def found(configuration: Configuration) -> Configuration:
-    """With the folder of its model, which is fetched where it is not there.
+    """The configuration with its model's local folder; downloads the model where needed.
 
-    Raises ``PenstockError`` where it cannot be had.
+    Raises ``PenstockError`` where it cannot be downloaded.
     """
     from penstock.frontend.hub import resolve
 

@@ -29,11 +29,11 @@ class Shim:
     """One file.
 
     Args:
-        system: whose it is.
-        path: below the folder. What has none in between is a command; what is below ``modules`` is a module.
-        module: of ``penstock.cli``, which stands for it.
-        arguments: before those that are typed.
-        compat: profile of what they start, where no argument can say so.
+        system: the system whose command it replaces.
+        path: below the folder: a command without folders in between, a module below ``modules``.
+        module: module of ``penstock.cli`` that it runs.
+        arguments: put before those on the command line.
+        compat: profile, where no argument can select it.
     """
 
     system: str

@@ -1,7 +1,7 @@
 """Rank tables of deployments with separate prefill and decode instances: instances and their devices.
 
-Their JSON is that of Ascend's document (docs/dialects/vllm.md). A global table has all instances, a local one a single
-instance: it tells a process which of them it is.
+Their JSON is Ascend's (docs/dialects/vllm.md). A global table has all instances; a local one has the instance that a
+process belongs to.
 """
 
 from __future__ import annotations

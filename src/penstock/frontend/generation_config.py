@@ -33,7 +33,7 @@ def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | Non
     Args:
         other: folder of the ``generation_config.json`` to read in place of the model's.
 
-    Raises ``PenstockError`` (``invalid``) where a file is no JSON, or that other one is not there.
+    Raises ``PenstockError`` (``invalid``) where a file is not JSON, or ``other`` has none.
     """
     path = (other or folder) / "generation_config.json"
     if other and not path.exists():

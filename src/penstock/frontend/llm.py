@@ -38,12 +38,12 @@ class LLM:
         reasoning_parser: format of its reasoning, likewise; ``none`` leaves it in the content.
         pooling_type: ``last`` or ``mean``, for embeddings, in place of what the checkpoint says.
         generation_config: default sampling parameters: ``auto`` is the checkpoint's ``generation_config.json``,
-            ``vllm`` as vLLM does without them; None is ``auto``, or as ``compat`` has it.
-        enable_logprob: False refuses requests for log probabilities; None is True, or as ``compat`` has it.
+            ``vllm`` is vLLM's defaults; None is ``auto``, or the default of ``compat``.
+        enable_logprob: False refuses requests for logprobs; None is True, or the default of ``compat``.
         revision: branch, tag or commit on the hub.
         hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
         download_dir: where downloads are kept; by default Hugging Face's own cache.
-        compat: the system whose names and defaults options have: ``fastdeploy``.
+        compat: a system whose names and defaults are used for options: ``fastdeploy`` …
         options: ``EngineOptions`` by name.
 
     Raises ``PenstockError`` with one sentence where options or checkpoint do not allow a start.
@@ -76,14 +76,14 @@ class LLM:
         Args:
             sampling_params: one for all, or one per prompt; None is the default.
             use_tqdm: show a progress bar.
-            lora_request: the adapter, one for all or one a prompt; None is the model as it is. One that is not loaded
-                yet is loaded from its folder.
-            priority: one a prompt, for the policy ``priority``.
+            lora_request: the adapter, one for all or one per prompt; None is the base model. An adapter that is not
+                loaded is loaded from its folder.
+            priority: one per prompt, for ``scheduling_policy`` ``priority``.
 
         Returns:
-            One output a prompt, in their order. One that fails says so in its ``failure``.
+            One output per prompt, in their order. A failed one has ``failure`` in its sequences.
 
-        Raises ``PenstockError`` (``invalid``) for a request that can never run; then none is run.
+        Raises ``PenstockError`` (``invalid``) for an invalid request; then none is run.
         """
         each = _as_list(prompts)
         params = _per_prompt(sampling_params, len(each), "sampling_params")

@@ -28,8 +28,8 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     """The options of a model, which is downloaded where needed, and of its engine.
 
     Args:
-        compat: the system whose names and defaults they have; nothing for ours.
-        given: options by name; None is what is not given.
+        compat: a system whose names and defaults are used; empty for ours.
+        given: options by name; None is absent.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """

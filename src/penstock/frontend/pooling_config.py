@@ -20,7 +20,7 @@ def read_pooling(folder: Path, pooling_type: str = "auto") -> PoolingParams:
     """The pooling of a checkpoint; by default the last token's hidden state, normalized.
 
     Args:
-        pooling_type: ``last`` or ``mean`` in place of what the files say.
+        pooling_type: ``last`` or ``mean`` to override the files.
 
     Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` where it asks for another pooling.
     """

@@ -28,7 +28,7 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Load ``tokenizer.json``, or else a SentencePiece model or a tiktoken file.
 
     Args:
-        config: what ``tokenizer_config.json`` says.
+        config: the contents of ``tokenizer_config.json``.
 
     Raises ``PenstockError`` (``invalid``) where there is none, or one that cannot be read.
     """

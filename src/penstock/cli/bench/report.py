@@ -56,9 +56,9 @@ def figures(
     """The results by name. Throughput is over the time until the last request ended.
 
     Args:
-        samples: of all requests, at least one of which went well.
+        samples: of all requests, at least one of which succeeded.
         percentiles: of each metric, between 0 and 100.
-        metrics: those that are told besides throughput, of ttft, tpot, itl and e2el.
+        metrics: latencies to report besides throughput, of ttft, tpot, itl and e2el.
         goodput: milliseconds that a request may take by metric, to count in ``request_goodput``.
     """
     good = [sample for sample in samples if sample.outcome is Outcome.OK]

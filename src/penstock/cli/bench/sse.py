@@ -1,6 +1,6 @@
 """Reading the server-sent events of an OpenAI-compatible server with little decoding.
 
-The client may share its cores with the server it measures, so nothing is built here that nobody reads.
+The client may share its cores with the server it measures, so it decodes no more than it needs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """An event's payload. After its last choice a server sends one with ``usage`` alone, if it was asked to."""
+    """An event's payload; the last one of a stream may have ``usage`` alone."""
 
     choices: list[Choice] = []
     usage: Usage | None = None

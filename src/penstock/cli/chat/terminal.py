@@ -30,11 +30,11 @@ class Terminal:
         self.with_person = sys.stdin.isatty() and sys.stdout.isatty()
 
     def lines(self) -> Iterator[str]:
-        """What is said, one piece after the other, until the end of input. Ctrl-C clears a person's line; a second one
-        right after it is the end.
+        """The user's messages, until the end of input. At a terminal Ctrl-C clears the line, and a second one ends the
+        input.
 
-        A person may end a line with a backslash to go on in the next, or put several between triple quotes; of a pipe,
-        every line that is not blank is one.
+        At a terminal a line that ends with a backslash continues in the next, and triple quotes enclose several lines;
+        in a pipe every line that is not blank is a message.
         """
         if not self.with_person:
             yield from (line.rstrip("\n") for line in sys.stdin if line.strip())

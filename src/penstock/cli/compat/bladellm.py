@@ -1,7 +1,7 @@
 """BladeLLM's offline tools: ``blade_llm_quantize`` and ``blade_llm_split``.
 
-Weights are rounded when they are loaded here, and nothing is split ahead. So both make a folder of links to the
-checkpoint, which ``--model`` takes as any other; its ``config.json`` says what is to be rounded.
+Weights are quantized when they are loaded, and nothing is split in advance. So both write a folder of links to the
+checkpoint, which ``--model`` accepts like any other; its ``config.json`` names the quantization.
 """
 
 from __future__ import annotations

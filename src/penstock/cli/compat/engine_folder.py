@@ -1,8 +1,7 @@
 """The folders that TensorRT-LLM's commands write: the checkpoint, its quantization and limits.
 
-Checkpoints are served as they are. So a folder of ours holds a ``config.json`` and nothing else, in TensorRT-LLM's own
-names: ``pretrained_config`` is what ``convert_checkpoint.py`` and ``quantize.py`` write, ``build_config`` is what
-``trtllm-build`` adds.
+Checkpoints are served without conversion. So these folders hold a ``config.json`` alone, with TensorRT-LLM's names:
+``pretrained_config`` is written by ``convert_checkpoint.py`` and ``quantize.py``, ``build_config`` by ``trtllm-build``.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def write(folder: Path, config: Mapping[str, Any]) -> None:
 def converted(folder: Path) -> dict[str, Any]:
     """The ``pretrained_config`` in a folder of ``convert_checkpoint.py`` or ``quantize.py``.
 
-    Raises ``PenstockError`` (``invalid``) where it is none of ours.
+    Raises ``PenstockError`` (``invalid``) for another folder.
     """
     config = _read(folder)
     if config is None or "checkpoint" not in config:

@@ -65,9 +65,10 @@ class File:
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments of a command with what the repository says in its place, before all others, which override it.
+    """The arguments with ``--model-repository`` replaced by the flags of its files, before all others, which override
+    them.
 
-    Raises ``PenstockError`` (``invalid``) for files that cannot be read, and for what they ask for that cannot be.
+    Raises ``PenstockError`` (``invalid``) for files that cannot be read, and for unsupported settings.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*NAMES, dest="repository", type=Path)
@@ -85,8 +86,8 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) 
     """Settings by name. Raises ``PenstockError`` as ``expanded`` does.
 
     Args:
-        engines: names that the engines are said to have, with commas between them.
-        overridden: settings that count in place of what files say of each of several engines.
+        engines: expected names of the engines, separated by commas.
+        overridden: settings that override those of each engine's files.
     """
     if not (paths := sorted(repository.glob("*/config.pbtxt"))):
         return _checkpoints(repository)

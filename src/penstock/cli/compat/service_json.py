@@ -65,11 +65,11 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments of ``penstock serve`` with what the document of ``--service-json`` says in its place, before all
-    others, which override it.
+    """The arguments of ``penstock serve`` with ``--service-json`` replaced by the flags of its document, before all
+    others, which override them.
 
     Raises ``PenstockError`` (``invalid``) where the document cannot be read, contradicts itself or needs a folder that
-    is not there.
+    does not exist.
     """
     parser = Parser(prog="penstock serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--service-json", "--service_json")

@@ -50,12 +50,11 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
 
 
 class Results:
-    """The output file: what it holds already, and what is added to it. To be entered; then nobody else may write it.
+    """The output file: existing results, and those that are appended. A context manager, which locks the file.
 
-    Results are appended and flushed one by one. Of a process that was killed in the middle of a line, that line is
-    dropped.
+    Results are appended and flushed one by one. An incomplete last line, of a process that was killed, is dropped.
 
-    Raises ``PenstockError`` (``invalid``) where the file cannot be had, or holds something else.
+    Raises ``PenstockError`` (``invalid``) where the file cannot be written, is locked, or holds something else.
     """
 
     def __init__(self, path: Path) -> None:

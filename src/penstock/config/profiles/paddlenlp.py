@@ -23,9 +23,9 @@ FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8
 
 
 def model_named(name: str) -> Mapping[str, Any]:
-    """What a model's name says: ``org/name`` on the hub, and how its weights are rounded, which is done at load here.
+    """Parse a model's name: ``org/name`` on the hub, and the quantization, which is done at load here.
 
-    Raises ``ValueError`` where it is no such name, or asks for what there is not yet.
+    Raises ``ValueError`` for an invalid name, or an unsupported format.
     """
     parts = name.strip("/").split("/")
     if len(parts) not in (2, 3) or not all(parts):

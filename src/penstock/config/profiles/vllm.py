@@ -43,7 +43,7 @@ def size(text: str) -> int:
 
 
 def _length(text: str) -> int:
-    """0 is the model's own, which vLLM takes where nothing is said."""
+    """A length; ``auto`` and -1 are 0, the model's own."""
     return 0 if text in ("auto", "-1") else size(text)
 
 

@@ -133,7 +133,7 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
     """Call tokens among log probabilities token_id:ID."""
     temp_scaled_logprobs: bool | None = None
-    """FastDeploy's: log probabilities at the temperature that was asked for."""
+    """FastDeploy's: logprobs at the request's temperature."""
     top_p_normalized_logprobs: bool | None = None
     """FastDeploy's: log probabilities among the tokens that top_p leaves."""
     return_token_ids: bool | None = None

@@ -13,13 +13,13 @@ from .tensors import Tensor, from_json, in_json, to_json
 
 
 def from_fields(model: Model, found: dict[str, Any], unknown: UnknownFields) -> InferenceRequest:
-    """A request whose inputs are fields, or fields of its ``parameters``.
+    """Parse a request whose inputs are fields, or fields of its ``parameters``.
 
     Args:
-        unknown: told of fields that are no input; they are parameters of the request in Triton, which these models
-            do not read.
+        unknown: collects fields that are not inputs; in Triton they are request parameters, which these models do not
+            read.
 
-    Raises ``PenstockError`` (``invalid``) for values that are wrong.
+    Raises ``PenstockError`` (``invalid``) for wrong values.
     """
     fields = dict(found)
     more = fields.pop("parameters", None) or {}

@@ -55,8 +55,8 @@ MAX_MESSAGE = 64 * 2**20
 NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send the metadata authorization: Bearer KEY")
 PUBLIC_METHODS = ("ServerLive", "ServerReady")
 SERVER = ("server", f"penstock/{__version__}")
-"""Trailing metadata of every answer: who this is, since ``ServerMetadata`` says triton. What was ignored of requests is
-there, too, under the name of the HTTP header."""
+"""Trailing metadata of every response: this server's name, as ``ServerMetadata`` says triton. Unknown fields of
+requests are there, too, under the name of the HTTP header."""
 
 
 class Server:

@@ -130,7 +130,7 @@ class Model:
         """Validate the inputs of a request.
 
         Raises ``PenstockError``: ``invalid`` for inputs that are unknown, missing, or of a wrong type or shape,
-        ``unsupported`` for those that are not there yet.
+        ``unsupported`` for those that are not supported yet.
         """
         specs = {spec.name: spec for spec in self.inputs}
         found: dict[str, Tensor] = {}

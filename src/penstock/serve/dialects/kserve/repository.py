@@ -30,7 +30,7 @@ class ModelRepository:
     """The model repository of one API process.
 
     Args:
-        others: models of other systems, which are over any of ours.
+        others: models of other systems, which may use any served model.
     """
 
     def __init__(self, registry: ModelRegistry, model_manager: ModelManager, others: Iterable[Model] = ()) -> None:

@@ -83,7 +83,7 @@ def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
 async def load(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Load the served model of a model of the protocol; does nothing where it is loaded.
 
-    Raises ``PenstockError`` where there is none, it cannot be loaded, or it is to be loaded in another way.
+    Raises ``PenstockError`` where there is none, it cannot be loaded, or the parameters are invalid.
     """
     if (model := repository.owner(name)) is None:
         known = ", ".join(each for model in repository.registry.models for each in model.kserve)
@@ -107,7 +107,8 @@ async def load(repository: ModelRepository, name: str, parameters: Mapping[str, 
 async def unload(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Unload the served model of a model of the protocol, and all others over it.
 
-    Raises ``PenstockError`` where there is none, or it is one of several over an engine that are not to go.
+    Raises ``PenstockError`` where there is none, or where other models use its engine and ``unload_dependents`` is not
+    given.
     """
     if (model := repository.owner(name)) is None:
         raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
@@ -127,7 +128,7 @@ async def unload(repository: ModelRepository, name: str, parameters: Mapping[str
 def overriding(parameters: Mapping[str, Any]) -> int | None:
     """The ``max_batch_size`` in the configuration of a load request, its only field with an effect.
 
-    Raises ``PenstockError`` for a configuration that is none, or wants what is set when the server starts.
+    Raises ``PenstockError`` for an invalid configuration, or one with fields that are fixed when the server starts.
     """
     for name in parameters:
         if name.startswith("file:"):

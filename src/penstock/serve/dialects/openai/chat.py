@@ -115,7 +115,7 @@ class ChatHandler:
         yield DONE
 
     def new(self, made: CompletionOutput, cursor: StreamCursor) -> list[ChunkChoice]:
-        """What a step brought to a sequence, in a chunk, none, or two."""
+        """The chunks of what a step added to a sequence: none, one or two."""
         piece = cursor.progress.advance(made)
         if piece is None:
             return []
@@ -160,7 +160,7 @@ class ChatHandler:
         return choice
 
     def _reason(self, made: CompletionOutput, called: bool) -> Reason:
-        """As OpenAI has it: a call that was named is what ends the answer as asked."""
+        """``finish_reason`` as in OpenAI's API: ``stop`` where ``tool_choice`` named the tool."""
         if made.finish_reason == "stop":
             return "tool_calls" if called and not isinstance(self._request.tool_choice, NamedTool) else "stop"
         return "length"
@@ -169,7 +169,7 @@ class ChatHandler:
         return ChatChunk(id=self.id, created=self._created, model=self._chat.model, choices=choices, usage=usage)
 
     async def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
-        """What was asked for of the prompt; in a stream its first chunk has it."""
+        """Add the requested fields of the prompt; in a stream to the first chunk."""
         answer.prompt_logprobs = await prompt_logprobs_of(output, self._service.gateway.fair_queue)
         if self._request.return_token_ids:
             answer.prompt_token_ids = output.prompt_token_ids

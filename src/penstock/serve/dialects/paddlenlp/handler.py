@@ -88,7 +88,7 @@ class PaddleNLPHandler:
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has waited too long for a
-        piece of a stream or, where the request says how long, for an answer that comes in one piece.
+        piece of a stream or, with ``timeout``, for an answer in one piece.
         """
         request, timeout = self._request, asked(self._request, "timeout")
         in_pieces = request.stream and not request.return_all_tokens and not self._service.options.disable_streaming

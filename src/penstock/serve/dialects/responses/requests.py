@@ -133,4 +133,4 @@ NOT_HERE: dict[str, tuple[Any, str]] = {
     "moderation": (None, "nothing is moderated here"),
     "top_logprobs": (0, "is not supported yet; /v1/chat/completions has it"),
 }
-"""Fields, what may be said to them, and what to do instead of the rest."""
+"""Unsupported fields, with the value that is accepted and the error for others."""

@@ -179,8 +179,8 @@ class GenerationModel(Model):
     def _news(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
     ) -> Iterator[list[SequenceResponse]]:
-        """What answers of their own are made for: sequences of a row that have ended, which are ``left`` no more, and
-        where it is streamed what is new of others; all beams of a row at once."""
+        """The sequences of each response after a step: those that have ended, which are removed from ``left``, and in a
+        stream those with new tokens; all beams of a row in one response."""
         for made in output.outputs:
             progress = left.get((index, made.index))
             if progress is None or (piece := progress.advance(made)) is None:

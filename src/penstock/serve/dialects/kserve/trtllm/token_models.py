@@ -244,9 +244,9 @@ def _note_lookahead() -> None:
 
 
 def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
-    """Words from the two lists that stand for them: all their token ids, and where each ends.
+    """Words from two lists: their token ids, and the offsets at which they end.
 
-    Raises ``PenstockError`` (``invalid``) for ends that are none, and for ids that the model does not know.
+    Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids beyond the vocabulary.
     """
     if not found:
         return []
