@@ -11,17 +11,19 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import SMALL, save
 from transformers import LlamaConfig
 
 from penstock import LLM, SamplingParams
 from penstock.core import PenstockError
 from penstock.layers import AttentionLayer, BuildContext
-from penstock.models import Family, ModelConfig, register
+from penstock.models import Family, ModelConfig, load_model, register
 from penstock.models.config import dense_config
 from penstock.models.decoder import build_decoder
 from penstock.models.layer import grouped_query_attention
 from penstock.models.registry import unregister
+from penstock.ops import backend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 60, "block_size": 16}
@@ -87,7 +89,8 @@ def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path:
     options = {"load_format": "dummy", "kv_cache_memory_bytes": 2**20, "num_gpu_blocks_override": 0}
     assert tokens(tmp_path, ops="cpu", **options) == tokens(tmp_path, ops="reference", **options)
     llm = LLM(tmp_path, **OPTIONS | options)
-    specs = llm.engine.model.kv_specs(16)
+    model = load_model(tmp_path, backend(torch.device("cpu")), dtype=torch.float32, load_format="dummy")
+    specs = model.kv_specs(16)
     assert [spec.kv_heads for spec in specs] == [2, 1, 1]
     block = 16 * (2 + 1 + 1) * 2 * 16 * 4
     """Bytes: tokens, heads, keys and values, numbers in a head, float32."""

@@ -37,7 +37,7 @@ from .executor.base import Executor, WorkerLostError
 from .guided import Guides, Masks, check_backend
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
-from .lora import Adapters
+from .lora import NO_ADAPTER, Adapters
 from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_builder import trial_step
@@ -86,14 +86,15 @@ class Engine:
             self._executor.init_cache(blocks, host_blocks)
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
-        self.adapters = Adapters(self._executor, most=max_loras, in_use=lambda: self.scheduler.adapters())
+        slots = {"": NO_ADAPTER}
         self.scheduler = Scheduler(
             scheduling,
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
             weights=self.info.weights_version,
-            slots=self.adapters.slots,
+            slots=slots,
         )
+        self.adapters = Adapters(self._executor, most=max_loras, slots=slots, in_use=self.scheduler.adapters)
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)
         self._guides = Guides(options.guided_decoding_backend, self.info.vocab_size)

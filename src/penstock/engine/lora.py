@@ -15,7 +15,7 @@ from .step import LoadLoRA, UnloadLoRA
 
 logger = logging.getLogger(__name__)
 
-NONE = -1
+NO_ADAPTER = -1
 """The slot of what has no adapter."""
 
 
@@ -46,6 +46,7 @@ class Adapters:
 
     Args:
         most: that may be loaded at the same time; 0 is for a model that takes none.
+        slots: of the adapters by key, kept up to date here; ``""`` is the slot of requests without one.
         in_use: keys of the adapters that requests have which have not ended.
     """
 
@@ -54,6 +55,7 @@ class Adapters:
         executor: Executor,
         *,
         most: int,
+        slots: dict[str, int],
         in_use: Callable[[], set[str]],
     ) -> None:
         self._executor = executor
@@ -64,8 +66,7 @@ class Adapters:
         self._leaving: list[Loaded] = []
         self._free = list(range(most))
         self._loads = 0
-        self.slots = {"": NONE}
-        """By key."""
+        self._slots = slots
 
     @property
     def paths(self) -> dict[str, str]:
@@ -125,7 +126,7 @@ class Adapters:
             used = self._in_use()
             for left in [left for left in self._leaving if left.key not in used]:
                 self._leaving.remove(left)
-                del self.slots[left.key]
+                del self._slots[left.key]
                 self._executor.call(UnloadLoRA(left.slot))
                 self._free.append(left.slot)
         self._executor.poll()
@@ -143,7 +144,7 @@ class Adapters:
                 continue
             self._loads += 1
             loaded = self._loaded[name] = Loaded(loading.path, f"{name}#{self._loads}", loading.slot)
-            self.slots[loaded.key] = loading.slot
+            self._slots[loaded.key] = loading.slot
             logger.info("adapter %s is loaded from %s", name, loading.path)
             loading.done.set_result(None)
 

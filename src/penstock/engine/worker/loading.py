@@ -48,10 +48,11 @@ def load_models(options: EngineOptions) -> LoadedModels:
     max_loras = options.max_loras if options.enable_lora or named(options.lora_modules) else 0
     speculative = SpeculativeConfig.read(options.speculative_config)
 
-    def load(checkpoint: Path, max_len: int | None, max_loras: int = 0) -> Model:
+    def load(folder: Path, config: ModelConfig, max_len: int | None, max_loras: int = 0) -> Model:
         return load_model(
-            checkpoint,
+            folder,
             backend,
+            config=config,
             dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
             device=device,
             max_len=max_len,
@@ -64,8 +65,8 @@ def load_models(options: EngineOptions) -> LoadedModels:
             max_loras=max_loras,
         )
 
-    draft = _draft_folder(speculative, options, config)
-    model = load(folder, options.max_model_len or None, max_loras)
+    draft = _draft(speculative, options, config)
+    model = load(folder, config, options.max_model_len or None, max_loras)
     dtype = str(model.dtype).removeprefix("torch.")
     specs = model.kv_specs(options.block_size, options.kv_cache_dtype == "int8")
     info = ModelInfo(
@@ -80,9 +81,8 @@ def load_models(options: EngineOptions) -> LoadedModels:
         weights_version=model.weights_version,
         mtp_layers=len(model.mtp_heads),
     )
-    return LoadedModels(
-        backend, device, model, load(draft, max_model_len) if draft else None, max_model_len, max_loras, info
-    )
+    draft_model = load(*draft, max_model_len) if draft else None
+    return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info)
 
 
 def _device(name: str) -> torch.device:
@@ -97,8 +97,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _draft_folder(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Path | None:
-    """The checkpoint of the draft model, where there is to be one.
+def _draft(
+    speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig
+) -> tuple[Path, ModelConfig] | None:
+    """Folder and configuration of the draft model; None where no draft model is asked for.
 
     Raises ``PenstockError`` (``invalid``) where none is named, or its vocabulary is another, or the model is to draft
     with layers that it does not have.
@@ -114,6 +116,10 @@ def _draft_folder(speculative: SpeculativeConfig | None, options: EngineOptions,
         folder = demo.DRAFT
     if not folder and speculative.method:
         raise invalid("speculative_config", "name the draft model's folder as model")
-    if folder and (known := read_config(folder).vocab_size) != model.vocab_size:
-        raise invalid("speculative_config", f"the draft model knows {known} tokens, and the model {model.vocab_size}")
-    return folder
+    if not folder:
+        return None
+    config = read_config(folder)
+    if config.vocab_size != model.vocab_size:
+        words = f"the draft model knows {config.vocab_size} tokens, and the model {model.vocab_size}"
+        raise invalid("speculative_config", words)
+    return folder, config
