@@ -1,0 +1,252 @@
+"""Worker processes: what they compute is what the engine's own process computes, and none is waited for for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from checkpoints import SMALL, save
+from serving import Served
+from transformers import Qwen3Config
+
+from penstock.config.options import EngineOptions
+from penstock.core import Code, EngineRequest, FinishReason, PenstockError, SamplingParams, TokenDelta
+from penstock.engine.engine import Engine
+from penstock.engine.executor.ring import Descriptors, PeerLostError, Reader, Writer
+
+pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+
+WORKER = "penstock.engine.executor.worker_process"
+DEPTHS = pytest.mark.parametrize("depth", [1, 3])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    return folder
+
+
+def start(checkpoint: Path, **options: Any) -> Engine:
+    fixed = {"model": str(checkpoint), "dtype": "float32", "weight_cache_dir": "none", "max_model_len": 256}
+    fixed |= {"num_gpu_blocks_override": 40, "block_size": 16, "distributed_executor_backend": "mp"}
+    return Engine(EngineOptions(**fixed | options))
+
+
+def request(name: str, **params: Any) -> EngineRequest:
+    sampling = SamplingParams(**{"max_tokens": 200, "ignore_eos": True, "seed": 1} | params)
+    return EngineRequest(request_id=name, prompt=[1, 2, 3, len(name)], sampling=sampling)
+
+
+def worker_of(parent: int) -> int:
+    """The process number of the worker that a process has started."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if WORKER in Path(f"/proc/{child}/cmdline").read_text().split("\0"):
+            return int(child)
+    raise AssertionError("there is no worker")
+
+
+def run(engine: Engine) -> list[TokenDelta]:
+    found: list[TokenDelta] = []
+    while engine.busy:
+        found += engine.step()
+    return found
+
+
+def lost(engine: Engine, stop: Callable[[], None]) -> str:
+    """What the engine says of its failure when ``stop`` ends its worker under load; everything else is checked."""
+    for number in range(4):
+        engine.add(request(str(number), n=2))
+    for _ in range(5):
+        engine.step()
+    stop()
+    told = run(engine)
+    last = {(delta.request_id, delta.sequence): delta for delta in told if delta.finished}
+    assert len(last) == 8, "each sequence ends once"
+    for delta in last.values():
+        assert delta.finished is FinishReason.ERROR and delta.failure and delta.failure.code is Code.UNAVAILABLE
+    assert engine.scheduler.device.free == engine.scheduler.device.total
+    with pytest.raises(PenstockError) as refused:
+        engine.add(request("more"))
+    assert refused.value.failure == delta.failure
+    return delta.failure.message
+
+
+@DEPTHS
+def test_a_worker_that_is_killed_ends_the_engine_with_its_name(checkpoint: Path, depth: int) -> None:
+    with closing(start(checkpoint, max_concurrent_batches=depth)) as engine:
+        worker = worker_of(os.getpid())
+        message = lost(engine, lambda: os.kill(worker, signal.SIGKILL))
+    assert f"the worker of rank 0 (process {worker}) ended: killed by SIGKILL" in message
+
+
+@DEPTHS
+def test_a_worker_that_hangs_is_killed(checkpoint: Path, depth: int) -> None:
+    with closing(start(checkpoint, max_concurrent_batches=depth, engine_iteration_timeout=1.0)) as engine:
+        worker = worker_of(os.getpid())
+        message = lost(engine, lambda: os.kill(worker, signal.SIGSTOP))
+        assert not Path(f"/proc/{worker}").exists()
+    assert f"the worker of rank 0 (process {worker}) has not answered in time" in message
+
+
+def test_a_step_that_fails_in_a_worker_ends_its_requests_and_then_the_engine(checkpoint: Path, tmp_path: Path) -> None:
+    """Once a step, then each of them, as after an error of a device that stays."""
+    flag = tmp_path / "fails"
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+        import os, pathlib
+        from penstock.ops import cpu
+        whole = cpu.copy_blocks
+        flag = pathlib.Path({str(flag)!r})
+        def copy_blocks(*args):
+            if flag.exists():
+                if flag.read_text() == "once":
+                    flag.unlink()
+                raise RuntimeError("the device has failed")
+            whole(*args)
+        cpu.copy_blocks = copy_blocks
+        """)
+    )
+    path = os.environ.get("PYTHONPATH", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tmp_path}:{path}")
+        engine = start(checkpoint, max_num_seqs=2)
+    with closing(engine):
+        for number in range(3):
+            engine.add(request(str(number)))
+        engine.step()
+        flag.write_text("once")
+        failed = engine.step()
+        assert {delta.request_id for delta in failed} == {"0", "1"}
+        assert all(delta.failure and delta.failure.code is Code.INTERNAL for delta in failed)
+        assert engine.failure is None
+        assert [delta.finished for delta in run(engine) if delta.finished] == [FinishReason.LENGTH]
+        engine.add(request("last"))
+        flag.write_text("always")
+        assert [delta.finished for delta in run(engine)] == [FinishReason.ERROR]
+        assert engine.failure is not None and engine.failure.code is Code.UNAVAILABLE
+
+
+def test_a_worker_ends_with_its_engine(checkpoint: Path) -> None:
+    """kill -9 of the engine's process, in the middle of a step."""
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from test_executors import request, start
+        engine = start(Path({str(checkpoint)!r}))
+        print("ready", flush=True)
+        while True:
+            engine.add(request("again"))
+            while engine.busy:
+                engine.step()
+        """)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        worker = os.pidfd_open(worker_of(process.pid))
+        process.kill()
+        ended, _, _ = select.select([worker], [], [], 30)
+        os.close(worker)
+    assert ended, "the worker is still there"
+
+
+def test_what_does_not_allow_a_start_is_said_as_in_one_process(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    said = []
+    for backend in ("uni", "mp"):
+        with pytest.raises(PenstockError) as refused:
+            start(tmp_path, distributed_executor_backend=backend)
+        said.append(str(refused.value))
+    assert said[0] == said[1] and "safetensors" in said[0]
+
+
+def test_a_server_whose_worker_is_killed_serves_again() -> None:
+    """The log names the worker, streams end with an error, and the next request is answered by another engine."""
+    flags = ("--num-gpu-blocks-override", "64", "--distributed-executor-backend", "mp")
+    long = {"prompt": "The story of a fox:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with Served(*flags) as served:
+        (engine,) = served.pids["engine"]
+        worker = worker_of(engine)
+        with httpx.stream("POST", f"{served.url}/completions", json=long, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(worker, signal.SIGKILL)
+            told = [line for line in lines if line.startswith("data: ")]
+        assert "error" in json.loads(told[-2 if told[-1] == "data: [DONE]" else -1].removeprefix("data: "))
+        served.find(rf"the engine has failed: the worker of rank 0 \(process {worker}\) ended: killed by SIGKILL")
+        served.find(rf"the engine \(process {engine}\) ended: exit status 1")
+        deadline = time.monotonic() + 60
+        while (answer := httpx.post(f"{served.url}/completions", json={"prompt": "Hi", "max_tokens": 2})).is_error:
+            assert answer.status_code == 503 and time.monotonic() < deadline
+            time.sleep(float(answer.headers.get("retry-after", 1)))
+        assert worker_of(served.pids["engine"][0]) != worker
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[Writer, Reader, int]]:
+    """Both ends of a small ring, and the write end of a pipe whose closing is the end of the other process."""
+    descriptors = Descriptors.create(64)
+    peer, alive = os.pipe()
+    writer, reader = Writer(descriptors, peer), Reader(descriptors, peer)
+    yield writer, reader, alive
+    writer.close()
+    reader.close()
+    descriptors.close()
+    os.close(peer)
+
+
+def test_a_ring_carries_messages_in_their_order(ring: tuple[Writer, Reader, int]) -> None:
+    writer, reader, alive = ring
+    messages = [bytes([number % 256]) * (number % 40) for number in range(500)]
+    for message in messages:
+        assert not reader.waiting()
+        writer.send(message, time.monotonic() + 10)
+        assert reader.waiting()
+        assert reader.receive(time.monotonic() + 10) == message
+    os.close(alive)
+
+
+def test_what_is_longer_than_the_ring_passes_through(ring: tuple[Writer, Reader, int]) -> None:
+    writer, reader, alive = ring
+    message = os.urandom(10_000)
+    child = os.fork()
+    if not child:  # the other process reads
+        status = 1
+        try:
+            status = int(reader.receive(time.monotonic() + 30) != message)
+        finally:
+            os._exit(status)
+    writer.send(message, time.monotonic() + 30)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(alive)
+
+
+def test_no_end_of_a_ring_waits_for_ever(ring: tuple[Writer, Reader, int]) -> None:
+    writer, reader, alive = ring
+    with pytest.raises(TimeoutError):
+        reader.receive(time.monotonic() + 0.01)
+    with pytest.raises(TimeoutError):
+        writer.send(bytes(100), time.monotonic() + 0.01)
+    os.close(alive)
+    with pytest.raises(PeerLostError):
+        writer.send(bytes(100), time.monotonic() + 30)
+
+
+def test_a_draft_model_drafts_in_the_worker(checkpoint: Path) -> None:
+    config = json.dumps({"model": str(checkpoint), "adaptive": False})
+    with closing(start(checkpoint, speculative_config=config)) as engine:
+        engine.add(request("drafted", temperature=0, max_tokens=40))
+        run(engine)
+        assert engine.speculation and engine.speculation.counts.accepted_tokens > 20
