@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, PenstockError
-from penstock.engine.kv.host_memory import free_host_bytes
+from penstock.planning.host_memory import free_host_bytes
 
 A_BLOCK = 6 * 2 * 2 * 64 * 64 * 2
 """Bytes of the demo model's: layers, keys and values, KV heads, their size, tokens, bfloat16."""

@@ -33,8 +33,8 @@ def examine() -> dict[str, Any]:
     """Facts by name, in words."""
     import torch
 
-    from penstock.engine.kv.host_memory import free_host_bytes
     from penstock.ops import backend
+    from penstock.planning.host_memory import free_host_bytes
 
     ops = backend(torch.device("cpu"))
     found = {

@@ -12,8 +12,8 @@ from penstock.config.options import Configuration, EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.engine.kv.host_memory import FREE_SHARE, free_host_bytes
 from penstock.planning.config_json import read_config_json
+from penstock.planning.host_memory import FREE_SHARE, free_host_bytes
 from penstock.planning.kv_size import (
     CachePlan,
     block_ratio,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
+from penstock.planning.host_memory import FREE_SHARE
 from penstock.planning.kv_size import blocks_of_sequences
 
 from ..step import MemoryProfile
-from .host_memory import FREE_SHARE
 
 
 def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -> int:

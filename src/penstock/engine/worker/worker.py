@@ -16,8 +16,8 @@ from torch import Tensor
 
 from penstock.config.options import EngineOptions
 from penstock.models import LoRAAdapter, Model, load_lora
+from penstock.planning.host_memory import free_host_bytes
 
-from ..kv.host_memory import free_host_bytes
 from ..step import (
     DeviceMemory,
     Draw,
