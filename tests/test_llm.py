@@ -74,7 +74,7 @@ def test_a_request_that_does_not_say_keeps_to_the_limit() -> None:
 def test_a_sketch_of_the_vocabulary_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     whole = Penstock(demo.CHAT).ask(questions()[:9])
-    monkeypatch.setattr(cpu, "SKETCHED", 64)
+    monkeypatch.setattr(cpu.sketch, "MIN_SKETCH_OUTPUTS", 64)
     assert Penstock(demo.CHAT).ask(questions()[:9]) == whole
 
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.engine.kv.block_pool import BlockPool
-from penstock.engine.scheduling.plan import Plan
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.sequence import Sequence
+from penstock.engine.sequence.plan import Plan
+from penstock.engine.sequence.sequence import Sequence
 from penstock.engine.spec.speculation import Speculation
 from penstock.engine.step import Candidates, Draw, NewRow, RowUpdates, StepInput, StepOutput, decoder, encoder
 
@@ -142,7 +142,7 @@ class Machine:
         return output
 
     def collected(self, plan: Plan, pool: BlockPool) -> None:
-        assert all(map(pool.holders, self.in_use.pop(id(plan)))), "a block was given back under a running step"
+        assert all(map(pool.ref_count, self.in_use.pop(id(plan)))), "a block was given back under a running step"
 
 
 class Guesser:
@@ -183,8 +183,8 @@ def check_limits(scheduler: Scheduler, plan: Plan) -> None:
     assert len(scheduler.running) <= options.max_num_seqs
     rows = Counter(sequence.row for sequence in scheduler.running)
     assert all(0 <= row < options.max_num_seqs and count == 1 for row, count in rows.items())
-    halfway = [item for item in plan.items if item.start + item.length < item.sequence.prompt_length]
-    assert options.enable_chunked_prefill or not halfway
+    is_partial_prefill = [item for item in plan.items if item.start + item.length < item.sequence.prompt_length]
+    assert options.enable_chunked_prefill or not is_partial_prefill
     threshold = options.long_prefill_token_threshold
     assert not threshold or all(item.length <= threshold for item in plan.items)
 
@@ -415,7 +415,7 @@ def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
     for number in range(2, 5000):
         assert engine.abort(str(number))
     assert sequences_of(range(2, 5000)) == 0
-    assert engine.requests() == ["0", "1"] and engine.num_waiting == 1 and not engine.intake._deadlines
+    assert engine.requests() == ["0", "1"] and engine.num_waiting == 1 and not engine.admission._deadlines
     assert form.cancelled() and running
 
 
@@ -426,7 +426,7 @@ def test_who_waits_too_long_for_a_first_step_fails() -> None:
     for number in range(1, 1001):
         engine.add(request(number, 5))
     assert not engine.abort("none") and engine.abort("500")
-    last = max(sequence.arrived for family in engine._families.values() for sequence in family)
+    last = max(sequence.arrived for group in engine._groups.values() for sequence in group)
     assert engine.expire(last) == []
     failed = engine.expire(last + 10.001)
     assert [delta.request_id for delta in failed] == [str(number) for number in range(1, 1001) if number != 500]

@@ -38,13 +38,13 @@ from .guided import Guides, Masks, check_backend
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
 from .lora import NO_ADAPTER, Adapters
-from .scheduling.plan import Plan
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_builder import trial_step
+from .sequence.plan import Plan
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
 from .step import DeviceMemory, MemoryProfile, Propose
-from .warm_up import warm_up
+from .warm_up import warm_up_requests
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +129,23 @@ class Engine:
         self.before_step: Callable[[int], None] = lambda tokens: None
         """Called with the number of tokens that are in flight, before each step is computed."""
         if options.use_warmup:
-            warm_up(self)
+            self._warm_up()
 
     def close(self) -> None:
         """End its workers."""
         self._executor.close()
+
+    def _warm_up(self) -> None:
+        """Run the longest inputs. Raises ``PenstockError`` where a step fails."""
+        begun, left = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
+        tokens = sum(len(request.prompt) for request in left)
+        while left or self.busy:
+            while left and self.add_where_room(left[0]):
+                del left[0]
+            for delta in self.step():
+                if delta.failure:
+                    raise PenstockError.of(delta.failure)
+        logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - begun)
 
     def _log_memory(
         self, config_json: Mapping[str, Any], options: EngineOptions, blocks: int, profile: MemoryProfile
@@ -159,7 +171,7 @@ class Engine:
         self._check(request)
         if request.adapter:
             self.adapters.key(request.adapter)
-        self.scheduler.intake.fitted(request)
+        self.scheduler.admission.fitted(request)
         if form := self._form(request):
             self._guides.compile(form).result()
 
@@ -218,7 +230,7 @@ class Engine:
         What goes wrong in a step ends the requests that it was for, and no others, unless it shows that no step can be
         computed any more: then ``failure`` says so, and all requests end with it.
         """
-        deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.let_in()
+        deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.admit_ready()
         try:
             if self.adapters.unsettled:
                 self.adapters.settle()

@@ -25,7 +25,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     token_ids: np.ndarray
     """``[tokens]``: all that it has, prompt and output."""
     prompt_length: int
-    computed: int
+    num_computed: int
     """Leading tokens whose keys and values are in its blocks: found in the prefix cache, or swapped in."""
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]

@@ -14,9 +14,10 @@ from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.guided import STRICT
 
-from .guide import WHITESPACE, Backend, Grammar, Guide, NotKeptError, first_line
+from .added_tokens import AddedTokens
+from .errors import WHITESPACE, NotKeptError, first_line
+from .guide import Backend, Grammar, Guide
 from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
-from .tokens import Own
 
 BOUNDING = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 """Keywords whose numbers decide which ones may come."""
@@ -81,9 +82,9 @@ class LLGuidance(Backend):
 
     _tokens: Any
 
-    _own: Own
+    _own: AddedTokens
 
-    def learn(self, tokens: Any, own: Own) -> None:
+    def learn(self, tokens: Any, own: AddedTokens) -> None:
         self._tokens = tokens
         self._own = own
 
@@ -104,7 +105,7 @@ class LLGuidance(Backend):
         return LLGrammar(matcher)
 
 
-def _grammar(params: GuidedDecodingParams, own: Own) -> str:
+def _grammar(params: GuidedDecodingParams, own: AddedTokens) -> str:
     """In llguidance's own form. Raises ``ValueError`` where it is none.
 
     Args:
@@ -159,7 +160,7 @@ class _Lark:
     nothing for the next one.
     """
 
-    def __init__(self, params: GuidedDecodingParams, own: Own) -> None:
+    def __init__(self, params: GuidedDecodingParams, own: AddedTokens) -> None:
         self._params = params
         self._own = own
         self._rules: list[str] = []

@@ -17,12 +17,13 @@ from xgrammar import CompiledGrammar, GrammarMatcher
 from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError
 from penstock.core.errors import invalid
 
+from .added_tokens import AddedTokens
 from .compiling import Form, Reply, Tokens
-from .guide import Backend, Grammar, Guide, NotKeptError
+from .errors import NotKeptError
+from .guide import Backend, Grammar, Guide
 from .patterns import grammar_of_pattern, grammar_of_texts
 from .schemas import rewritten
 from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
-from .tokens import Own
 
 SECONDS = 0.25
 """Of computing, for a token. What takes so long at one token takes longer at the next, and others wait for it."""
@@ -125,7 +126,7 @@ class XGrammarForm(Grammar):
 class XGrammar(Backend):
     """Compiles all of a form before its first token, in a process of its own (``compiling.py``)."""
 
-    _own: Own
+    _own: AddedTokens
     _tokens: Tokens
     _info: Any
     _ends: np.ndarray
@@ -137,7 +138,7 @@ class XGrammar(Backend):
     def __init__(self) -> None:
         self._compiler = _Compiler()
 
-    def learn(self, tokens: Any, own: Own) -> None:
+    def learn(self, tokens: Any, own: AddedTokens) -> None:
         self._own = own
         size = tokens.vocab_size
         spelled = [b"" if tokens.is_special_token(i) else tokens.decode_bytes([i]) for i in range(size)]
@@ -222,7 +223,7 @@ def _end(process: Popen[bytes]) -> None:
             pipe.close()
 
 
-def _form(params: GuidedDecodingParams, own: Own) -> Form:
+def _form(params: GuidedDecodingParams, own: AddedTokens) -> Form:
     """Raises ``NotKeptError`` with the name of what cannot be kept to, ``ValueError`` where the form is none."""
     if params.whitespace_pattern is not None:
         raise NotKeptError("whitespace_pattern")
@@ -249,7 +250,7 @@ def _text(schema: dict[str, Any]) -> str:
     return text
 
 
-def _shape(part: Part, own: Own) -> dict[str, Any]:
+def _shape(part: Part, own: AddedTokens) -> dict[str, Any]:
     """A part in xgrammar's words, but for schemas, which the process that compiles puts in."""
     match part:
         case Text(text):
@@ -266,7 +267,7 @@ def _shape(part: Part, own: Own) -> dict[str, Any]:
             return {"type": {"?": "optional", "*": "star", "+": "plus"}[sign], "content": _shape(inner, own)}
 
 
-def _written(text: str, own: Own) -> list[dict[str, Any]]:
+def _written(text: str, own: AddedTokens) -> list[dict[str, Any]]:
     return [
         {"type": "token", "token": part} if isinstance(part, int) else {"type": "const_string", "value": part}
         for part in own.split(text)
@@ -277,7 +278,7 @@ def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
 
 
-def _tagged(structure: Tagged, own: Own) -> dict[str, Any]:
+def _tagged(structure: Tagged, own: AddedTokens) -> dict[str, Any]:
     of_tokens = own.check(structure.tags)
     triggers = list(dict.fromkeys(tag.trigger for tag in structure.tags))
     tags = []

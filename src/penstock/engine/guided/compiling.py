@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xgrammar
 
-from .guide import WHITESPACE, first_line
+from .errors import WHITESPACE, first_line
 
 SECONDS = 10.0
 """Of computing, for one form."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock.core import Failure, GuidedDecodingParams
 
-if TYPE_CHECKING:
-    from .tokens import Own
-
-WHITESPACE = 32
-"""Characters between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing
-else."""
+from .added_tokens import AddedTokens
 
 
 class Guide(Protocol):
@@ -81,24 +76,15 @@ class Grammar(Protocol):
 class Backend(Protocol):
     """Compiles forms for the tokens of one model."""
 
-    def learn(self, tokens: Any, own: Own) -> None:
+    def learn(self, tokens: Any, added: AddedTokens) -> None:
         """Called once, before any form comes.
 
         Args:
             tokens: llguidance's ``LLTokenizer`` (``read_tokens``).
-            own: tokens of their own.
+            added: tokens that no text is tokenized into piece by piece.
         """
         ...
 
     def compile(self, params: GuidedDecodingParams) -> Grammar:
         """Raises ``PenstockError`` where the form is wrong, or cannot be kept to."""
         ...
-
-
-class NotKeptError(ValueError):
-    """A form asks for what a backend cannot keep to; the message names it."""
-
-
-def first_line(words: str) -> str:
-    """What is told of another's error."""
-    return words.strip().partition("\n")[0][:500]

@@ -14,8 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError, Vocabulary
 from penstock.core.errors import invalid
 
+from .added_tokens import AddedTokens
 from .guide import Backend, Grammar
-from .tokens import Own, check_text, own_tokens, read_tokens
+from .tokens import added_tokens, check_text, read_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Guides:
         self._off = backend == "off"
         self._size = size
         self._vocabulary: Vocabulary | None = None
-        self._own: Own | None = None
+        self._own: AddedTokens | None = None
         """Texts that are tokens of their own; None until the backend knows the tokens."""
         self._unreadable: Failure | None = None
         """Why it cannot know them."""
@@ -114,7 +115,7 @@ class Guides:
         assert self._vocabulary is not None
         begun = time.monotonic()
         try:
-            own = own_tokens(self._vocabulary)
+            own = added_tokens(self._vocabulary)
             self._backend.result().learn(read_tokens(self._vocabulary, self._size), own)
         except PenstockError as error:
             self._unreadable = error.failure

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .guide import NotKeptError
+from .errors import NotKeptError
 
 DIGIT = "0-9"
 WORD = "0-9A-Za-z_"

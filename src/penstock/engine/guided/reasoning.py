@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core import EngineRequest, Failure, ReasoningSpan
 
-from . import Grammar, Guide
+from .guide import Grammar, Guide
 
 
 class Stage(Enum):

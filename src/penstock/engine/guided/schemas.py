@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .guide import NotKeptError
+from .errors import NotKeptError
 
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 
-from .guide import NotKeptError
+from .errors import NotKeptError
 
 DEEPEST = 32
 """Formats within each other."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
 
-from .guide import NotKeptError, first_line
-from .structure import Tag
+from .added_tokens import AddedTokens
+from .errors import first_line
 
 PAUSE = 0.05
 """Seconds in which a step can be made between the two halves of reading a vocabulary."""
@@ -44,45 +43,10 @@ def read_tokens(known: Vocabulary, size: int) -> Any:
         raise PenstockError(Code.UNSUPPORTED, words) from error
 
 
-class Own(NamedTuple):
-    """Tokens of their own."""
-
-    tokens: Mapping[str, int]
-    """By their texts."""
-    ends: frozenset[int]
-    """Those that end sequences."""
-
-    def split(self, text: str) -> list[str | int]:
-        """Parts of a text, of which none is empty, and between them tokens of their own.
-
-        Raises ``NotKeptError`` for a token that ends sequences.
-        """
-        parts = re.split(f"({'|'.join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))})", text)
-        found = [self.tokens.get(part, part) for part in (parts if self.tokens else [text]) if part]
-        if end := next((part for part in parts if self.tokens.get(part) in self.ends), None):
-            raise NotKeptError(f"{end!r} in a text, which ends every output")
-        return found
-
-    def check(self, tags: Iterable[Tag]) -> bool:
-        """Whether the triggers of tags are tokens of their own.
-
-        Raises ``NotKeptError`` where only some are, or a trigger would take such a token apart.
-        """
-        found, of_own = set(), set(self.tokens.values())
-        for tag in tags:
-            found.add(tag.trigger in self.tokens)
-            parts = self.split(tag.trigger) + self.split(tag.begin[len(tag.trigger) :])
-            if [part for part in self.split(tag.begin) if part in of_own] != [part for part in parts if part in of_own]:
-                raise NotKeptError(f"the trigger {tag.trigger!r}, which is part of a token of {tag.begin!r}")
-        if len(found) > 1:
-            raise NotKeptError("triggers of which only some are tokens of their own")
-        return found == {True}
-
-
-def own_tokens(known: Vocabulary) -> Own:
+def added_tokens(known: Vocabulary) -> AddedTokens:
     """Tokens of their own (``<think>``), which no other tokens are to write."""
     found = json.loads(known.tokenizer).get("added_tokens") or ()
-    return Own({token["content"]: token["id"] for token in found}, frozenset(known.eos))
+    return AddedTokens({token["content"]: token["id"] for token in found}, frozenset(known.eos))
 
 
 def check_text(params: GuidedDecodingParams, own: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ class BlockPool:
     def used(self) -> int:
         return self.total - len(self._free)
 
-    def holders(self, block: int) -> int:
+    def ref_count(self, block: int) -> int:
         return self._holders[block]
 
     def blocks_for(self, tokens: int) -> int:
@@ -46,7 +46,7 @@ class BlockPool:
             self._forget(block)
         return blocks
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def incref(self, blocks: Iterable[int]) -> None:
         """Become one more holder of each, be it in use or free and cached."""
         for block in blocks:
             if self._holders[block] == 0:

@@ -1,4 +1,4 @@
-"""Names of prefixes: a chain of hashes, one for each full block, so that equal prefixes find equal blocks."""
+"""Names of prefixes: a block_hashes of hashes, one for each full block, so that equal prefixes find equal blocks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ HASH_BYTES = 16
 
 
 def root(weights: str, adapter: str = "", salt: str = "") -> bytes:
-    """The chain's start, which keeps apart whatever changes keys and values besides the tokens."""
-    chain = hashlib.blake2b(digest_size=HASH_BYTES)
+    """The block_hashes's start, which keeps apart whatever changes keys and values besides the tokens."""
+    block_hashes = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in (weights, adapter, salt):
         encoded = part.encode()
-        chain.update(len(encoded).to_bytes(8, "little") + encoded)
-    return chain.digest()
+        block_hashes.update(len(encoded).to_bytes(8, "little") + encoded)
+    return block_hashes.digest()
 
 
-def extend(chain: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
-    """Append to ``chain`` the names of those full blocks of ``tokens`` that it lacks.
+def extend(block_hashes: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
+    """Append to ``block_hashes`` the names of those full blocks of ``tokens`` that it lacks.
 
     Args:
-        chain: names so far, the i-th of the first ``(i + 1) * block_size`` tokens.
-        start: the chain's ``root``.
+        block_hashes: names so far, the i-th of the first ``(i + 1) * block_size`` tokens.
+        start: the block_hashes's ``root``.
     """
-    for begin in range(len(chain) * block_size, len(tokens) // block_size * block_size, block_size):
+    for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):
         block = array("I", tokens[begin : begin + block_size]).tobytes()
-        chain.append(hashlib.blake2b(block, key=chain[-1] if chain else start, digest_size=HASH_BYTES).digest())
+        block_hashes.append(
+            hashlib.blake2b(block, key=block_hashes[-1] if block_hashes else start, digest_size=HASH_BYTES).digest()
+        )

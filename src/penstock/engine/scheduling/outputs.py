@@ -7,8 +7,8 @@ import numpy as np
 
 from penstock.core import Failure, FinishReason, TokenDelta
 
+from ..sequence.sequence import Sequence
 from ..step import Draw
-from .sequence import Sequence
 
 
 def append(sequence: Sequence, draw: Draw) -> TokenDelta:
@@ -34,7 +34,7 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
             finished, failure = FinishReason.ERROR, guide.failure
         elif guide and guide.complete:
             finished = FinishReason.STOP
-        elif len(sequence.tokens) >= sequence.longest or (guide and guide.spent):
+        elif len(sequence.tokens) >= sequence.max_len or (guide and guide.spent):
             finished = FinishReason.LENGTH
         elif guide and i == len(token_ids) and _may_jump(sequence) and (forced := guide.forced()):
             token_ids += forced
@@ -80,7 +80,7 @@ def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
     """Take in hidden states that a vector is made of; the last delta, with the vector, once they are all there."""
     assert sequence.pooled is not None
     sequence.pooled.add(states)
-    if sequence.computed < sequence.prompt_length:
+    if sequence.num_computed < sequence.prompt_length:
         return None
     return TokenDelta(
         request_id=sequence.request.request_id,
@@ -95,4 +95,4 @@ def _may_jump(sequence: Sequence) -> bool:
     """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
     sampling = sequence.request.sampling
     told = sampling.logprobs is not None or sampling.return_generation_logits
-    return not sequence.pending and not told and not sampling.stop
+    return not sequence.num_pending and not told and not sampling.stop

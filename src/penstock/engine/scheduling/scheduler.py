@@ -1,5 +1,5 @@
 """The scheduler: who runs in the next step, how many tokens each, in which KV blocks. Which requests come in is
-``Intake``'s.
+``Admission``'s.
 
 There are no phases. A step has a budget of tokens, every sequence asks for the tokens it has not computed yet, and
 prefill, chunks of it, decoding, cache hits and computing again after preemption are the same thing with other
@@ -21,14 +21,14 @@ from penstock.core.errors import invalid
 
 from ..guided import Grammar
 from ..kv.block_pool import BlockPool
-from ..kv.manager import Place, Room, Startable
+from ..kv.cache_manager import CacheHit, KVCacheManager, StartableCount
+from ..sequence.beam_search import BeamSearch
+from ..sequence.plan import Item, Plan
+from ..sequence.sequence import Sequence, State
 from ..spec.speculation import Speculation
 from ..step import Draw, StepOutput
-from .beams import Beams
-from .intake import Intake
+from .admission import Admission
 from .outputs import append, failed, pool
-from .plan import Item, Plan
-from .sequence import Sequence, State
 from .step_builder import StepBuilder
 from .waiting import Waiting
 
@@ -66,22 +66,24 @@ class Scheduler:
         self.preemptions = 0
         self.speculation: Speculation | None = None
         """Who guesses tokens ahead."""
-        self._room = Room(options, device, host, weights)
-        self.intake = Intake(options, device, self._room, self.waiting)
+        self._kv = KVCacheManager(options, device, host, weights)
+        self.admission = Admission(options, device, self._kv, self.waiting)
         self.builder = StepBuilder(slots)
         """Makes messages of plans."""
-        self._families: dict[str, list[Sequence]] = {}
-        self._startable: Startable | None = None
+        self._groups: dict[str, list[Sequence]] = {}
+        self._searches: dict[str, BeamSearch] = {}
+        """By request, of those that search."""
+        self._startable: StartableCount | None = None
         """Of those who wait; None where it is to be counted anew."""
         self._rows = list(range(options.max_num_seqs - 1, -1, -1))
-        self._rows_due = 0
+        self._reserved_rows = 0
 
     # --- Requests come and go ---------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait, be it for their form to be compiled."""
-        return len(self.waiting) + len(self.intake.compiling)
+        return len(self.waiting) + len(self.admission.compiling)
 
     def _has_room(self, newcomer: Sequence) -> bool:
         """Whether one more may wait. Those who wait and can start at once, for whom batch slots and KV blocks are free,
@@ -90,38 +92,41 @@ class Scheduler:
             return True
         if self._startable is None:
             joins = not self.running or self.options.batching_type == "inflight"
-            slots = len(self._rows) - self._rows_due if joins else 0
-            self._startable = Startable(self._room, slots, alone=not self.running)
-            for sequence in (*self.waiting, *self.intake.compiling):
-                self._startable.add(sequence, self._unborn(sequence))
+            slots = len(self._rows) - self._reserved_rows if joins else 0
+            self._startable = StartableCount(self._kv, slots, alone=not self.running)
+            for sequence in (*self.waiting, *self.admission.compiling):
+                self._startable.add(sequence, self._num_unforked(sequence))
         started = self._startable.count + self._startable.fits(newcomer, newcomer.request.sampling.width - 1)
         return self.num_waiting - started < self.options.max_waiting
 
-    def add(self, request: EngineRequest, compile_form: Callable[[], Future[Grammar]] | None = None) -> None:
+    def add(self, request: EngineRequest, compile_grammar: Callable[[], Future[Grammar]] | None = None) -> None:
         """Queue a request, which runs once the form that guides it is compiled.
 
         Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
         """
-        request = self.intake.fitted(request)
-        if request.request_id in self._families:
+        request = self.admission.fitted(request)
+        if request.request_id in self._groups:
             raise invalid("request_id", f"{request.request_id!r} is in use")
-        first = self.intake.sequence(request)
+        first = self.admission.sequence(request)
         if not self._has_room(first):
             raise PenstockError(
                 Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", self.options.max_waiting
             )
-        self.intake.take(first, compile_form)
+        self.admission.take(first, compile_grammar)
         if self._startable:
             self._startable.add(first, request.sampling.width - 1)
-        self._families[request.request_id] = [first]
+        self._groups[request.request_id] = [first]
+        if request.sampling.use_beam_search:
+            search = self._searches[request.request_id] = BeamSearch(first)
+            first.num_candidates = search.num_candidates
 
-    def let_in(self) -> list[TokenDelta]:
+    def admit_ready(self) -> list[TokenDelta]:
         """Queue those whose form is compiled; returns the last deltas of those whose form is wrong."""
-        return self._abort_all(self.intake.let_in())
+        return self._abort_all(self.admission.admit_ready())
 
     def expire(self, now: float) -> list[TokenDelta]:
         """End requests whose deadline has passed, or who have waited too long; ``now`` is on the same clock."""
-        return self._abort_all(self.intake.overdue(now))
+        return self._abort_all(self.admission.overdue(now))
 
     def _abort_all(self, failures: Iterable[tuple[str, Failure]]) -> list[TokenDelta]:
         return [delta for request_id, failure in failures for delta in self.abort(request_id, failure)]
@@ -129,11 +134,11 @@ class Scheduler:
     @property
     def compiling(self) -> list[Future[Grammar]]:
         """Forms that requests wait for."""
-        return list(self.intake.compiling.values())
+        return list(self.admission.compiling.values())
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Let a request's sequences make no more tokens for now, or go on; they keep their blocks while all fit."""
-        for sequence in self._families.get(request_id, ()):
+        for sequence in self._groups.get(request_id, ()):
             sequence.paused = paused
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
@@ -141,25 +146,25 @@ class Scheduler:
 
         Returns the last delta of each that had not ended. An unknown id is one that has ended: nothing happens.
         """
-        family = self._families.get(request_id)
-        if not family:
+        group = self._groups.get(request_id)
+        if not group:
             return []
-        sampling = family[0].request.sampling
-        unborn = range(len(family), sampling.width)
-        alive = [sequence for sequence in family if sequence.state is not State.FINISHED]
+        sampling = group[0].request.sampling
+        unforked = range(len(group), sampling.width)
+        alive = [sequence for sequence in group if sequence.state is not State.FINISHED]
         for sequence in alive:
             self._end(sequence)
         self._forget(request_id)
         reason = FinishReason.ERROR if failure else FinishReason.CANCELLED
         return [
             TokenDelta(request_id=request_id, sequence=index, finished=reason, failure=failure)
-            for index in (*(sequence.index for sequence in alive), *unborn)
+            for index in (*(sequence.index for sequence in alive), *unforked)
             if index < sampling.told
         ]
 
     def stop(self, request_id: str, index: int) -> None:
         """End one sequence without a word, as whoever found a stop string in its text has ended it already."""
-        for sequence in self._families.get(request_id, ()):
+        for sequence in self._groups.get(request_id, ()):
             if sequence.index == index and sequence.state is not State.FINISHED:
                 self._end(sequence)
                 self._forget_if_ended(request_id)
@@ -169,7 +174,7 @@ class Scheduler:
         """End all requests of a step that went wrong; returns their last deltas."""
         for item in plan.items:
             for sequence in {item.sequence, *item.samples}:
-                sequence.steps_under_way -= 1
+                sequence.inflight_steps -= 1
         requests = {item.sequence.request.request_id for item in plan.items}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
         self._distrust({block for _, block in plan.swap_out})
@@ -180,37 +185,37 @@ class Scheduler:
 
     def _distrust(self, host_blocks: set[int]) -> None:
         """Sequences whose blocks may not have arrived in host memory are computed again."""
-        for family in self._families.values():
-            for sequence in family:
+        for group in self._groups.values():
+            for sequence in group:
                 if not host_blocks.isdisjoint(sequence.host_blocks):
                     self.waiting.leave(sequence)
-                    self._room.release_host(sequence)
+                    self._kv.release_host(sequence)
                     sequence.forget_computed()
                     self.waiting.push(sequence)
 
     @property
     def paused(self) -> int:
         """Sequences that were preempted and wait to go on."""
-        every = (sequence for family in self._families.values() for sequence in family)
+        every = (sequence for group in self._groups.values() for sequence in group)
         return sum(one.state in (State.WAITING, State.SWAPPED) and one.cached is not None for one in every)
 
     @property
     def blocks_reused(self) -> int:
         """Blocks that were found in the prefix cache since the engine started."""
-        return self._room.reused
+        return self._kv.reused
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._families)
+        return len(self._groups)
 
     def requests(self) -> list[str]:
         """Ids of the requests that have not ended."""
-        return list(self._families)
+        return list(self._groups)
 
     def adapters(self) -> set[str]:
         """Those of the requests that have not ended."""
-        return {family[0].request.adapter for family in self._families.values()}
+        return {group[0].request.adapter for group in self._groups.values()}
 
     # --- A step -----------------------------------------------------------------------------------------------------
 
@@ -225,7 +230,7 @@ class Scheduler:
                 break
             if sequence.state is not State.RUNNING:
                 continue  # preempted by one before it
-            count = min(self._wanted(sequence), budget)
+            count = min(self._num_new_tokens(sequence), budget)
             if count and self._make_room(sequence, count, plan):
                 self._put(sequence, count, plan)
                 budget -= count
@@ -244,14 +249,14 @@ class Scheduler:
         for i, item in enumerate(plan.items):
             first, end = item.sequence, item.start + item.length
             drawn = [next(draws) for _ in item.samples]
-            if first.guessing and drawn:  # rightly, but for what was drawn last
+            if first.num_draft_tokens and drawn:  # rightly, but for what was drawn last
                 end += max(len(drawn[0].token_ids), 1) - 1
-                first.planned, first.guessing = end, 0
+                first.num_scheduled, first.num_draft_tokens = end, 0
                 self._computed(first, item.start, end, drawn[0].token_ids[:-1])
             else:
                 self._computed(first, item.start, end)
             if any(draw.failure and draw.failure.code is Code.INTERNAL for draw in drawn):
-                self._room.uncache(first)
+                self._kv.uncache(first)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += outcome.prompt_logprobs.get(i, [])
             if first.context_logits is not None and i in outcome.context_logits:
@@ -261,10 +266,10 @@ class Scheduler:
             for sequence, draw in zip(item.samples, drawn, strict=True):
                 if sequence is not first:
                     self._computed(sequence, end, end)
-                sequence.pending -= 1
+                sequence.num_pending -= 1
                 if sequence.state is State.FINISHED:
                     continue
-                deltas += self._search(sequence, draw) if sequence.beams else self._draw(sequence, draw)
+                deltas += self._search(sequence, draw) if sequence.num_candidates else self._draw(sequence, draw)
         return deltas
 
     def _draw(self, sequence: Sequence, draw: Draw) -> list[TokenDelta]:
@@ -278,15 +283,20 @@ class Scheduler:
 
     # --- Sequences that run -----------------------------------------------------------------------------------------
 
-    def _wanted(self, sequence: Sequence) -> int:
+    def _num_new_tokens(self, sequence: Sequence) -> int:
         """Tokens the sequence would compute now, had it the step to itself."""
-        total = len(sequence.tokens) + sequence.pending
-        if sequence.paused or sequence.guessing or (sequence.pending and (total >= sequence.longest or sequence.beams)):
-            return 0  # its draft is not verified, its last token is in flight, or beams are not ranked
-        if sequence.pending and (sequence.guide or (self.speculation and self.speculation.active)):
-            return 0  # what may come next, or a draft, depends on the token in flight
+        total = len(sequence.tokens) + sequence.num_pending
+        if sequence.paused or sequence.num_draft_tokens:
+            return 0
+        if sequence.num_pending and (
+            total >= sequence.max_len  # the last token is in flight
+            or sequence.num_candidates  # beams are ranked only when all have their candidates
+            or sequence.guide  # what may come next depends on the token in flight
+            or (self.speculation and self.speculation.active)  # and so does a draft
+        ):
+            return 0
         threshold = self.options.long_prefill_token_threshold
-        return min(total - sequence.planned, threshold or total)
+        return min(total - sequence.num_scheduled, threshold or total)
 
     def _guess(self, plan: Plan) -> None:
         """Have tokens computed along with the newest ones, in case they are the next: as many as the step has room for
@@ -295,82 +305,88 @@ class Scheduler:
         budget = self.options.max_num_batched_tokens - plan.tokens
         for item in plan.items:
             sequence = item.sequence
-            if item.samples != (sequence,) or sequence.pending > 1 or not sequence.generated or sequence.beams:
+            if (
+                item.samples != (sequence,)
+                or sequence.num_pending > 1
+                or not sequence.generated
+                or sequence.num_candidates
+            ):
                 continue
-            most = min(budget, sequence.longest - len(sequence.tokens) - 1)
+            most = min(budget, sequence.max_len - len(sequence.tokens) - 1)
             draft = self.speculation.draft(sequence, most) if most > 0 else []
-            missing = self._room.missing(sequence, len(draft))
+            missing = self._kv.missing(sequence, len(draft))
             if not draft or missing > self.device.free:
                 continue
             if missing:
-                plan.copies += self._room.grow(sequence, missing)
+                plan.copies += self._kv.grow(sequence, missing)
             item.draft.extend(draft)
-            sequence.guessing = len(draft)
-            sequence.planned += len(draft)
+            sequence.num_draft_tokens = len(draft)
+            sequence.num_scheduled += len(draft)
             budget -= len(draft)
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
-        while (missing := self._room.missing(sequence, count)) > self.device.free:
+        while (missing := self._kv.missing(sequence, count)) > self.device.free:
             victim = self.running[-1]
-            if any(one.steps_under_way for one in self._together(victim)):
+            if any(one.inflight_steps for one in self._together(victim)):
                 return False
             self._preempt(victim, plan)
             if sequence.state is not State.RUNNING:
                 return False
         if missing:
-            plan.copies += self._room.grow(sequence, missing)
+            plan.copies += self._kv.grow(sequence, missing)
         return True
 
     def _put(self, sequence: Sequence, count: int, plan: Plan) -> None:
         """Plan ``count`` tokens of a sequence that has blocks for them."""
-        start = sequence.planned
-        sequence.planned += count
-        sequence.steps_under_way += 1
+        start = sequence.num_scheduled
+        sequence.num_scheduled += count
+        sequence.inflight_steps += 1
         samples: tuple[Sequence, ...] = ()
-        if sequence.planned == len(sequence.tokens) + sequence.pending and not sequence.pooled:
+        if sequence.num_scheduled == len(sequence.tokens) + sequence.num_pending and not sequence.pooled:
             samples = (sequence, *self._fork(sequence))
             for drawing in samples:
-                drawing.pending += 1
+                drawing.num_pending += 1
         plan.items.append(Item(sequence, start, count, samples, []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
         """The other sequences of a request whose prompt is computed now for the first time."""
         n = first.request.sampling.width
-        if n == 1 or len(family := self._families[first.request.request_id]) == n:
+        if n == 1 or len(group := self._groups[first.request.request_id]) == n:
             return []
-        if first.beams and first.guide:
-            first.beams.guide = first.guide.copy()
+        search = self._searches.get(first.request.request_id)
+        if search and first.guide:
+            search.guide = first.guide.copy()
         for index in range(1, n):
-            twin = self._room.fork(first, index)
-            twin.beams = first.beams
-            twin.steps_under_way = 1
+            twin = self._kv.fork(first, index)
+            twin.num_candidates = first.num_candidates
+            twin.inflight_steps = 1
             self._run(twin)
-            family.append(twin)
-        self._rows_due -= n - 1
-        return family[1:]
+            group.append(twin)
+        self._reserved_rows -= n - 1
+        return group[1:]
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         sequence.row, sequence.sent_blocks = self._rows.pop(), -1
         bisect.insort(self.running, sequence, key=self.waiting.turn)
 
-    def _unborn(self, sequence: Sequence) -> int:
+    def _num_unforked(self, sequence: Sequence) -> int:
         """Sequences of its request that are still to be forked from it."""
         if sequence.index or sequence.generated:
             return 0
-        return sequence.request.sampling.width - len(self._families[sequence.request.request_id])
+        return sequence.request.sampling.width - len(self._groups[sequence.request.request_id])
 
     # --- Sequences that stop running --------------------------------------------------------------------------------
 
     def _computed(self, sequence: Sequence, start: int, end: int, drawn: list[int] | None = None) -> None:
         """Tokens ``start`` to ``end`` are computed, of which the last ones may be ``drawn`` just now."""
-        sequence.steps_under_way -= 1
+        sequence.inflight_steps -= 1
         if sequence.state is State.FINISHED:
             self._give_back(sequence)
             return
-        sequence.computed = end
-        self._room.keep(sequence, start, end, drawn or [])
+        sequence.num_computed = end
+        self._kv.keep(sequence, start, end, drawn or [])
 
     def _told(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
         """What a step brought a sequence, which ends with it where the delta says so."""
@@ -384,48 +400,51 @@ class Scheduler:
         from, or the search is over."""
         if draw.failure:
             return self.abort(sequence.request.request_id, draw.failure)
-        beams, family = sequence.beams, self._families[sequence.request.request_id]
-        assert beams is not None and draw.candidates is not None
-        beams.tell(sequence.index, draw.candidates)
-        if not beams.all_told:
+        request_id = sequence.request.request_id
+        search, group = self._searches[request_id], self._groups[request_id]
+        assert draw.candidates is not None
+        search.tell(sequence.index, draw.candidates)
+        if not search.all_told:
             return []
         try:
-            chosen = beams.choose(family)
+            chosen = search.choose(group)
         except Exception:
             logger.exception("request %s cannot go on", sequence.request.request_id)
             return self.abort(sequence.request.request_id, CANNOT_GO_ON)
         if chosen is None:
-            for one in family:
+            for one in group:
                 self._end(one)
             self._forget(sequence.request.request_id)
-            return beams.deltas(family)
-        rows = [one.row for one in family]
-        self._room.branch(family, chosen)
-        for one, branch in zip(family, chosen, strict=True):
+            return search.deltas(group)
+        rows = [one.row for one in group]
+        self._kv.branch(group, [branch.parent for branch in chosen], [branch.token for branch in chosen])
+        for one, branch in zip(group, chosen, strict=True):
+            one.guide = branch.guide
             self.builder.branch(one.row, rows[branch.parent], len(one.tokens) - 1, branch.token)
         return []
 
     def _forget_if_ended(self, request_id: str) -> None:
-        if all(sequence.state is State.FINISHED for sequence in self._families[request_id]):
+        if all(sequence.state is State.FINISHED for sequence in self._groups[request_id]):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        first, *_ = self._families.pop(request_id)
-        self.intake.forget(first)
+        first, *_ = self._groups.pop(request_id)
+        self._searches.pop(request_id, None)
+        self.admission.forget(first)
 
     def _together(self, sequence: Sequence) -> list[Sequence]:
         """Those that are preempted together: a request's beams, none of which goes on without the others."""
-        return self._families[sequence.request.request_id] if sequence.beams else [sequence]
+        return self._groups[sequence.request.request_id] if sequence.num_candidates else [sequence]
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         """Take the blocks of the last running sequence; it goes on from a copy in host memory, or from nothing."""
         self.preemptions += 1
-        if victim.beams:
+        if victim.num_candidates:
             victim = self._begin_anew(victim)
-        self._rows_due -= self._unborn(victim)
+        self._reserved_rows -= self._num_unforked(victim)
         self._leave_running(victim)
-        swaps = self.options.preemption_mode == "swap" and not victim.beams
-        if swaps and (moved := self._room.swap_out(victim)):
+        swaps = self.options.preemption_mode == "swap" and not victim.num_candidates
+        if swaps and (moved := self._kv.swap_out(victim)):
             plan.swap_out += moved
             victim.state = State.SWAPPED
         else:
@@ -436,55 +455,54 @@ class Scheduler:
     def _begin_anew(self, beam: Sequence) -> Sequence:
         """Leave nothing of a search but its first beam before its first token: apart, its beams would share no blocks
         when they are computed again, and not all might find room."""
-        family = self._families[beam.request.request_id]
-        first, *others = family
+        group = self._groups[beam.request.request_id]
+        first, *others = group
         for other in others:
             self._end(other)
-        self._rows_due += len(others)
-        del family[1:], first.tokens[first.prompt_length :]
-        del first.chain[first.prompt_length // self.device.block_size :]
-        assert first.beams
+        self._reserved_rows += len(others)
+        del group[1:], first.tokens[first.prompt_length :]
+        del first.block_hashes[first.prompt_length // self.device.block_size :]
         if others:
-            first.guide = first.beams.guide
-        first.beams = Beams(first)
+            first.guide = self._searches[first.request.request_id].guide
+        self._searches[first.request.request_id] = BeamSearch(first)
         return first
 
     def _end(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks come back once no step under way uses them."""
         self._startable = None
-        compiling = self.intake.leave(sequence)
+        compiling = self.admission.leave(sequence)
         if sequence.state is State.RUNNING:
-            self._rows_due -= self._unborn(sequence)
+            self._reserved_rows -= self._num_unforked(sequence)
             self._leave_running(sequence)
         elif not compiling:
             self.waiting.leave(sequence)
-            self._room.release_host(sequence)
+            self._kv.release_host(sequence)
         sequence.state = State.FINISHED
         self._give_back(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
         del self.running[bisect.bisect_left(self.running, self.waiting.turn(sequence), key=self.waiting.turn)]
-        self._room.unreserve(sequence)
+        self._kv.unreserve(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
         """Return row and blocks, unless a step under way uses them."""
-        if sequence.steps_under_way == 0 and sequence.row >= 0:
+        if sequence.inflight_steps == 0 and sequence.row >= 0:
             self._rows.append(sequence.row)
             sequence.row = -1
-            self._room.release(sequence)
+            self._kv.release(sequence)
 
     # --- Sequences that wait ----------------------------------------------------------------------------------------
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start those who wait, the best first, until one does not fit."""
         options = self.options
-        partial = [sequence for sequence in self.running if sequence.halfway]
+        partial = [sequence for sequence in self.running if sequence.is_partial_prefill]
         long = sum(map(self.waiting.is_long, partial))
         while budget:
             sequence = self.waiting.first(with_long=long < options.max_long_partial_prefills)
-            if sequence is None or len(self._rows) - self._rows_due < 1 + self._unborn(sequence):
+            if sequence is None or len(self._rows) - self._reserved_rows < 1 + self._num_unforked(sequence):
                 return
-            place = self._room.place_for(sequence)
+            place = self._kv.find_cached(sequence)
             remaining = len(sequence.tokens) - place.start
             count = min(remaining, budget, options.long_prefill_token_threshold or budget)
             if count < remaining:
@@ -497,19 +515,19 @@ class Scheduler:
             self._put(sequence, count, plan)
             budget -= count
 
-    def _start(self, sequence: Sequence, place: Place, count: int, plan: Plan) -> bool:
+    def _start(self, sequence: Sequence, place: CacheHit, count: int, plan: Plan) -> bool:
         """Run a waiting sequence with ``count`` tokens from ``place`` on. False: its blocks are not there."""
-        if not self._room.take(sequence, place, count, alone=not self.running):
+        if not self._kv.take(sequence, place, count, alone=not self.running):
             return False
         self.waiting.leave(sequence)
         if sequence.state is State.SWAPPED:
-            plan.swap_in += self._room.swap_in(sequence)
+            plan.swap_in += self._kv.swap_in(sequence)
         if sequence.cached is None:
             sequence.cached = place.start
             sequence.first_scheduled = time.monotonic()
             sequence.queued = sequence.first_scheduled - sequence.arrived
-            self.intake.started(sequence)
-        sequence.computed = sequence.planned = place.start
-        self._rows_due += self._unborn(sequence)
+            self.admission.started(sequence)
+        sequence.num_computed = sequence.num_scheduled = place.start
+        self._reserved_rows += self._num_unforked(sequence)
         self._run(sequence)
         return True

@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.core import SamplingParams
 
+from ..sequence.plan import Plan
+from ..sequence.sequence import Sequence
 from ..step import EMPTY, NewRow, RowUpdates, StepInput
-from .plan import Plan
-from .sequence import Sequence
 
 
 class StepBuilder:
@@ -82,13 +82,13 @@ class StepBuilder:
             row=sequence.row,
             token_ids=np.array(sequence.tokens, np.int32),
             prompt_length=sequence.prompt_length,
-            computed=sequence.computed,
+            num_computed=sequence.num_computed,
             sampling=sampling,
             stop_token_ids=tuple(sequence.stops),
             seed=sequence.seed,
             index=sequence.index,
             lora_slot=self._slots.get(sequence.request.adapter, -1),
-            num_candidates=sequence.beams.keep if sequence.beams else 0,
+            num_candidates=sequence.num_candidates,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sampling.prompt_logprobs or 0,
             context_logits=sequence.context_logits is not None,
             pooling="" if pooled is None else "mean" if pooled.of_all else "last",

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
 
-from .sequence import Sequence
+from ..sequence.sequence import Sequence
 
 Turn = tuple[int, int, int]
 
@@ -37,7 +37,7 @@ class Waiting:
         return priority, sequence.order, sequence.index
 
     def is_long(self, sequence: Sequence) -> bool:
-        return 0 < self._long_threshold < len(sequence.tokens) - sequence.computed
+        return 0 < self._long_threshold < len(sequence.tokens) - sequence.num_computed
 
     def push(self, sequence: Sequence) -> None:
         insort(self._line(sequence), sequence, key=self.turn)

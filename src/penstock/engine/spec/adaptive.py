@@ -10,7 +10,7 @@ class Trial:
     """Tries by turns whether more tokens a second come with guesses or without, and stays with what is better."""
 
     def __init__(self) -> None:
-        self.guessing = True
+        self.drafting = True
         self._begin(TRIAL, switched=True)
         self._rates: dict[bool, float] = {}
 
@@ -22,14 +22,14 @@ class Trial:
             self._seconds += seconds
         if self._left:
             return
-        self._rates[self.guessing] = self._tokens / max(self._seconds, 1e-9)
+        self._rates[self.drafting] = self._tokens / max(self._seconds, 1e-9)
         if len(self._rates) == 1:
-            self.guessing = not self.guessing
+            self.drafting = not self.drafting
             self._begin(TRIAL, switched=True)
         else:
             better = self._rates[True] >= self._rates[False]
-            self._begin(HOLD, switched=better is not self.guessing)
-            self.guessing = better
+            self._begin(HOLD, switched=better is not self.drafting)
+            self.drafting = better
             self._rates.clear()
 
     def _begin(self, steps: int, switched: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..scheduling.sequence import Sequence
+from ..sequence.sequence import Sequence
 
 MAX_PROMPT = 32_768
 """Last tokens of a prompt that are searched: reading them takes 0.2 s, in which nothing else goes on."""

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from ..executor.base import WorkerLostError
-from ..scheduling.plan import Item, Plan
-from ..scheduling.sequence import Sequence
+from ..sequence.plan import Item, Plan
+from ..sequence.sequence import Sequence
 from ..step import Propose, RowUpdates, StepOutput
 from .adaptive import Trial
 
@@ -70,7 +70,7 @@ class Speculation:
         """A step is planned for so many sequences."""
         self._size = sequences.bit_length()
         if self._trials is not None:
-            self._drafting = self._trials.setdefault(self._size, Trial()).guessing
+            self._drafting = self._trials.setdefault(self._size, Trial()).drafting
 
     @property
     def active(self) -> bool:

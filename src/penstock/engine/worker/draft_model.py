@@ -42,7 +42,7 @@ class DraftModel:
         self._filled[updates.swap_in[1::2]] = False
         self._filled[updates.copies[1::2]] = False
         self._computed[updates.branches[::4]] = 0
-        cached = {new.row: new.computed // self._block_size for new in updates.new}
+        cached = {new.row: new.num_computed // self._block_size for new in updates.new}
         for row, hits in cached.items():
             here = self._filled[self._batch.tables[row, :hits]]
             self._computed[row] = self._block_size * (hits if here.all() else int(here.argmin()))

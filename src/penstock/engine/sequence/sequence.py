@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from penstock.core import EngineRequest, Logprob, PerfMetrics
 
 from ..guided import Guide
 from .pooling import Pooled
-
-if TYPE_CHECKING:
-    from .beams import Beams
 
 
 class State(Enum):
@@ -34,24 +30,25 @@ class Sequence:
         "accepted_tokens",
         "allocated_blocks",
         "arrived",
-        "beams",
+        "block_hashes",
         "blocks",
         "cached",
-        "chain",
-        "computed",
         "context_logits",
         "draft_len",
         "draft_tokens",
         "first_scheduled",
-        "guessing",
         "guide",
         "host_blocks",
         "index",
-        "longest",
+        "inflight_steps",
+        "max_len",
+        "num_candidates",
+        "num_computed",
+        "num_draft_tokens",
+        "num_pending",
+        "num_scheduled",
         "order",
         "paused",
-        "pending",
-        "planned",
         "pooled",
         "prompt_length",
         "prompt_logprobs",
@@ -66,7 +63,6 @@ class Sequence:
         "seen_in_prompt",
         "sent_blocks",
         "state",
-        "steps_under_way",
         "stops",
         "tokens",
     )
@@ -82,15 +78,15 @@ class Sequence:
         """Of arrival, over all requests."""
         self.stops = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids))
         self.prompt_length = len(request.prompt)
-        self.longest = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
+        self.max_len = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
         """Tokens it may have."""
         self.state = State.WAITING
         self.tokens = list(request.prompt)
-        self.computed = 0
-        self.planned = 0
-        self.pending = 0
-        self.steps_under_way = 0
-        self.guessing = 0
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_pending = 0
+        self.inflight_steps = 0
+        self.num_draft_tokens = 0
         self.paused = False
         """Whether it waits for what it has made to be read."""
         self.draft_len: int | None = None
@@ -110,7 +106,7 @@ class Sequence:
         """Of ``blocks``, how many the workers know; -1 where they do not know the sequence."""
         self.replaced: int | None = None
         """The first token that is another than the workers sampled; None where there is none."""
-        self.chain: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         """Names of its full blocks in the prefix cache (``prefix.extend``)."""
         self.cached: int | None = None
         """Prompt tokens whose keys and values were found there at first; None before it has run."""
@@ -123,8 +119,8 @@ class Sequence:
         """KV blocks allocated for it so far."""
         self.draft_tokens = self.accepted_tokens = 0
         """Guessed ahead for it so far, and how many of them rightly."""
-        self.beams: Beams | None = None
-        """The search that it is a beam of."""
+        self.num_candidates = 0
+        """Of a beam: next tokens that its search looks at; 0 for a sequence that samples."""
         self.guide: Guide | None = None
         """Its way through the form that its output has."""
         self.pooled = Pooled(request.pooling) if request.pooling else None
@@ -146,14 +142,14 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def halfway(self) -> bool:
+    def is_partial_prefill(self) -> bool:
         """Whether some of its known tokens are computed or planned, and more than the newest one are not."""
-        return 0 < self.planned < len(self.tokens) - 1
+        return 0 < self.num_scheduled < len(self.tokens) - 1
 
     def forget_computed(self) -> None:
         """It waits to be computed again, from its beginning."""
         self.state = State.WAITING
-        self.computed = self.planned = 0
+        self.num_computed = self.num_scheduled = 0
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
         if self.context_logits is not None:
@@ -175,8 +171,8 @@ class Sequence:
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""
         twin = Sequence(self.request, index, self.seed, self.order)
-        twin.tokens, twin.chain = list(self.tokens), list(self.chain)
-        twin.computed, twin.planned, twin.cached = self.computed, self.planned, self.cached
+        twin.tokens, twin.block_hashes = list(self.tokens), list(self.block_hashes)
+        twin.num_computed, twin.num_scheduled, twin.cached = self.num_computed, self.num_scheduled, self.cached
         twin.blocks = blocks
         twin.prompt_logprobs = twin.context_logits = None
         twin.guide = self.guide.copy() if self.guide else None

@@ -47,7 +47,7 @@ class Found(NamedTuple):
     stop_token: int | None
 
 
-class Beams:
+class BeamSearch:
     """The search of one request.
 
     Its beams are as many sequences, which are all one step further whenever each of them has told what it may go on
@@ -59,7 +59,7 @@ class Beams:
         self._width = sampling.width
         self._power = sampling.length_penalty
         self._early = sampling.early_stopping
-        self.keep = max(2, 1 + len(first.stops)) * self._width
+        self.num_candidates = max(2, 1 + len(first.stops)) * self._width
         """Continuations that are looked at: enough to go on where the best ones all come to an end."""
         self._logprobs = [np.float32(0), *[NEVER] * (self._width - 1)]  # before they part all are the same
         self._paths: list[Path] = [None] * self._width
@@ -81,7 +81,7 @@ class Beams:
         """How the beams go on, the best first; None where the search is over."""
         first = beams[0]
         length = first.generated + 1
-        full = len(first.tokens) + 1 >= first.longest
+        full = len(first.tokens) + 1 >= first.max_len
         candidates = self._best()
         self._told.clear()
         going: list[tuple[np.float32, Branch]] = []
@@ -105,7 +105,7 @@ class Beams:
                 ended.append(Found(score, float(logprob), tokens, path, stops or complete, token if stops else None))
         if not (self._early is True and len(self.found) == self._width):
             self.found = sorted((*self.found, *ended), key=lambda found: -found.score)[: self._width]
-        if not going or self._over(going[0][0], length, first.longest - first.prompt_length):
+        if not going or self._over(going[0][0], length, first.max_len - first.prompt_length):
             return None
         going = going[: self._width]
         going += [(NEVER, going[0][1])] * (self._width - len(going))
@@ -125,7 +125,7 @@ class Beams:
         places = np.concatenate([1 + np.arange(len(told.token_ids)) for told in self._told.values()])
         parents = np.repeat(list(self._told), [len(told.token_ids) for told in self._told.values()])
         tokens = np.concatenate([told.token_ids for told in self._told.values()])
-        best = np.lexsort((tokens, parents, -logprobs))[: self.keep]
+        best = np.lexsort((tokens, parents, -logprobs))[: self.num_candidates]
         told = (logprobs[best], parents[best].tolist(), tokens[best].tolist(), own[best], places[best].tolist())
         return list(zip(*told, strict=True))
 

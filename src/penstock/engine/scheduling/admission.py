@@ -17,13 +17,12 @@ from penstock.core.errors import invalid, too_long
 from ..guided import Grammar
 from ..guided.reasoning import guide_of
 from ..kv.block_pool import BlockPool
-from ..kv.manager import Room
-from .beams import Beams
-from .sequence import Sequence
+from ..kv.cache_manager import KVCacheManager
+from ..sequence.sequence import Sequence
 from .waiting import Waiting
 
 
-class Intake:
+class Admission:
     """Requests on their way into the queue, and when their time is over. Who is told of leaves out of turn, ``leave``,
     what has ended ``forget``.
 
@@ -33,12 +32,12 @@ class Intake:
         waiting: the queue.
     """
 
-    def __init__(self, options: SchedulerOptions, device: BlockPool, room: Room, waiting: Waiting) -> None:
+    def __init__(self, options: SchedulerOptions, device: BlockPool, room: KVCacheManager, waiting: Waiting) -> None:
         self.compiling: dict[Sequence, Future[Grammar]] = {}
         """Forms that requests wait for before they are queued."""
         self._options = options
         self._device = device
-        self._room = room
+        self._kv = room
         self._waiting = waiting
         self._external_ids: set[str] = set()
         self._deadlines: list[tuple[float, int, str]] = []
@@ -79,7 +78,7 @@ class Intake:
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         together = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
-        if together and self._room.to_the_end(request) > self._device.total:
+        if together and self._kv.worst_case_blocks(request) > self._device.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
         return request
 
@@ -93,15 +92,13 @@ class Intake:
             raise invalid("external_id", words)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
-        if request.sampling.use_beam_search:
-            first.beams = Beams(first)
         first.guide = guide_of(request, None)
         return first
 
-    def take(self, first: Sequence, compile_form: Callable[[], Future[Grammar]] | None = None) -> None:
+    def take(self, first: Sequence, compile_grammar: Callable[[], Future[Grammar]] | None = None) -> None:
         """Queue a request's first sequence, once the form that guides it is compiled."""
-        if compile_form:
-            self.compiling[first] = compile_form()
+        if compile_grammar:
+            self.compiling[first] = compile_grammar()
         else:
             self._waiting.push(first)
         self._arrivals += 1
@@ -113,7 +110,7 @@ class Intake:
         if self._options.max_queue_time:
             self._queue_timeouts[first] = None
 
-    def let_in(self) -> Iterator[tuple[str, Failure]]:
+    def admit_ready(self) -> Iterator[tuple[str, Failure]]:
         """Queue those whose form is compiled. Yields the requests whose form is wrong, which are to be aborted."""
         for sequence, grammar in [(one, form) for one, form in self.compiling.items() if form.done()]:
             try:

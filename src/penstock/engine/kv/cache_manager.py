@@ -1,4 +1,4 @@
-"""Room for sequences: the KV blocks that each holds, needs, shares, is promised and gives back."""
+"""KVCacheManager for sequences: the KV blocks that each holds, needs, shares, is promised and gives back."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest
 from penstock.core.errors import invalid
 
-from ..scheduling.beams import Branch
-from ..scheduling.sequence import Sequence, State
+from ..sequence.sequence import Sequence, State
 from . import prefix
 from .block_pool import BlockPool
 
 
-class Place(NamedTuple):
+class CacheHit(NamedTuple):
     """Where a waiting sequence goes on: after ``start`` tokens, of which ``hits`` are cached blocks."""
 
     start: int
     hits: list[int]
 
 
-class Room:
+class KVCacheManager:
     """Blocks of sequences, on the device and in the host tier.
 
     Args:
@@ -48,7 +47,7 @@ class Room:
         self.reused = 0
         """Blocks that were found in the prefix cache since the engine started."""
 
-    def to_the_end(self, request: EngineRequest) -> int:
+    def worst_case_blocks(self, request: EngineRequest) -> int:
         """Blocks that all sequences of a request hold at their longest; what is full of the prompt is shared.
 
         One more where there are several, since the first to write into the shared rest copies it; beams part and copy
@@ -63,18 +62,20 @@ class Room:
 
     # --- A sequence begins, or goes on --------------------------------------------------------------------------------
 
-    def place_for(self, sequence: Sequence) -> Place:
+    def find_cached(self, sequence: Sequence) -> CacheHit:
         """Where a waiting sequence can go on."""
         if sequence.state is State.SWAPPED:
-            return Place(sequence.computed, [])
+            return CacheHit(sequence.num_computed, [])
         if not self._options.enable_prefix_caching or sequence.wants_all:
-            return Place(0, [])
+            return CacheHit(0, [])
         self._name(sequence)
         size = self._device.block_size
-        hits = self._device.cached(sequence.chain[: (len(sequence.tokens) - 1) // size])  # one token is left to compute
-        return Place(len(hits) * size, hits)
+        hits = self._device.cached(
+            sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
+        )  # one token is left to compute
+        return CacheHit(len(hits) * size, hits)
 
-    def take(self, sequence: Sequence, place: Place, count: int, alone: bool) -> bool:
+    def take(self, sequence: Sequence, place: CacheHit, count: int, alone: bool) -> bool:
         """Give a waiting sequence blocks for ``count`` tokens from ``place`` on. False: they are not there.
 
         Args:
@@ -86,28 +87,28 @@ class Room:
             return False
         if not alone and device.used + taken > self._options.kv_cache_ratio * device.total:
             return False
-        device.hold(place.hits)
+        device.incref(place.hits)
         self.reused += len(place.hits)
         sequence.blocks = place.hits + device.allocate(needed - len(place.hits))
         sequence.allocated_blocks += needed - len(place.hits)
         self._reserve(sequence, later)
         return True
 
-    def _needed(self, sequence: Sequence, place: Place, count: int) -> tuple[int, int, int]:
+    def _needed(self, sequence: Sequence, place: CacheHit, count: int) -> tuple[int, int, int]:
         """Blocks for ``count`` tokens from ``place`` on: all, those taken from the free ones, and those set aside for
         later."""
         device = self._device
         needed = max(device.blocks_for(place.start + count), len(sequence.host_blocks))
         if not sequence.generated:
             decoding = self._options.static_decode_blocks
-            needed = max(needed, min(needed + decoding, device.blocks_for(sequence.longest)))
+            needed = max(needed, min(needed + decoding, device.blocks_for(sequence.max_len)))
         taken = needed - len(place.hits) + device.free_among(place.hits)
-        later = max(self.to_the_end(sequence.request) - needed, 0) if self._never_evicting else 0
+        later = max(self.worst_case_blocks(sequence.request) - needed, 0) if self._never_evicting else 0
         return needed, taken, later
 
-    def to_start(self, sequence: Sequence) -> int:
+    def blocks_to_start(self, sequence: Sequence) -> int:
         """Free blocks that a waiting sequence takes when it starts, with all of its tokens."""
-        place = self.place_for(sequence)
+        place = self.find_cached(sequence)
         _, taken, later = self._needed(sequence, place, len(sequence.tokens) - place.start)
         return taken + later
 
@@ -120,7 +121,7 @@ class Room:
 
     def missing(self, sequence: Sequence, count: int) -> int:
         """Blocks to allocate before ``count`` more tokens can be computed."""
-        missing = self._device.blocks_for(sequence.planned + count) - len(sequence.blocks)
+        missing = self._device.blocks_for(sequence.num_scheduled + count) - len(sequence.blocks)
         return max(missing, 0) + self._writes_shared(sequence)
 
     def grow(self, sequence: Sequence, missing: int) -> list[tuple[int, int]]:
@@ -135,7 +136,7 @@ class Room:
         sequence.allocated_blocks += missing
         copies = []
         if shared:
-            written = sequence.planned // self._device.block_size
+            written = sequence.num_scheduled // self._device.block_size
             copies.append((sequence.blocks[written], blocks[0]))
             self._device.release([sequence.blocks[written]])
             sequence.blocks[written] = blocks.pop(0)
@@ -153,7 +154,7 @@ class Room:
         if self._options.enable_prefix_caching and start // size < end // size:
             self._name(sequence, drawn)
             for full in range(start // size, end // size):
-                self._device.cache(sequence.blocks[full], sequence.chain[full])
+                self._device.cache(sequence.blocks[full], sequence.block_hashes[full])
 
     def uncache(self, sequence: Sequence) -> None:
         """Let none of its blocks be found by others any more: what is in them is wrong."""
@@ -163,28 +164,33 @@ class Room:
 
     def fork(self, first: Sequence, index: int) -> Sequence:
         """A sibling that goes on from here, over the same blocks."""
-        shared = first.blocks[: self._device.blocks_for(first.planned)]
+        shared = first.blocks[: self._device.blocks_for(first.num_scheduled)]
         twin = first.fork(index, shared)
-        self._device.hold(shared)
+        self._device.incref(shared)
         if self._never_evicting:
-            own = self._device.blocks_for(first.longest) - first.planned // self._device.block_size
+            own = self._device.blocks_for(first.max_len) - first.num_scheduled // self._device.block_size
             self._reserve(first, first.reserved - own)
             self._reserve(twin, own)
         return twin
 
-    def branch(self, family: list[Sequence], chosen: list[Branch]) -> None:
-        """Let beams go on from others' tokens, over the same blocks."""
-        old = [(one.tokens, one.blocks, one.chain) for one in family]
-        for one, branch in zip(family, chosen, strict=True):
-            tokens, blocks, chain = old[branch.parent]
-            shared = blocks[: self._device.blocks_for(one.planned)]
-            self._device.hold(shared)
-            one.tokens, one.blocks, one.chain = [*tokens, branch.token], shared, chain.copy()
-            one.guide, one.sent_blocks = branch.guide, len(shared)
-        for one, (_, blocks, _) in zip(family, old, strict=True):
+    def branch(self, group: list[Sequence], parents: list[int], token_ids: list[int]) -> None:
+        """Let each beam become one of them as it was, over the same blocks, and a token more.
+
+        Args:
+            parents: by beam, which of them it becomes.
+            token_ids: by beam, the token that it has more.
+        """
+        old = [(one.tokens, one.blocks, one.block_hashes) for one in group]
+        for one, parent, token in zip(group, parents, token_ids, strict=True):
+            tokens, blocks, block_hashes = old[parent]
+            shared = blocks[: self._device.blocks_for(one.num_scheduled)]
+            self._device.incref(shared)
+            one.tokens, one.blocks, one.block_hashes = [*tokens, token], shared, block_hashes.copy()
+            one.sent_blocks = len(shared)
+        for one, (_, blocks, _) in zip(group, old, strict=True):
             self._device.release(blocks)
             if self._never_evicting:
-                self._reserve(one, self._device.blocks_for(one.longest) - one.planned // self._device.block_size)
+                self._reserve(one, self._device.blocks_for(one.max_len) - one.num_scheduled // self._device.block_size)
 
     # --- A sequence gives back ----------------------------------------------------------------------------------------
 
@@ -220,14 +226,14 @@ class Room:
     def _name(self, sequence: Sequence, drawn: list[int] | None = None) -> None:
         """Name the full blocks of its tokens for the prefix cache, and of those that it is about to get."""
         request = sequence.request
-        start = b"" if sequence.chain else prefix.root(self._weights, request.adapter, request.cache_salt)
+        start = b"" if sequence.block_hashes else prefix.root(self._weights, request.adapter, request.cache_salt)
         tokens = sequence.tokens + drawn if drawn else sequence.tokens
-        prefix.extend(sequence.chain, start, tokens, self._device.block_size)
+        prefix.extend(sequence.block_hashes, start, tokens, self._device.block_size)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
         """Whether the next token goes into a block that others hold, too."""
-        block, filled = divmod(sequence.planned, self._device.block_size)
-        return bool(filled) and self._device.holders(sequence.blocks[block]) > 1
+        block, filled = divmod(sequence.num_scheduled, self._device.block_size)
+        return bool(filled) and self._device.ref_count(sequence.blocks[block]) > 1
 
     def _reserve(self, sequence: Sequence, blocks: int) -> None:
         """Set aside so many blocks for a sequence, in place of what was."""
@@ -235,7 +241,7 @@ class Room:
         sequence.reserved = blocks
 
 
-class Startable:
+class StartableCount:
     """Counts how many of those who wait can start at once, one after the other until one does not fit.
 
     Args:
@@ -243,8 +249,8 @@ class Startable:
         alone: whether no sequence runs; then the first one starts, however large it is.
     """
 
-    def __init__(self, room: Room, slots: int, alone: bool) -> None:
-        self._room = room
+    def __init__(self, room: KVCacheManager, slots: int, alone: bool) -> None:
+        self._kv = room
         self._slots = slots
         self._blocks = room.spare
         self._alone = alone
@@ -255,7 +261,7 @@ class Startable:
         """Whether one more starts, with so many that are to be forked from it."""
         if self._full or 1 + siblings > self._slots:
             return False
-        return (self._alone and not self.count) or self._room.to_start(sequence) <= self._blocks
+        return (self._alone and not self.count) or self._kv.blocks_to_start(sequence) <= self._blocks
 
     def add(self, sequence: Sequence, siblings: int) -> None:
         """The next one in the queue."""
@@ -263,4 +269,4 @@ class Startable:
         if not self._full:
             self.count += 1
             self._slots -= 1 + siblings
-            self._blocks -= self._room.to_start(sequence)
+            self._blocks -= self._kv.blocks_to_start(sequence)

@@ -1,0 +1,1 @@
+"""Sequences, what one step computes of them, and searches among them."""
