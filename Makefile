@@ -26,6 +26,8 @@ test-install: .venv/tools
 thorough: .venv/tools exactness
 	$(BIN)/python -m pytest -m thorough
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
+	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
+	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
 	PENSTOCK_FUZZ_REQUESTS=100000 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
 # Contract 2 under every instruction set that the machine has, longest under the one that it takes.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from serving import Servers
 
 from penstock import demo
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from evaluate import Local
     from transformers import PreTrainedTokenizerFast
 
-LONG = "exactness guided server several_models storm together async_llm llm embed server_schema docs ops".split()
+LONG = (
+    "installed exactness storm several_models server server_schema async_llm guided run_batch chat llm together hub ops "
+    "speculation lora bladellm kserve seed_paddlenlp chat_prompts paddlenlp_server logprobs bench_serve search"
+).split()
 """Files that take longest are begun first, so that no process is left with one of them when the others are done."""
 
 
@@ -47,8 +51,8 @@ def _share_cores() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = {f"test_{name}.py": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: names.get(item.path.name, len(LONG)))
+    names = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: names.get(item.path.stem.removeprefix("test_"), len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,6 +71,13 @@ def patience() -> Iterator[None]:
         for call in (*calls, httpx.Client.__init__, httpx.AsyncClient.__init__):
             patch.setitem(inspect.unwrap(call).__kwdefaults__, "timeout", httpx.Timeout(60))
         yield
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    shared = Servers()
+    yield shared
+    shared.close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -152,6 +152,27 @@ class Served:
                 self._more.notify_all()
         with self._more:
             self._more.notify_all()
+
+
+class Servers:
+    """Servers that tests share, by their flags: one is started when it is first asked for, and goes on until ``close``.
+
+    They are for tests that neither end its processes, nor change its settings for good, nor want counters at zero.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, ...], Served] = {}
+        self._stack = ExitStack()
+
+    def get(self, *flags: str) -> Served:
+        """That of these flags of ``penstock serve``."""
+        if flags not in self._running:
+            self._running[flags] = self._stack.enter_context(Served(*flags))
+        return self._running[flags]
+
+    def close(self) -> None:
+        """End all of them, as ``Served`` does."""
+        self._stack.close()
 
 
 def processes(session: int) -> list[int]:

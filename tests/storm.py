@@ -1,7 +1,7 @@
 """Storms: what a server goes through, from clients who leave to processes that are killed, and what its clients hear.
 
-Every scenario runs a server of its own and asks it, over real sockets, questions whose right answers are known
-beforehand. Nothing may be lost: who was taken on is answered, or told that there will be no answer.
+Every scenario runs a server, of its own unless it is given one, and asks it, over real sockets, questions whose right
+answers are known beforehand. Nothing may be lost: who was taken on is answered, or told that there will be no answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ TO_SETTLE = 60.0
 """Seconds after which everything must be back."""
 SIP = 100
 """Bytes."""
-BLOCKS = 1500
+ROOM = ("--num-gpu-blocks-override", "1500")
 KEPT = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_blocks_used")
 LOUD = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True, "top_logprobs": 20}}
 """Makes answers that are much longer than their text."""
@@ -318,10 +318,17 @@ def possessions(served: Served) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def server(asked: Sequence[Question], *arguments: str, held: float = HELD) -> AsyncIterator[Served]:
+async def server(
+    asked: Sequence[Question], *arguments: str, held: float = HELD, shared: Served | None = None
+) -> AsyncIterator[Served]:
     """A server that has, after a storm, what it had before: its files, its threads, all its blocks; no event loop of
-    its was held for longer than ``held`` seconds at a time."""
-    with Served("--num-gpu-blocks-override", str(BLOCKS), *arguments) as served:
+    its was held for longer than ``held`` seconds at a time.
+
+    Args:
+        arguments: of ``penstock serve``, where it is started for this storm.
+        shared: one that goes on, in place of a new one.
+    """
+    with nullcontext(shared) if shared else Served(*ROOM, *arguments) as served:
         await warm(served, asked)
         before, at = possessions(served), len(served.lines)
         yield served
@@ -404,11 +411,13 @@ def run(scenario: Coroutine[Any, Any, Tally], limit: float = 300) -> Tally:
 # --- Scenarios ------------------------------------------------------------------------------------------------------
 
 
-async def leaving(asked: Sequence[Question], count: int, width: int = 64, seed: int = 1) -> Tally:
+async def leaving(
+    asked: Sequence[Question], count: int, width: int = 64, seed: int = 1, shared: Served | None = None
+) -> Tally:
     """Clients go away at any moment, before and in the middle of their streams, while others stay."""
     tally, rng = Tally("clients who leave"), random.Random(seed)
     plan = [rng.choice((None, None, 0, 1, 2, 5, 20)) for _ in range(count)]
-    async with server(asked) as served, Client(served.url) as client:
+    async with server(asked, shared=shared) as served, Client(served.url) as client:
 
         async def ask(number: int) -> Heard:
             question, leave = asked[number % len(asked)], plan[number]
@@ -486,11 +495,11 @@ async def connections(asked: Sequence[Question], count: int, *arguments: str) ->
     return tally
 
 
-async def engine_killed(asked: Sequence[Question], count: int) -> Tally:
-    """kill -9 of the engine under load, twice: its streams are told at once, and new requests are answered soon."""
-    tally = Tally("kill -9 of the engine, twice")
+async def engine_killed(asked: Sequence[Question], count: int, times: int = 2) -> Tally:
+    """kill -9 of the engine under load: its streams are told at once, and new requests are answered soon."""
+    tally = Tally(f"kill -9 of the engine, {times} times")
     async with server(asked) as served:
-        for _ in range(2):
+        for _ in range(times):
             async with load(served, long_ones(asked), count) as tasks:
                 (engine,) = served.pids["engine"]
                 os.kill(engine, signal.SIGKILL)
@@ -505,14 +514,14 @@ async def engine_killed(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
-async def greedy(asked: Sequence[Question], count: int, held: float = HELD) -> Tally:
+async def greedy(asked: Sequence[Question], count: int, held: float = HELD, shared: Served | None = None) -> Tally:
     """Some want more than all others together, many sequences with all log probabilities: the others' streams flow on,
     ``/live`` answers, and no API process's event loop is held."""
     tally = Tally("greedy clients")
     want = {"n": 128, "temperature": 1, "max_tokens": 20, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     (question, *_) = long_ones(asked)
     async with (
-        server(asked, "--num-gpu-blocks-override", "20000", held=held) as served,
+        server(asked, "--num-gpu-blocks-override", "20000", held=held, shared=shared) as served,
         aiohttp.ClientSession() as session,
         Client(served.url) as client,
     ):
@@ -551,10 +560,10 @@ async def greedy(asked: Sequence[Question], count: int, held: float = HELD) -> T
     return tally
 
 
-async def pipelined(asked: Sequence[Question], count: int) -> Tally:
+async def pipelined(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """One connection asks thousands of times without hearing, and is answered in order; others do not wait for it."""
     tally = Tally("pipelined requests")
-    async with server(asked) as served, Client(served.url) as client:
+    async with server(asked, shared=shared) as served, Client(served.url) as client:
         body = json.dumps({"tokens": [1, 2, 3]})
         ask = f"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
         reader, writer = await asyncio.open_connection("127.0.0.1", int(served.root.rpartition(":")[2]))
@@ -626,10 +635,10 @@ async def api_killed(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
-async def api_held_up(asked: Sequence[Question], count: int) -> Tally:
+async def api_held_up(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """An API process stands still for so long that the engine gives it up: its clients are told."""
     tally, long = Tally("an API process that stands still"), endless()
-    async with server(asked) as served:
+    async with server(asked, shared=shared) as served:
         async with load(served, [long], count) as tasks:
             (api,) = served.pids["api"]
             at = len(served.lines)

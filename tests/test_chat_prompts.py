@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, processes
+from serving import Served, Servers, processes
 
 ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
 ANSWER = "The capital of Canada is Ottawa."
@@ -29,9 +29,8 @@ TEMPLATE = """
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400") as served:
-        yield served
+def server(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Served
+from serving import Served, Servers
 
 FEATURES = (Path(__file__).parents[1] / "docs" / "features.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```\s+```text\n(.*?)```", FEATURES, re.DOTALL)
@@ -17,9 +16,8 @@ ADDRESS = "http://127.0.0.1:8000/v1"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400") as served:
-        yield served
+def server(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.mark.parametrize(("code", "printed"), EXAMPLES)

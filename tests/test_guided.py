@@ -14,7 +14,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from serving import Served
+from serving import Served, Servers
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.core import Code
@@ -492,9 +492,8 @@ def test_what_does_not_go_with_it_is_refused(other: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400") as served:
-        yield served
+def server(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import tritonclient.http.aio as triton_aio
 import tritonclient.utils.shared_memory as shm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Served
+from serving import Served, Servers
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 PROMPT = "Once upon a time"
@@ -41,9 +41,8 @@ SESSION = httpx.Client(timeout=60)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400") as served:
-        yield served
+def served(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 from functools import cache
@@ -17,13 +18,15 @@ from transformers import AutoModelForCausalLM
 from penstock import LLM, PenstockError, SamplingParams, demo
 from penstock.core import Code
 
+QUESTIONS = int(os.environ.get("PENSTOCK_QUESTIONS", "1"))
+"""For each of the evaluation's skills."""
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CANADA = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 
 @cache
 def questions() -> list[Conversation]:
-    drawn = held_out(count=2, seed=3)
+    drawn = held_out(count=QUESTIONS, seed=3)
     return [c for cs in drawn.values() for c in cs if c.check is not Check.FREE]
 
 

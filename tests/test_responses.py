@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -16,7 +15,7 @@ import openai
 import pydantic
 import pytest
 from openai.types.responses import Response
-from serving import Served
+from serving import Served, Servers
 
 CAPITAL = "What is the capital of Canada?"
 PLAIN: dict[str, Any] = {"model": "default", "temperature": 0, "max_output_tokens": 60}
@@ -32,9 +31,8 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "200") as served:
-        yield served
+def served(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ import trustme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Served
+from serving import Served, Servers
 
 from penstock import LLM, SamplingParams, demo
 
@@ -46,9 +46,8 @@ IN_PARIS = [{"role": "user", "content": "巴黎的天气怎么样？"}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with Served(*BLOCKS) as served:
-        yield served
+def server(servers: Servers) -> Served:
+    return servers.get(*BLOCKS)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import storm
+from serving import Served, Servers
 from storm import Outcome, Question
 
 
@@ -12,8 +13,14 @@ def asked() -> list[Question]:
     return storm.questions()
 
 
-def test_clients_who_leave(asked: list[Question]) -> None:
-    tally = storm.run(storm.leaving(asked, 120))
+@pytest.fixture
+def shared(servers: Servers) -> Served:
+    """For storms that end no process."""
+    return servers.get(*storm.ROOM)
+
+
+def test_clients_who_leave(asked: list[Question], shared: Served) -> None:
+    tally = storm.run(storm.leaving(asked, 120, shared=shared))
     assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
 
 
@@ -31,11 +38,11 @@ def test_past_the_queue_requests_are_refused_at_once(asked: list[Question]) -> N
 
 
 def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question]) -> None:
-    assert storm.run(storm.engine_killed(asked, 30)).at_once, "before its successor is ready"
+    assert storm.run(storm.engine_killed(asked, 30, times=1)).at_once, "before its successor is ready"
 
 
-def test_greedy_clients_do_not_hold_up_others(asked: list[Question]) -> None:
-    tally = storm.run(storm.greedy(asked, 3))
+def test_greedy_clients_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
+    tally = storm.run(storm.greedy(asked, 2, shared=shared))
     assert max(tally.live, tally.gap) < 20, tally  # nobody waits until all is over; seconds are for the test below
 
 
@@ -46,8 +53,8 @@ def test_greedy_clients_do_not_hold_up_others_for_a_moment(asked: list[Question]
     assert (tally.live <= 0.1, tally.gap <= 0.5) == (True, True), tally
 
 
-def test_pipelined_requests_do_not_hold_up_others(asked: list[Question]) -> None:
-    storm.run(storm.pipelined(asked, 2000))
+def test_pipelined_requests_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
+    storm.run(storm.pipelined(asked, 2000, shared=shared))
 
 
 def test_an_engine_that_hangs_is_killed(asked: list[Question]) -> None:
@@ -59,8 +66,8 @@ def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list
     assert tally.counts[Outcome.RIGHT] >= 30
 
 
-def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question]) -> None:
-    tally = storm.run(storm.api_held_up(asked, 40))
+def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question], shared: Served) -> None:
+    tally = storm.run(storm.api_held_up(asked, 40, shared=shared))
     assert tally.counts[Outcome.FAILED] > 0
 
 

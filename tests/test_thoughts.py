@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import openai
 import pytest
 from asking import PLAIN, THINK, Told
 from asking import ask as ask_about
-from serving import Served
+from serving import Served, Servers
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 
@@ -26,9 +26,8 @@ THOUGHT, ANSWER = "12 + 34 = 46\n46 + 56 = 102", "12 + 34 + 56 = 102"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400") as served:
-        yield served
+def server(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from test_lora import adapter
 from penstock import demo
 from penstock.core.sampling import NOT_TOGETHER
 
-HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "100"))
+HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "40"))
 """Drawn combinations of three to seven features, besides all pairs."""
 ASKED = {"role": "user", "content": "Tell me about Anna, who lives in Paris."}
 CITY = {
