@@ -547,7 +547,7 @@ def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerCli
         ({"beam_width": 2, "num_return_sequences": 3}, "beam_width"),
         (
             {"return_generation_logits": True, "max_tokens": 1500},
-            "return_generation_logits: is for .* at most 16777216",
+            "return_generation_logits: is for .* 16777216 are allowed",
         ),
         ({"lora_task_id": 5}, "lora_task_id: not supported yet; .*--lora-modules"),
         ({"prompt_embedding_table": [1.5]}, "prompt_embedding_table: not supported yet"),
