@@ -148,7 +148,7 @@ def test_inputs_of_other_decoders_change_nothing(served: Served, client: triton.
     found = client.infer("tensorrt_llm", prepare_inputs([5, 6, 7], 6, False, **more, seed=np.array([[3]], np.uint64)))
     expected = client.infer("tensorrt_llm", plain).as_numpy("output_ids")
     assert found.as_numpy("output_ids").tolist() == expected.tolist()
-    served.find("lookahead_window_size and its like are ignored: --speculative-config")
+    served.find("lookahead_window_size and similar inputs are ignored: --speculative-config")
 
 
 # --- end_to_end_test.py ---------------------------------------------------------------------------------------------

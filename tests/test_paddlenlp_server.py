@@ -164,7 +164,7 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         short = ("-m", name, "-d", "here", "-n", "1", "-M", "master", "-s", "heads")
         status, said = shell.run("download_model.py", *short, **named)
         assert status == 0 and (shell.folder / "here" / name / "config.json").exists(), said
-        assert "--speculate_model_path is ignored: heads that guess are part of" in said
+        assert "--speculate_model_path is ignored: MTP layers are part of" in said
         for arguments, words in (
             (("--nnodes", "2", "--mode", "master"), "--nnodes: 2 is not supported yet"),
             (("--mode", "slave"), "--mode: slave goes with several nodes"),
