@@ -134,7 +134,7 @@ def test_the_tool_runner_runs_as_it_is(client: anthropic.Anthropic, stream: bool
     assert seen == ["Paris"] and len(messages) == 2
     assert [message.stop_reason for message in messages] == ["tool_use", "end_turn"]
     assert "21" in messages[1].content[0].text
-    with pytest.raises(anthropic.BadRequestError, match="nothing is kept between requests") as refused:
+    with pytest.raises(anthropic.BadRequestError, match="the server keeps no state between requests") as refused:
         client.beta.messages.create(**PLAIN, messages=asked, thread={"type": "create"})
     assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"
 

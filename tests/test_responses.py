@@ -206,7 +206,7 @@ def test_tokens_are_counted(client: openai.OpenAI) -> None:
     used = client.responses.create(**PLAIN | asked).usage
     assert used is not None
     assert client.responses.input_tokens.count(**asked).input_tokens == used.input_tokens
-    with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*nothing is kept"):
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*keeps no state"):
         client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
     with pytest.raises(openai.NotFoundError):
         client.responses.input_tokens.count(**asked | {"model": "nobody"})
@@ -267,8 +267,8 @@ def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id.*nothing is kept"),
-        ({"conversation": "conv_1"}, "conversation.*nothing is kept"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id.*keeps no state"),
+        ({"conversation": "conv_1"}, "conversation.*keeps no state"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt: no prompts are kept here"),
         ({"store": True}, "store.*send false"),
         ({"background": True}, "background.*send false"),
