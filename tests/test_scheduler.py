@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.engine.kv.block_pool import BlockPool
+from penstock.engine.scheduling.prerequisites import Prerequisite
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence.plan import Plan
 from penstock.engine.sequence.sequence import Sequence
@@ -408,9 +409,13 @@ def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
     running = engine.schedule()
     engine.add(request(1, 5))
     form: Future[Any] = Future()
+
+    def unused(sequence: Sequence, result: Any) -> None:
+        raise AssertionError("it never comes")
+
     for number in range(2, 5000):
         other = msgspec.structs.replace(request(number, 5), priority=number % 3, deadline=1e9)
-        engine.add(other, (lambda: form) if number % 5 == 0 else None)
+        engine.add(other, (lambda: [Prerequisite(form, unused)]) if number % 5 == 0 else list)
     assert sequences_of(range(2, 5000)) == 4998
     for number in range(2, 5000):
         assert engine.abort(str(number))

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,16 @@ from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 
 from .executor.base import Executor, WorkerLostError
-from .guided import Guides, Masks, check_backend
+from .guided import Grammar, Guides, Masks, check_backend
+from .guided.reasoning import guide_of
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
 from .lora import NO_ADAPTER, Adapters
+from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_builder import trial_step
 from .sequence.plan import Plan
+from .sequence.sequence import Sequence
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
 from .step import DeviceMemory, MemoryProfile, Propose
@@ -54,8 +56,8 @@ STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the log says why")
 FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute any more and has to be started again")
 MOST_FAILED_STEPS = 8
 """One after the other, after which the engine has failed."""
-COMPILING = 0.02
-"""Seconds that a step with nothing to compute waits for grammars to be compiled."""
+AWAITING = 0.02
+"""Seconds that a step with nothing to compute waits for requests' prerequisites."""
 
 
 class Engine:
@@ -183,7 +185,11 @@ class Engine:
         if request.adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
         form = self._form(request)
-        self.scheduler.add(request, partial(self._guides.compile, form) if form else None)
+
+        def grammar() -> list[Prerequisite]:
+            return [Prerequisite(self._guides.compile(form), _set_guide)] if form else []
+
+        self.scheduler.add(request, grammar)
 
     def learn(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """What tokens spell, before the first request that is guided. Called where it is not known."""
@@ -245,8 +251,8 @@ class Engine:
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
-        if compiling := self.scheduler.compiling:
-            wait(compiling, COMPILING, FIRST_COMPLETED)
+        if awaited := self.scheduler.awaited:
+            wait(awaited, AWAITING, FIRST_COMPLETED)
         return deltas
 
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
@@ -343,6 +349,10 @@ class Engine:
             words = "this checkpoint has no head to generate with; it makes embeddings only"
             raise PenstockError(Code.UNSUPPORTED, words)
         _check(request, info.vocab_size)
+
+
+def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
+    sequence.guide = guide_of(sequence.request, grammar)
 
 
 def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) -> Executor:

@@ -1,30 +1,29 @@
-"""The intake: which requests come in, and for how long they may wait: for their form, for their first step, to end."""
+"""Admission: which requests are accepted, what they wait for before they are queued, and for how long they may wait."""
 
 from __future__ import annotations
 
 import bisect
 import math
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 
 import msgspec
 
 from penstock.config.options import SchedulerOptions
-from penstock.core import Code, EngineRequest, Failure, PenstockError
+from penstock.core import Code, EngineRequest, Failure
 from penstock.core.errors import invalid, too_long
 
-from ..guided import Grammar
 from ..guided.reasoning import guide_of
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.sequence import Sequence
+from .prerequisites import Prerequisite, Prerequisites
 from .waiting import Waiting
 
 
 class Admission:
-    """Requests on their way into the queue, and when their time is over. Who is told of leaves out of turn, ``leave``,
-    what has ended ``forget``.
+    """Requests on their way into the queue, and their time limits. The scheduler reports sequences that start
+    (``started``) or end (``leave``), and requests that have ended (``forget``).
 
     Args:
         device: blocks of the KV cache.
@@ -33,8 +32,8 @@ class Admission:
     """
 
     def __init__(self, options: SchedulerOptions, device: BlockPool, room: KVCacheManager, waiting: Waiting) -> None:
-        self.compiling: dict[Sequence, Future[Grammar]] = {}
-        """Forms that requests wait for before they are queued."""
+        self.prerequisites = Prerequisites()
+        """What requests wait for before they are queued."""
         self._options = options
         self._device = device
         self._kv = room
@@ -95,10 +94,10 @@ class Admission:
         first.guide = guide_of(request, None)
         return first
 
-    def take(self, first: Sequence, compile_grammar: Callable[[], Future[Grammar]] | None = None) -> None:
-        """Queue a request's first sequence, once the form that guides it is compiled."""
-        if compile_grammar:
-            self.compiling[first] = compile_grammar()
+    def accept(self, first: Sequence, missing: list[Prerequisite]) -> None:
+        """Queue a request's first sequence, once nothing is missing."""
+        if missing:
+            self.prerequisites.add(first, missing)
         else:
             self._waiting.push(first)
         self._arrivals += 1
@@ -111,15 +110,13 @@ class Admission:
             self._queue_timeouts[first] = None
 
     def admit_ready(self) -> Iterator[tuple[str, Failure]]:
-        """Queue those whose form is compiled. Yields the requests whose form is wrong, which are to be aborted."""
-        for sequence, grammar in [(one, form) for one, form in self.compiling.items() if form.done()]:
-            try:
-                sequence.guide = guide_of(sequence.request, grammar.result())
-            except Exception as error:
-                failure = error.failure if isinstance(error, PenstockError) else Failure(Code.INTERNAL, str(error))
+        """Queue those that miss nothing any more. Yields the requests whose prerequisites have failed, which are to be
+        aborted."""
+        for sequence, failure in self.prerequisites.ready():
+            if failure:
                 yield sequence.request.request_id, failure
             else:
-                del self.compiling[sequence]
+                self.prerequisites.remove(sequence)
                 self._waiting.push(sequence)
 
     def overdue(self, now: float) -> Iterator[tuple[str, Failure]]:
@@ -138,12 +135,9 @@ class Admission:
         self._queue_timeouts.pop(sequence, None)
 
     def leave(self, sequence: Sequence) -> bool:
-        """A sequence ends, wherever it is. Returns whether it has waited for its form."""
+        """A sequence ends, wherever it is. Returns whether it was not queued yet."""
         self._queue_timeouts.pop(sequence, None)
-        form = self.compiling.pop(sequence, None)
-        if form and form not in self.compiling.values():
-            form.cancel()  # where it has not begun
-        return form is not None
+        return self.prerequisites.remove(sequence)
 
     def forget(self, first: Sequence) -> None:
         """A request has ended; ``first`` is its first sequence."""

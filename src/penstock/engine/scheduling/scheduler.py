@@ -14,12 +14,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 
-from ..guided import Grammar
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import CacheHit, KVCacheManager, StartableCount
 from ..sequence.beam_search import BeamSearch
@@ -29,6 +29,7 @@ from ..spec.speculation import Speculation
 from ..step import Draw, StepOutput
 from .admission import Admission
 from .outputs import append, failed, pool
+from .prerequisites import Prerequisite
 from .step_builder import StepBuilder
 from .waiting import Waiting
 
@@ -82,8 +83,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, be it for their form to be compiled."""
-        return len(self.waiting) + len(self.admission.compiling)
+        """Sequences that wait, be it for a prerequisite."""
+        return len(self.waiting) + len(self.admission.prerequisites)
 
     def _has_room(self, newcomer: Sequence) -> bool:
         """Whether one more may wait. Those who wait and can start at once, for whom batch slots and KV blocks are free,
@@ -94,13 +95,13 @@ class Scheduler:
             joins = not self.running or self.options.batching_type == "inflight"
             slots = len(self._rows) - self._reserved_rows if joins else 0
             self._startable = StartableCount(self._kv, slots, alone=not self.running)
-            for sequence in (*self.waiting, *self.admission.compiling):
+            for sequence in (*self.waiting, *self.admission.prerequisites):
                 self._startable.add(sequence, self._num_unforked(sequence))
         started = self._startable.count + self._startable.fits(newcomer, newcomer.request.sampling.width - 1)
         return self.num_waiting - started < self.options.max_waiting
 
-    def add(self, request: EngineRequest, compile_grammar: Callable[[], Future[Grammar]] | None = None) -> None:
-        """Queue a request, which runs once the form that guides it is compiled.
+    def add(self, request: EngineRequest, prerequisites: Callable[[], list[Prerequisite]] = list) -> None:
+        """Queue a request, which runs once its prerequisites are there; they are asked for where it is accepted.
 
         Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
         """
@@ -112,7 +113,7 @@ class Scheduler:
             raise PenstockError(
                 Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", self.options.max_waiting
             )
-        self.admission.take(first, compile_grammar)
+        self.admission.accept(first, prerequisites())
         if self._startable:
             self._startable.add(first, request.sampling.width - 1)
         self._groups[request.request_id] = [first]
@@ -121,7 +122,7 @@ class Scheduler:
             first.num_candidates = search.num_candidates
 
     def admit_ready(self) -> list[TokenDelta]:
-        """Queue those whose form is compiled; returns the last deltas of those whose form is wrong."""
+        """Queue requests whose prerequisites are there; returns the last deltas of those whose have failed."""
         return self._abort_all(self.admission.admit_ready())
 
     def expire(self, now: float) -> list[TokenDelta]:
@@ -132,9 +133,9 @@ class Scheduler:
         return [delta for request_id, failure in failures for delta in self.abort(request_id, failure)]
 
     @property
-    def compiling(self) -> list[Future[Grammar]]:
-        """Forms that requests wait for."""
-        return list(self.admission.compiling.values())
+    def awaited(self) -> list[Future[Any]]:
+        """What requests wait for before they are queued."""
+        return self.admission.prerequisites.futures
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Let a request's sequences make no more tokens for now, or go on; they keep their blocks while all fit."""
@@ -470,11 +471,11 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks come back once no step under way uses them."""
         self._startable = None
-        compiling = self.admission.leave(sequence)
+        unqueued = self.admission.leave(sequence)
         if sequence.state is State.RUNNING:
             self._reserved_rows -= self._num_unforked(sequence)
             self._leave_running(sequence)
-        elif not compiling:
+        elif not unqueued:
             self.waiting.leave(sequence)
             self._kv.release_host(sequence)
         sequence.state = State.FINISHED
