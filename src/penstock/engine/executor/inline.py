@@ -24,7 +24,7 @@ class Inline:
     def __init__(self, options: EngineOptions, depth: int = 1) -> None:
         self._worker = Worker(options)
         self._thread = ThreadPoolExecutor(1, "worker") if depth > 1 else None
-        self._steps: deque[Future[StepOutput]] = deque()
+        self._steps: deque[Future[StepOutput] | StepOutput | Exception] = deque()
 
     def load(self) -> ModelInfo:
         return self._worker.load()
@@ -39,18 +39,18 @@ class Inline:
         if self._thread:
             self._steps.append(self._thread.submit(self._worker.execute, step, masks))
             return
-        done: Future[StepOutput] = Future()
-        self._steps.append(done)
         try:
-            done.set_result(self._worker.execute(step, masks))
+            self._steps.append(self._worker.execute(step, masks))
         except Exception as error:
-            done.set_exception(error)
-        except BaseException:  # an interrupt is the caller's, at once
-            self._steps.pop()
-            raise
+            self._steps.append(error)
 
     def collect(self) -> StepOutput:
-        return self._steps.popleft().result()
+        step = self._steps.popleft()
+        if isinstance(step, Future):
+            return step.result()
+        if isinstance(step, Exception):
+            raise step
+        return step
 
     def call(self, op: Op) -> Future[Any]:
         if not self._thread:

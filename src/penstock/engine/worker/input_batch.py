@@ -30,6 +30,7 @@ class InputBatch:
         self._lora = False
         self.telling = np.zeros(rows, bool)
         """Rows that tell of their prompt, or make a vector of it."""
+        self.any_telling = False
 
     def row(self, number: int) -> Row:
         row = self.rows[number]
@@ -48,6 +49,7 @@ class InputBatch:
             self.lora_slots[new.row] = new.lora_slot
         if updates.new:
             self._lora = bool((self.lora_slots >= 0).any())
+            self.any_telling = bool(self.telling.any())
         for number, first, values in updates.segments(updates.tokens):
             self.tokens[number, first : first + len(values)] = values
             if counts := self.row(number).counts:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -131,23 +131,22 @@ class Worker:
         self._forks.clear()
         if not len(step.rows):
             return StepOutput([])
-        rows, starts, lengths = step.rows, step.starts, step.lengths
-        drafts = step.drafts if len(step.drafts) else np.zeros_like(lengths)
-        self._write_drafts(step)
-        both = (lengths + drafts).astype(np.int64)
-        wanted = step.samples + drafts.astype(np.int64)
-        telling = self._telling(step, wanted)
+        both, wanted = step.lengths, step.samples.astype(np.int64)
+        if len(step.drafts):
+            self._write_drafts(step)
+            both, wanted = both + step.drafts, wanted + step.drafts
+        telling = self._telling(step, wanted) if self._batch.any_telling else {}
         if self._drafter and self._drafter.needs_all_states:
             wanted = both
-        hidden = self._runner.forward(self._batch.flatten(rows, starts, both, wanted))
+        hidden = self._runner.forward(self._batch.flatten(step.rows, step.starts, both, wanted))
         ends = wanted.cumsum()
         output = StepOutput([], {}, {}, {})
         for i, count in telling.items():
-            self._tell(output, i, self._batch.row(int(rows[i])), step, hidden[ends[i] - count : ends[i]])
-        draws = self._sample(step, drafts, ends, forks, hidden, masks.result() if masks else None)
+            self._tell(output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]])
+        draws = self._sample(step, ends, forks, hidden, masks.result() if masks else None)
         output.draws.extend(draws.values())
         if self._drafter:
-            self._after_step(self._drafter, step, drafts, draws, forks, hidden)
+            self._after_step(self._drafter, step, draws, forks, hidden)
         return output
 
     def call(self, op: Op) -> Future[Any]:
@@ -202,8 +201,6 @@ class Worker:
         """Items of whose prompt something is told, and how many trailing hidden states that takes: more than
         ``wanted``, which is raised."""
         found: dict[int, int] = {}
-        if not self._batch.telling[step.rows].any():
-            return found
         for i in np.flatnonzero(self._batch.telling[step.rows]).tolist():
             row, start, length = self._batch.row(int(step.rows[i])), int(step.starts[i]), int(step.lengths[i])
             if row.pooling == "mean" or row.prompt_tokens(start, length) or row.context_tokens(start, length):
@@ -232,7 +229,6 @@ class Worker:
     def _sample(
         self,
         step: StepInput,
-        drafts: np.ndarray,
         ends: np.ndarray,
         forks: dict[int, list[int]],
         hidden: Tensor,
@@ -241,40 +237,34 @@ class Worker:
         """What each row samples, by row; its tokens are in the batch then."""
         positions: list[Position] = []
         states: list[int] = []
-        drawn: list[tuple[int, int, int]] = []
-        sampling = np.flatnonzero(step.samples)
-        lengths = (step.starts + step.lengths)[sampling]
-        for row, length, drafted, end in zip(
-            step.rows[sampling].tolist(),
-            lengths.tolist(),
-            drafts[sampling].tolist(),
-            ends[sampling].tolist(),
-            strict=True,
-        ):
-            for own in (row, *forks[row]) if row in forks else (row,):
-                drawn.append((own, length, drafted))
-                if not drafted:
-                    positions.append(self._batch.row(own).position(length))
-                    states.append(end - 1)
-                    continue
-                positions += [self._batch.row(own).position(length + i) for i in range(drafted + 1)]
-                states += range(end - 1 - drafted, end)
+        sampling: list[tuple[int, int, int]] = []
+        drafts = step.drafts.tolist() if len(step.drafts) else repeat(0)  # as many as there are items
+        lengths = (step.starts + step.lengths).tolist()
+        items = zip(step.samples.tolist(), step.rows.tolist(), lengths, drafts, ends.tolist(), strict=False)
+        for samples, number, length, drafted, end in items:
+            if not samples:
+                continue
+            for own in (number, *forks[number]) if number in forks else (number,):
+                row = self._batch.row(own)
+                sampling.append((own, length, drafted))
+                for place in range(drafted + 1):
+                    positions.append(row.position(length + place))
+                    states.append(end - 1 - drafted + place)
         if not positions:
             return {}
         if states != list(range(len(hidden))):
             hidden = hidden[states]
-        draws = iter(self._runner.sample(hidden, positions, masks))
-        found: dict[int, Draw] = {}
-        tokens = self._batch.tokens
-        for row, length, drafted in drawn:
+        draws = self._runner.sample(hidden, positions, masks)
+        tokens, found, at = self._batch.tokens, dict[int, Draw](), 0
+        for row_number, length, drafted in sampling:
+            draw = draws[at]
             if drafted:
-                draw = _accepted(draws, tokens[row, length : length + drafted].tolist())
-                if counts := self._batch.row(row).counts:
+                draw = _accepted(draws[at : at + drafted + 1], tokens[row_number, length : length + drafted].tolist())
+                if counts := self._batch.row(row_number).counts:
                     counts.rewind(length)
-            else:
-                draw = next(draws)
-            tokens[row, length : length + len(draw.token_ids)] = draw.token_ids
-            found[row] = draw
+            tokens[row_number, length : length + len(draw.token_ids)] = draw.token_ids
+            found[row_number] = draw
+            at += drafted + 1
         return found
 
     # --- Drafts -----------------------------------------------------------------------------------------------------
@@ -294,7 +284,6 @@ class Worker:
         self,
         drafter: ModelDrafter,
         step: StepInput,
-        drafts: np.ndarray,
         draws: dict[int, Draw],
         forks: dict[int, list[int]],
         hidden: Tensor,
@@ -303,6 +292,7 @@ class Worker:
         if self._drafter_failures >= MOST_DRAFTER_FAILURES:
             return
         try:
+            drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
             drafter.after_step(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden)
         except Exception:
             self._drafter_failures += 1
@@ -326,9 +316,9 @@ class Worker:
             done.set_result(None)
 
 
-def _accepted(draws: Iterator[Draw], draft: list[int]) -> Draw:
+def _accepted(draws: list[Draw], draft: list[int]) -> Draw:
     """What a row sampled for itself: as long as that is what was drafted, the draw after it counts, too."""
-    first, *later = [next(draws) for _ in range(1 + len(draft))]
+    first, *later = draws
     if first.failure:
         return first
     token_ids, told, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
