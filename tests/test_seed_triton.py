@@ -202,8 +202,8 @@ def test_fp8_is_eight_bits(workspace: Path) -> None:
     """No kernel here computes FP8: integers of as many bits are taken, and each command says so."""
     said = bash(workspace, QUANTIZE)
     assert said.returncode == 0, said.stderr
-    assert "--qformat fp8: there is no FP8 here; weights and activations are rounded to integers" in said.stderr
-    assert "--kv_cache_dtype fp8: there is no FP8 here; keys and values are rounded to integers" in said.stderr
+    assert "--qformat fp8: FP8 is not supported; weights and activations are quantized to 8-bit integers" in said.stderr
+    assert "--kv_cache_dtype fp8: FP8 is not supported; keys and values are quantized to 8-bit integers" in said.stderr
     said = bash(workspace, BUILD_QUANTIZED.rstrip() + " \\\n--use_fp8_context_fmha enable\n")
     assert said.returncode == 0, said.stderr
     assert "--use_fp8_context_fmha has no meaning here and is ignored: attention multiplies what" in said.stderr
@@ -218,7 +218,7 @@ def test_fp8_is_eight_bits(workspace: Path) -> None:
     said = subprocess.run([*config, "--model-repository", repository], capture_output=True, text=True)
     settings = json.loads(said.stdout)
     assert (settings["quantization"]["value"], settings["kv_cache_dtype"]["value"]) == ("w8a8", "int8")
-    assert "asks for FP8, which is not there: integers of 8 bits are taken" in said.stderr
+    assert "asks for FP8, which is not supported: 8-bit integers are used" in said.stderr
 
 
 def test_several_devices_are_refused_by_name(workspace: Path, repository: str) -> None:
