@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -160,6 +161,37 @@ def test_a_worker_ends_with_its_engine(checkpoint: Path) -> None:
         ended, _, _ = select.select([worker], [], [], 30)
         os.close(worker)
     assert ended, "the worker is still there"
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_behind(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a step is waited for: the next request does not get that step's tokens."""
+    asked = request("asked", temperature=0, max_tokens=20)
+    with closing(start(checkpoint)) as engine:
+        engine.add(asked)
+        alone = [token for delta in run(engine) for token in delta.token_ids]
+        engine.add(request("interrupted"))
+        engine.step()
+        wait = Reader.receive
+
+        def interrupted(self: Reader, deadline: float = 0.0) -> bytes:
+            monkeypatch.setattr(Reader, "receive", wait)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Reader, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert not engine.busy and engine.scheduler.device.free == engine.scheduler.device.total
+        engine.add(asked)
+        assert [token for delta in run(engine) for token in delta.token_ids] == alone
+
+
+def test_a_start_that_fails_leaves_no_worker(checkpoint: Path) -> None:
+    """Refused after the weights are loaded."""
+    with pytest.raises(PenstockError, match="kv_cache_sequences"):
+        start(checkpoint, num_gpu_blocks_override=0, kv_cache_sequences=1e9)
+    gc.collect()
+    with pytest.raises(AssertionError, match="no worker"):
+        worker_of(os.getpid())
 
 
 def test_what_does_not_allow_a_start_is_said_as_in_one_process(checkpoint: Path, tmp_path: Path) -> None:

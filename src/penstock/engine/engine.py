@@ -220,8 +220,13 @@ class Engine:
     @property
     def gpu_memory(self) -> int:
         """Bytes allocated on a GPU."""
-        asked = self._executor.call(DeviceMemory())
-        self._executor.wait(asked)
+        try:
+            asked = self._executor.call(DeviceMemory())
+            self._executor.wait(asked)
+        except WorkerLostError as error:  # while it had nothing to do; requests would be told by their next step
+            logger.error("the engine has failed: %s", error)
+            self.failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
+            return 0
         found: int = asked.result()
         return found
 
@@ -240,13 +245,15 @@ class Engine:
         try:
             if self.adapters.unsettled:
                 self.adapters.settle()
+            submitted = False
             while len(self._in_flight) < self._depth and (plan := self.scheduler.schedule()):
-                self._in_flight.append((plan, time.perf_counter()))
-                self.before_step(sum(plan.tokens for plan, _ in self._in_flight))
+                submitted = True
                 failed = self._submit(plan)
                 if failed is not None:
                     return deltas + failed
             if self._in_flight:
+                if not submitted:
+                    self.before_step(self._tokens_in_flight)
                 return deltas + self._collect()
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
@@ -255,10 +262,16 @@ class Engine:
             wait(awaited, AWAITING, FIRST_COMPLETED)
         return deltas
 
+    @property
+    def _tokens_in_flight(self) -> int:
+        return sum(plan.tokens for plan, _ in self._in_flight)
+
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
         """Send a step. Returns the last deltas of its requests where it cannot be sent."""
         self.steps, self.last_plan = self.steps + 1, plan
+        self._in_flight.append((plan, time.perf_counter()))
         try:
+            self.before_step(self._tokens_in_flight)
             updates = self.scheduler.builder.updates(plan)
             if self.speculation:
                 updates = self.speculation.fill(plan, updates, self._propose)
@@ -300,10 +313,14 @@ class Engine:
             raise error  # an interrupt: the blocks are back, the rest is the caller's matter
         logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
         self._failed_steps += 1
-        if self._failed_steps == MOST_FAILED_STEPS or not self._still_computes():
-            logger.error("the engine has failed: %s", FAILED.message)
-            deltas += self._give_up(FAILED)
-        return deltas
+        try:
+            if self._failed_steps < MOST_FAILED_STEPS and self._still_computes():
+                return deltas
+            failure = FAILED
+        except WorkerLostError as error:
+            failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
+        logger.error("the engine has failed: %s", failure.message)
+        return deltas + self._give_up(failure)
 
     def _give_up(self, failure: Failure) -> list[TokenDelta]:
         """Nothing can be computed any more."""

@@ -132,7 +132,8 @@ class StepOutput(NamedTuple):
 
 
 class Propose(msgspec.Struct, array_like=True, tag=True):
-    """Ask the drafter for tokens that may follow; the answer is a list of token ids for each row.
+    """Ask the drafter for tokens that may follow; the answer is a list of token ids for each row,
+    or nothing where the drafter has failed.
 
     Args:
         lengths: tokens that each row has.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import PenstockError
 
 from ..exit_status import in_words
-from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, encoder
+from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, StepInput, StepOutput, encoder
 from ..step_times import FIRST_STEP, StepTimes
 from .base import StepFailedError, WorkerLostError
 from .messages import (
@@ -66,10 +67,11 @@ class Processes:
         self._steps: deque[tuple[int, float]] = deque()
         """Tokens of those in flight, and when each was submitted."""
         self._outputs: deque[Computed] = deque()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, tuple[Future[Any], Op]] = {}
         self._numbers = 0
         self._collected = 0.0
-        self._closed = False
+        self._given_up = 0
+        """Steps whose outputs nobody waits for any more."""
         inbox, outbox = Descriptors.create(RING), Descriptors.create(RING)
         start = Start(options, logs, inbox, outbox, os.getpid())
         inherited = (*inbox.all, *outbox.all)
@@ -81,7 +83,10 @@ class Processes:
         self._ended = os.pidfd_open(self._process.pid)
         self._writer = Writer(inbox, self._ended)
         self._reader = Reader(outbox, self._ended)
-        self._descriptors = inbox, outbox
+        self._end = weakref.finalize(
+            self, _end, self._process, self._writer, self._reader, self._ended, (inbox, outbox)
+        )
+        """Also called when nobody holds this any more."""
 
     @property
     def pid(self) -> int:
@@ -107,11 +112,21 @@ class Processes:
         self._steps.append((tokens, time.monotonic()))
         if step.masked:
             assert masks is not None
-            self._send(Masks(masks.result()))
+            try:
+                bits = masks.result()
+            except BaseException:  # the worker waits for them, and for nothing else
+                self._process.kill()
+                raise
+            self._send(Masks(bits))
 
     def collect(self) -> StepOutput:
-        while not self._outputs:
-            self._receive(self._deadline(sum(tokens for tokens, _ in self._steps)))
+        try:
+            while not self._outputs:
+                self._receive(self._deadline(self._tokens))
+        except KeyboardInterrupt:  # the caller gives the step up; its output comes all the same
+            self._steps.popleft()
+            self._given_up += 1
+            raise
         tokens, submitted = self._steps.popleft()
         now = time.monotonic()
         self._times.add(tokens, now - max(submitted, self._collected))
@@ -124,38 +139,24 @@ class Processes:
 
     def call(self, op: Op) -> Future[Any]:
         self._numbers += 1
-        future = self._calls[self._numbers] = Future()
+        future: Future[Any] = Future()
+        self._calls[self._numbers] = future, op
         self._send(Call(self._numbers, op))
         return future
 
     def wait(self, future: Future[Any]) -> None:
-        deadline = time.monotonic() + STARTING
+        reads = any(known is future and isinstance(op, LoadLoRA) for known, op in self._calls.values())
+        tokens = self._tokens + self._options.max_num_batched_tokens
+        deadline = time.monotonic() + STARTING if reads else self._deadline(tokens)
         while not future.done():
             self._receive(deadline)
 
     def poll(self) -> None:
         while self._reader.waiting():
-            self._receive(float("inf"))
+            self._receive(self._deadline(self._tokens))
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._writer.send(encoder.encode(Close()), time.monotonic() + TO_END, self._reader)
-            self._process.wait(TO_END)
-        except (
-            TimeoutError,
-            PeerLostError,
-            subprocess.TimeoutExpired,
-        ):  # it computes a long step, or hangs, or is gone
-            self._process.kill()
-            self._process.wait()
-        self._writer.close()
-        self._reader.close()
-        os.close(self._ended)
-        for descriptors in self._descriptors:
-            descriptors.close()
+        self._end()
 
     # --- Messages ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +170,11 @@ class Processes:
             raise _error(started.failed)
         return started
 
+    @property
+    def _tokens(self) -> int:
+        """Of the steps in flight."""
+        return sum(tokens for tokens, _ in self._steps)
+
     def _deadline(self, tokens: int) -> float:
         """Until which an answer must come where so many tokens are to be computed before it."""
         patience = PATIENCE * self._options.engine_iteration_timeout
@@ -176,18 +182,22 @@ class Processes:
 
     def _send(self, message: ToWorker) -> None:
         try:
-            self._writer.send(
-                encoder.encode(message), self._deadline(sum(tokens for tokens, _ in self._steps)), self._reader
-            )
+            self._writer.send(encoder.encode(message), self._deadline(self._tokens), self._reader)
         except (TimeoutError, PeerLostError) as error:
             self._lost(error)
+        except KeyboardInterrupt:  # of the message there may be a part
+            self._process.kill()
+            raise
 
     def _receive(self, deadline: float) -> None:
         message = self._next(deadline)
         if isinstance(message, Computed):
-            self._outputs.append(message)
+            if self._given_up:
+                self._given_up -= 1
+            else:
+                self._outputs.append(message)
         elif isinstance(message, Answer):
-            future = self._calls.pop(message.number)
+            future, _ = self._calls.pop(message.number)
             if message.failed:
                 future.set_exception(_error(message.failed))
             else:
@@ -209,7 +219,7 @@ class Processes:
         else:
             why = f"ended: {in_words(self._process.wait())}"
         lost = WorkerLostError(f"{who} {why}")
-        for future in self._calls.values():
+        for future, _ in self._calls.values():
             future.set_exception(lost)
         self._calls.clear()
         raise lost from error
@@ -217,3 +227,24 @@ class Processes:
 
 def _error(failed: Failed) -> Exception:
     return PenstockError.of(failed.failure) if failed.failure else StepFailedError(failed.words)
+
+
+def _end(
+    process: subprocess.Popen[bytes],
+    writer: Writer,
+    reader: Reader,
+    ended: int,
+    descriptors: tuple[Descriptors, Descriptors],
+) -> None:
+    """End a worker, and close what connects it."""
+    try:
+        writer.send(encoder.encode(Close()), time.monotonic() + TO_END, reader)
+        process.wait(TO_END)
+    except (TimeoutError, PeerLostError, subprocess.TimeoutExpired):  # it computes a long step, hangs, or is gone
+        process.kill()
+        process.wait()
+    writer.close()
+    reader.close()
+    os.close(ended)
+    for ring in descriptors:
+        ring.close()

@@ -14,6 +14,8 @@ import time
 
 import msgspec
 
+LONGEST_POLL = 3600.0
+"""Seconds that one system call waits."""
 HEADER = 8
 """Bytes before each message: its length."""
 
@@ -86,7 +88,7 @@ class _End:
                 waited = select.poll()
                 for descriptor in (self._mine, self._peer, meanwhile.descriptor):
                     waited.register(descriptor, select.POLLIN)
-            ready = waited.poll(None if left == float("inf") else left * 1000)
+            ready = waited.poll(min(left, LONGEST_POLL) * 1000)
             if meanwhile and meanwhile.take():
                 continue
             if [descriptor for descriptor, _ in ready] == [self._peer]:

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -159,12 +160,20 @@ def _failed(error: BaseException) -> Failed:
     return Failed(f"{type(error).__name__}: {error}")
 
 
+def _end_with(parent: int) -> None:
+    """End when the executor's process does, whatever is being computed."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent)], [], [])
+    os._exit(1)
+
+
 def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's goes to the whole group; the engine decides
         signal.signal(ignored, signal.SIG_IGN)
     if start.logs:
         logs.set_up(start.logs, "worker")
+    threading.Thread(target=_end_with, args=(start.parent,), daemon=True).start()
     with contextlib.suppress(PeerLostError):
         Process(start).run()
 

@@ -120,6 +120,9 @@ class Server:
                     self._end()
                     raise SystemExit(1)
                 self._worked = time.monotonic()
+            elif self._engine.failure:  # of a worker, while there was nothing to do
+                self._end()
+                raise SystemExit(1)
             elif self._engine.adapters.unsettled:
                 self._engine.adapters.settle()
             elif time.monotonic() - self._worked > REST:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from ..executor.base import WorkerLostError
 from ..sequence.plan import Item, Plan
 from ..sequence.sequence import Sequence
 from ..step import Propose, RowUpdates, StepOutput
@@ -98,16 +97,15 @@ class Speculation:
         items = [item for item in plan.items if UNKNOWN in item.draft]
         if not items:
             return updates
+        proposed = propose(_wanted(items, updates))
         try:
-            for item, draft in zip(items, propose(_wanted(items, updates)), strict=True):
+            for item, draft in zip(items, proposed, strict=True):
                 item.draft[:] = _possible(item.sequence, draft)
-        except WorkerLostError:
-            raise
         except Exception:
             for item in items:
                 item.draft.clear()
             self._fail(item.sequence for item in items)
-        return RowUpdates()
+        return RowUpdates(forks=updates.forks)  # which the step has to know of
 
     def verified(self, plan: Plan, output: StepOutput, seconds: float) -> None:
         """A step has taken so long. To be told before its tokens are appended."""
@@ -157,7 +155,8 @@ def _wanted(items: list[Item], updates: RowUpdates) -> Propose:
 
 def _possible(sequence: Sequence, draft: list[int]) -> list[int]:
     """Up to the token that would end the sequence, or that its grammar does not allow."""
-    end = next((i for i, token in enumerate(draft) if token in sequence.stops), len(draft))
+    ends = sequence.stops | frozenset(sequence.request.eos_token_ids if sequence.guide else ())  # which it may replace
+    end = next((i for i, token in enumerate(draft) if token in ends), len(draft))
     if sequence.guide and end:
         end = sequence.guide.allows(draft[:end])
     return draft[:end]

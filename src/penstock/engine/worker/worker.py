@@ -128,7 +128,6 @@ class Worker:
         self._settle()
         self._apply(step.updates)
         forks = dict(self._forks)
-        self._forks.clear()
         if not len(step.rows):
             return StepOutput([])
         both, wanted = step.lengths, step.samples.astype(np.int64)
@@ -183,6 +182,7 @@ class Worker:
 
     def _apply(self, updates: RowUpdates) -> None:
         """Rows first, which cannot fail: should blocks not be moved, the rows are right all the same."""
+        self._forks.clear()
         self._batch.apply(updates)
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
             self._forks[parent].append(row)
@@ -270,11 +270,15 @@ class Worker:
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
     def _propose(self, op: Propose) -> list[list[int]]:
+        """No lists where the drafter fails: an error would be the step's."""
         assert self._drafter is not None
         self._apply(op.updates)
         try:
             with torch.inference_mode():
                 return self._drafter.propose(op.rows, op.lengths, op.counts)
+        except Exception:
+            logger.warning("the drafter has failed", exc_info=True)
+            return []
         finally:  # drafts are no tokens of a row yet
             for row, length in zip(op.rows.tolist(), op.lengths.tolist(), strict=True):
                 if counts := self._batch.row(row).counts:
@@ -311,8 +315,12 @@ class Worker:
             if error := reading.exception():
                 done.set_exception(error)
                 continue
+            try:
+                reading.result().activate(op.slot)
+            except Exception as error:
+                done.set_exception(error)
+                continue
             self._adapters[op.slot] = reading.result()
-            self._adapters[op.slot].activate(op.slot)
             done.set_result(None)
 
 
