@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
 import tiktoken
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from penstock import demo
@@ -55,6 +56,7 @@ def piece_model(
 def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
     theirs, ours = piece_model
     text = text.replace("\u2581", "_")  # the mark of a space is no text
+    assume(not re.search("</?s>|<unk>", text))  # special tokens, which sentencepiece spells out
     expected = theirs.encode(text)
     assert ours.encode(text, add_special_tokens=False) == expected
     assert ours.encode(text) == [theirs.bos_id(), *expected]
