@@ -40,7 +40,7 @@ from .kv.memory import count_blocks, count_host_blocks
 from .lora import NO_ADAPTER, Adapters
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
-from .scheduling.step_builder import trial_step
+from .scheduling.step_builder import probe_step
 from .sequence.plan import Plan
 from .sequence.sequence import Sequence
 from .spec.ngram import NGramDrafter
@@ -337,7 +337,7 @@ class Engine:
             return True
         blocks = pool.allocate(1)
         try:
-            self._executor.submit(trial_step(self.scheduler.options.max_num_seqs, blocks[0], self.info.has_lm_head))
+            self._executor.submit(probe_step(self.scheduler.options.max_num_seqs, blocks[0], self.info.has_lm_head))
             self._executor.collect()
         except WorkerLostError:
             raise

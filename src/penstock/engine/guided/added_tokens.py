@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .errors import NotKeptError
+from .errors import UnsupportedError
 from .structure import Tag
 
 
@@ -21,25 +21,25 @@ class AddedTokens(NamedTuple):
     def split(self, text: str) -> list[str | int]:
         """Parts of a text, of which none is empty, and the added tokens between them.
 
-        Raises ``NotKeptError`` for a token that ends sequences.
+        Raises ``UnsupportedError`` for a token that ends sequences.
         """
         parts = re.split(f"({'|'.join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))})", text)
         found = [self.tokens.get(part, part) for part in (parts if self.tokens else [text]) if part]
         if end := next((part for part in parts if self.tokens.get(part) in self.ends), None):
-            raise NotKeptError(f"{end!r} in a text, which ends every output")
+            raise UnsupportedError(f"{end!r} in a text, which ends every output")
         return found
 
     def check(self, tags: Iterable[Tag]) -> bool:
         """Whether the triggers of tags are added tokens.
 
-        Raises ``NotKeptError`` where only some are, or a trigger would take such a token apart.
+        Raises ``UnsupportedError`` where only some are, or a trigger would take such a token apart.
         """
         found, of_own = set(), set(self.tokens.values())
         for tag in tags:
             found.add(tag.trigger in self.tokens)
             parts = self.split(tag.trigger) + self.split(tag.begin[len(tag.trigger) :])
             if [part for part in self.split(tag.begin) if part in of_own] != [part for part in parts if part in of_own]:
-                raise NotKeptError(f"the trigger {tag.trigger!r}, which is part of a token of {tag.begin!r}")
+                raise UnsupportedError(f"the trigger {tag.trigger!r}, which is part of a token of {tag.begin!r}")
         if len(found) > 1:
-            raise NotKeptError("triggers of which only some are added tokens")
+            raise UnsupportedError("triggers of which only some are added tokens")
         return found == {True}

@@ -15,7 +15,7 @@ from penstock.core.errors import invalid
 from penstock.core.guided import STRICT
 
 from .added_tokens import AddedTokens
-from .errors import WHITESPACE, NotKeptError, first_line
+from .errors import WHITESPACE, UnsupportedError, first_line
 from .guide import Backend, Grammar, Guide
 from .structure import Chain, Either, Json, Part, Pattern, Repeated, Tagged, Text, read_structure
 
@@ -39,7 +39,7 @@ class LLGuide(Guide):
     def copy(self) -> LLGuide:
         return LLGuide(self._matcher.deep_copy())
 
-    def for_end(self, end: int) -> int:
+    def replace_eos(self, end: int) -> int:
         return end  # which comes only where the form allows it
 
     def take(self, token: int) -> bool:
@@ -91,7 +91,7 @@ class LLGuidance(Backend):
     def compile(self, params: GuidedDecodingParams) -> Grammar:
         try:
             matcher = LLMatcher(self._tokens, _grammar(params, self._own), log_level=0)
-        except NotKeptError as error:
+        except UnsupportedError as error:
             raise PenstockError(
                 Code.UNSUPPORTED, f"{params.field}: cannot be kept to: {error}", params.field
             ) from error
@@ -127,7 +127,7 @@ def _grammar(params: GuidedDecodingParams, own: AddedTokens) -> str:
 
 
 def _check_numbers(part: Any, bounding: bool = False) -> None:
-    """Raises ``NotKeptError`` for a number that would end the process."""
+    """Raises ``UnsupportedError`` for a number that would end the process."""
     if isinstance(part, dict):
         for name, inner in part.items():
             _check_numbers(inner, bounding or name in BOUNDING)
@@ -135,7 +135,7 @@ def _check_numbers(part: Any, bounding: bool = False) -> None:
         for inner in part:
             _check_numbers(inner, bounding)
     elif bounding and isinstance(part, int | float) and part < LEAST:
-        raise NotKeptError(f"numbers below {LEAST}")
+        raise UnsupportedError(f"numbers below {LEAST}")
 
 
 def _with_options(

@@ -19,7 +19,7 @@ from penstock.core.errors import invalid
 
 from .added_tokens import AddedTokens
 from .compiling import Form, Reply, Tokens
-from .errors import NotKeptError
+from .errors import UnsupportedError
 from .guide import Backend, Grammar, Guide
 from .patterns import grammar_of_pattern, grammar_of_texts
 from .schemas import rewritten
@@ -54,7 +54,7 @@ class XGuide(Guide):
         twin._mask, twin._lost = self._mask, self._lost
         return twin
 
-    def for_end(self, end: int) -> int:
+    def replace_eos(self, end: int) -> int:
         if not self._next().any():  # then what was chosen means nothing
             self._lost = DEAD
         return end
@@ -155,7 +155,7 @@ class XGrammar(Backend):
         try:
             form = _form(params, self._own)
             reply = self._compiler.ask(self._tokens, form)
-        except NotKeptError as error:
+        except UnsupportedError as error:
             raise PenstockError(Code.UNSUPPORTED, f"{field}: cannot be kept to by xgrammar: {error}", field) from error
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise invalid(field, f"is wrong: {error}") from error
@@ -224,9 +224,9 @@ def _end(process: Popen[bytes]) -> None:
 
 
 def _form(params: GuidedDecodingParams, own: AddedTokens) -> Form:
-    """Raises ``NotKeptError`` with the name of what cannot be kept to, ``ValueError`` where the form is none."""
+    """Raises ``UnsupportedError`` with the name of what cannot be kept to, ``ValueError`` where the form is none."""
     if params.whitespace_pattern is not None:
-        raise NotKeptError("whitespace_pattern")
+        raise UnsupportedError("whitespace_pattern")
     compact = params.disable_any_whitespace
     if params.json is not None or params.json_object:
         schema = json.loads(params.json) if params.json is not None else {"type": "object"}
@@ -237,7 +237,7 @@ def _form(params: GuidedDecodingParams, own: AddedTokens) -> Form:
         return Form(grammar=grammar_of_texts(params.choice))
     if params.grammar is not None:
         if "::=" not in params.grammar:
-            raise NotKeptError("Lark's notation; GBNF's is")
+            raise UnsupportedError("Lark's notation; GBNF's is")
         return Form(grammar=params.grammar)
     structure = read_structure(params)
     shape = _tagged(structure, own) if isinstance(structure, Tagged) else _shape(structure, own)
@@ -294,7 +294,7 @@ def _tagged(structure: Tagged, own: AddedTokens) -> dict[str, Any]:
         )
     if not of_tokens:
         if _has_token(tags):
-            raise NotKeptError("tokens of their own in tags that begin with none")
+            raise UnsupportedError("tokens of their own in tags that begin with none")
         return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
     begun = [own.tokens[trigger] for trigger in triggers]
     others = sorted(set(own.tokens.values()) - set(begun) - own.ends)

@@ -7,7 +7,7 @@ WHITESPACE = 32
 else."""
 
 
-class NotKeptError(ValueError):
+class UnsupportedError(ValueError):
     """A form asks for what a backend cannot keep to; the message names it."""
 
 

@@ -18,7 +18,7 @@ class Guide(Protocol):
         """For a sibling that goes on from here."""
         ...
 
-    def for_end(self, end: int) -> int:
+    def replace_eos(self, end: int) -> int:
         """The token that is taken for one that ends sequences, where this must not end yet."""
         ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import NotKeptError
+from .errors import UnsupportedError
 
 DIGIT = "0-9"
 WORD = "0-9A-Za-z_"
@@ -30,7 +30,7 @@ def grammar_of_texts(texts: tuple[str, ...]) -> str:
 def grammar_of_pattern(pattern: str) -> str:
     r"""A grammar of what a pattern matches as a whole.
 
-    ``\d``, ``\w`` and ``\s`` are those of ASCII. Raises ``NotKeptError`` for what is not known, ``ValueError`` where
+    ``\d``, ``\w`` and ``\s`` are those of ASCII. Raises ``UnsupportedError`` for what is not known, ``ValueError`` where
     the pattern is none.
     """
     return f"root ::= {_Pattern(pattern).read()}\n"
@@ -109,13 +109,13 @@ class _Pattern:
             return part
         self._skip("?")  # the shortest way first: the same texts
         if self._next() in ("*", "+", "?", "{") and self._next():
-            raise NotKeptError(f"{self._next()} after a count")
+            raise UnsupportedError(f"{self._next()} after a count")
         return part
 
     def _one(self) -> str:
         if self._next() == "(":
             if not (group := GROUP.match(self._text, self._at)):
-                raise NotKeptError(f"{self._text[self._at : self._at + 4]!r} in a pattern")
+                raise UnsupportedError(f"{self._text[self._at : self._at + 4]!r} in a pattern")
             self._at = group.end()
             self._depth += 1
             found = self._alternatives()
@@ -131,7 +131,7 @@ class _Pattern:
         if character == "\\":
             return self._escape()
         if character in "^$":
-            raise NotKeptError(f"{character} within a pattern")
+            raise UnsupportedError(f"{character} within a pattern")
         if character in "*+?{":
             raise ValueError(f"{character} counts nothing")
         return literal(character)
@@ -158,7 +158,7 @@ class _Pattern:
         if kind in CONTROLS:
             return CONTROLS[kind]
         if kind.isalnum() or not kind.isascii():
-            raise NotKeptError(rf"\{kind} in a pattern")
+            raise UnsupportedError(rf"\{kind} in a pattern")
         return kind
 
     def _class(self) -> str:
@@ -168,7 +168,7 @@ class _Pattern:
             if not parts and self._next() == "]":
                 raise ValueError("a class is empty")
             if self._text[self._at : self._at + 2] in ("&&", "--", "~~") or self._next() == "[":
-                raise NotKeptError(f"{self._text[self._at : self._at + 2]} in a class")
+                raise UnsupportedError(f"{self._text[self._at : self._at + 2]} in a class")
             first = self._member(negated)
             if len(first) == 1 and self._next() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
@@ -191,6 +191,6 @@ class _Pattern:
         if kind not in CLASSES or not kind:
             return self._character()
         if negated and kind != "s":
-            raise NotKeptError(rf"\{kind} in a class of what is not in it")
+            raise UnsupportedError(rf"\{kind} in a class of what is not in it")
         self._at += 1
         return ANY_SPACE if negated else CLASSES[kind]

@@ -48,7 +48,7 @@ class Thinking(Guide):
     def free(self) -> bool:
         return not self._own_forced() and (self._form is None or self._stage is Stage.WITHIN)
 
-    def for_end(self, end: int) -> int:
+    def replace_eos(self, end: int) -> int:
         """A model that would say no more has thought enough: the answer still has its form."""
         return self._thought.end if self._form and self._stage is Stage.WITHIN else end
 

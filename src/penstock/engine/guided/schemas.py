@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import NotKeptError
+from .errors import UnsupportedError
 
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"
@@ -48,7 +48,7 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema that asks for the same, or less, in words that xgrammar keeps to (its ``strict_mode``).
 
     Objects whose properties are listed have no others, and a part that has keywords of one type only is of that type.
-    Raises ``NotKeptError`` with the keyword's name where that cannot be, ``ValueError`` where the schema is none.
+    Raises ``UnsupportedError`` with the keyword's name where that cannot be, ``ValueError`` where the schema is none.
     """
     return _Rewriting(schema).rewrite()
 
@@ -70,7 +70,7 @@ class _Rewriting:
 
     def _part(self, part: Any) -> dict[str, Any]:
         if part is False:
-            raise NotKeptError("false, which nothing is of")
+            raise UnsupportedError("false, which nothing is of")
         if part is True:
             return ANY
         if not isinstance(part, dict):
@@ -79,7 +79,7 @@ class _Rewriting:
         for name, value in asked.items():
             several = name in ("oneOf", "allOf") and isinstance(value, list) and len(value) > 1
             if several or (name not in TYPED and name not in ("type", "enum", "const", *COMBINED)):
-                raise NotKeptError(name)
+                raise UnsupportedError(name)
         for name in COMBINED:
             if name in asked:
                 return self._combined(name, asked)
@@ -98,7 +98,7 @@ class _Rewriting:
 
     def _combined(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
         if beside := next((other for other in asked if other != name), None):
-            raise NotKeptError(f"{beside} beside {name}")
+            raise UnsupportedError(f"{beside} beside {name}")
         if name == "$ref":
             return self._reference(asked[name])
         if not isinstance(options := asked[name], list) or not options:
@@ -112,7 +112,7 @@ class _Rewriting:
         home, _, name = path.partition("/")
         known = self._root.get(home) if home in ("$defs", "definitions") and where[0] == "#" else None
         if not isinstance(known, dict) or name not in known or set(name) & set("/~%"):
-            raise NotKeptError(f"$ref to {where!r:.100}")
+            raise UnsupportedError(f"$ref to {where!r:.100}")
         if where not in self._names:
             self._names[where] = f"of{len(self._names)}"
             self._left.append((self._names[where], known[name]))
@@ -127,7 +127,7 @@ class _Rewriting:
         elif kind == "array":
             asked = asked | {"items": self._items(asked.get("items", True))}
             if len(asked.get("prefixItems", ())) > asked.get("maxItems", LARGEST):
-                raise NotKeptError("fewer items than prefixItems describes")
+                raise UnsupportedError("fewer items than prefixItems describes")
             if "prefixItems" in asked:
                 asked["prefixItems"] = [self._part(item) for item in asked["prefixItems"]]
         elif kind == "object":
@@ -143,13 +143,13 @@ class _Rewriting:
             raise ValueError("properties must be an object, and required a list")
         properties = {name: part for name, part in properties.items() if part is not False}
         if missing := [name for name in required if name not in properties]:
-            raise NotKeptError(f"required: {missing[0]!r:.100}, which properties does not describe")
+            raise UnsupportedError(f"required: {missing[0]!r:.100}, which properties does not describe")
         if asked.get("minProperties", 0) > len(set(required)):
-            raise NotKeptError("minProperties beyond the properties that are required by name")
+            raise UnsupportedError("minProperties beyond the properties that are required by name")
         others = asked.get("additionalProperties", True)
         if asked.get("properties"):
             if others not in (True, False, {}):
-                raise NotKeptError("additionalProperties beside properties")
+                raise UnsupportedError("additionalProperties beside properties")
             others = False
         found: dict[str, Any] = {"additionalProperties": self._items(others)}
         if properties:
@@ -160,14 +160,14 @@ class _Rewriting:
 def _constants(asked: dict[str, Any]) -> dict[str, Any]:
     name = "enum" if "enum" in asked else "const"
     if beside := next((other for other in asked if other not in (name, "type")), None):
-        raise NotKeptError(f"{beside} beside {name}")
+        raise UnsupportedError(f"{beside} beside {name}")
     values = asked["enum"] if name == "enum" else [asked["const"]]
     if not isinstance(values, list):
         raise ValueError(f"enum must be a list, is {values!r:.50}")
     if kinds := asked.get("type"):
         values = [value for value in values if _kinds(value) & set([kinds] if isinstance(kinds, str) else kinds)]
     if not values:
-        raise NotKeptError(f"{name} of nothing")
+        raise UnsupportedError(f"{name} of nothing")
     for value in values:
         _check_constant(name, value)
     return {"enum": values}
@@ -176,14 +176,14 @@ def _constants(asked: dict[str, Any]) -> dict[str, Any]:
 def _check_bounds(kind: str, asked: dict[str, Any]) -> None:
     for name, bound in asked.items():
         if kind == "integer" and isinstance(bound, float):
-            raise NotKeptError(f"{name} of integers that is none itself")
+            raise UnsupportedError(f"{name} of integers that is none itself")
         if not isinstance(bound, float):
             _whole(name, bound, None)
     low = [asked[name] for name in ("minimum", "exclusiveMinimum") if name in asked]
     high = [asked[name] for name in ("maximum", "exclusiveMaximum") if name in asked]
     least = CLOSEST if kind == "number" else ("exclusiveMinimum" in asked) + ("exclusiveMaximum" in asked)
     if low and high and min(high) - max(low) < least:
-        raise NotKeptError(f"{' and '.join(asked)} that leave nothing between them, or too little")
+        raise UnsupportedError(f"{' and '.join(asked)} that leave nothing between them, or too little")
 
 
 def _kinds(value: Any) -> set[str]:
@@ -197,7 +197,7 @@ def _kinds(value: Any) -> set[str]:
 
 def _check_constant(name: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise NotKeptError(f"{name} with a number of more than 64 bits")
+        raise UnsupportedError(f"{name} with a number of more than 64 bits")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_constant(name, inner)
 
@@ -207,4 +207,4 @@ def _whole(name: str, value: Any, least: int | None) -> None:
         words = "" if least is None else f" of at least {least}"
         raise ValueError(f"{name} must be a number{words}, is {value!r:.50}")
     if abs(value) > LARGEST:
-        raise NotKeptError(f"{name} of more than 64 bits")
+        raise UnsupportedError(f"{name} of more than 64 bits")

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 
-from .errors import NotKeptError
+from .errors import UnsupportedError
 
 DEEPEST = 32
 """Formats within each other."""
@@ -89,7 +89,7 @@ Part = Text | Json | Pattern | Chain | Either | Repeated
 def read_structure(params: GuidedDecodingParams) -> Part | Tagged:
     """What a structural tag asks for.
 
-    Raises ``ValueError`` where it is none, ``NotKeptError`` where it asks for what is not known here.
+    Raises ``ValueError`` where it is none, ``UnsupportedError`` where it asks for what is not known here.
     """
     found = json.loads(params.structural_tag)
     if found.get("type", "structural_tag") != "structural_tag":
@@ -101,7 +101,7 @@ def read_structure(params: GuidedDecodingParams) -> Part | Tagged:
     if not isinstance(shape := found["format"], dict):
         raise ValueError(f"format must be an object, is {shape!r:.50}")
     if _depth(shape) > DEEPEST:
-        raise NotKeptError(f"more than {DEEPEST} formats within each other")
+        raise UnsupportedError(f"more than {DEEPEST} formats within each other")
     return _triggered(shape) if shape.get("type") == "triggered_tags" else _part(shape)
 
 
@@ -134,7 +134,7 @@ def _tag(triggers: Any, begin: Any, content: Part, end: Any) -> Tag:
     if not found:
         raise ValueError(f"begin must be text that starts with a trigger, is {begin!r:.50}")
     if len(found) > 1:
-        raise NotKeptError(f"{begin!r:.50}, which begins with several triggers")
+        raise UnsupportedError(f"{begin!r:.50}, which begins with several triggers")
     return Tag(found.pop(), begin, content, end)
 
 
@@ -154,9 +154,9 @@ def _fields_of_tag(tag: dict[str, Any]) -> tuple[str, Part, str]:
 def _part(shape: dict[str, Any]) -> Part:
     kind = shape.get("type")
     if kind == "triggered_tags":
-        raise NotKeptError("triggered_tags within another format")
+        raise UnsupportedError("triggered_tags within another format")
     if kind not in FORMATS:
-        raise NotKeptError(f"format {kind!r:.50}; there are {', '.join(FORMATS)} and, alone, triggered_tags")
+        raise UnsupportedError(f"format {kind!r:.50}; there are {', '.join(FORMATS)} and, alone, triggered_tags")
     return FORMATS[kind](shape)
 
 
@@ -240,7 +240,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Part]] = {
 
 def _known(shape: dict[str, Any], *names: str) -> None:
     if other := next((name for name in shape if name not in (*names, "type")), None):
-        raise NotKeptError(f"{other!s:.50} of {shape.get('type', 'structural_tag')!s:.50}")
+        raise UnsupportedError(f"{other!s:.50} of {shape.get('type', 'structural_tag')!s:.50}")
 
 
 def _depth(shape: dict[str, Any]) -> int:

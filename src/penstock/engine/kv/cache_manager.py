@@ -68,7 +68,7 @@ class KVCacheManager:
             return CacheHit(sequence.num_computed, [])
         if not self._options.enable_prefix_caching or sequence.wants_all:
             return CacheHit(0, [])
-        self._name(sequence)
+        self._update_block_hashes(sequence)
         size = self._device.block_size
         hits = self._device.cached(
             sequence.block_hashes[: (len(sequence.tokens) - 1) // size]
@@ -152,7 +152,7 @@ class KVCacheManager:
         """
         size = self._device.block_size
         if self._options.enable_prefix_caching and start // size < end // size:
-            self._name(sequence, drawn)
+            self._update_block_hashes(sequence, drawn)
             for full in range(start // size, end // size):
                 self._device.cache(sequence.blocks[full], sequence.block_hashes[full])
 
@@ -223,7 +223,7 @@ class KVCacheManager:
         self.release_host(sequence)
         return moved
 
-    def _name(self, sequence: Sequence, drawn: list[int] | None = None) -> None:
+    def _update_block_hashes(self, sequence: Sequence, drawn: list[int] | None = None) -> None:
         """Name the full blocks of its tokens for the prefix cache, and of those that it is about to get."""
         request = sequence.request
         start = b"" if sequence.block_hashes else prefix.root(self._weights, request.adapter, request.cache_salt)

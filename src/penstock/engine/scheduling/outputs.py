@@ -19,7 +19,7 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
         return failed(sequence, (guide and guide.failure) or draw.failure)
     for i, token in enumerate(token_ids, 1):
         if guide and token in sequence.request.eos_token_ids:
-            ended, token = token, guide.for_end(token)
+            ended, token = token, guide.replace_eos(token)
             if token != ended:
                 token_ids[i - 1] = token
                 _replace(sequence)

@@ -66,7 +66,7 @@ class Scheduler:
         """In the order of ``Waiting.turn``; the last one is preempted first."""
         self.preemptions = 0
         self.speculation: Speculation | None = None
-        """Who guesses tokens ahead."""
+        """Speculative decoding; None where it is off."""
         self._kv = KVCacheManager(options, device, host, weights)
         self.admission = Admission(options, device, self._kv, self.waiting)
         self.builder = StepBuilder(slots)
@@ -178,13 +178,13 @@ class Scheduler:
                 sequence.inflight_steps -= 1
         requests = {item.sequence.request.request_id for item in plan.items}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
-        self._distrust({block for _, block in plan.swap_out})
+        self._invalidate_swapped({block for _, block in plan.swap_out})
         for item in plan.items:
             for sequence in (item.sequence, *item.samples):
                 self._give_back(sequence)
         return deltas
 
-    def _distrust(self, host_blocks: set[int]) -> None:
+    def _invalidate_swapped(self, host_blocks: set[int]) -> None:
         """Sequences whose blocks may not have arrived in host memory are computed again."""
         for group in self._groups.values():
             for sequence in group:
@@ -239,18 +239,18 @@ class Scheduler:
         if self.waiting and joins and self.preemptions == preempted:
             self._admit(plan, budget)
         if self.speculation:
-            self._guess(plan)
+            self._draft_tokens(plan)
         return plan
 
     def update(self, plan: Plan, outcome: StepOutput) -> list[TokenDelta]:
-        """Take in what the oldest step under way brought."""
+        """Take in the output of the oldest step in flight."""
         self._startable = None
         deltas: list[TokenDelta] = []
         draws = iter(outcome.draws)
         for i, item in enumerate(plan.items):
             first, end = item.sequence, item.start + item.length
             drawn = [next(draws) for _ in item.samples]
-            if first.num_draft_tokens and drawn:  # rightly, but for what was drawn last
+            if first.num_draft_tokens and drawn:  # all that was drawn but the last token are accepted drafts
                 end += max(len(drawn[0].token_ids), 1) - 1
                 first.num_scheduled, first.num_draft_tokens = end, 0
                 self._computed(first, item.start, end, drawn[0].token_ids[:-1])
@@ -263,7 +263,7 @@ class Scheduler:
             if first.context_logits is not None and i in outcome.context_logits:
                 first.context_logits.append(outcome.context_logits[i])
             if first.pooled and first.state is not State.FINISHED and i in outcome.states:
-                deltas += self._told(first, pool(first, outcome.states[i]))
+                deltas += self._finish_if_done(first, pool(first, outcome.states[i]))
             for sequence, draw in zip(item.samples, drawn, strict=True):
                 if sequence is not first:
                     self._computed(sequence, end, end)
@@ -280,7 +280,7 @@ class Scheduler:
         except Exception:
             logger.exception("request %s cannot go on", sequence.request.request_id)
             delta = failed(sequence, CANNOT_GO_ON)
-        return self._told(sequence, delta)
+        return self._finish_if_done(sequence, delta)
 
     # --- Sequences that run -----------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Scheduler:
         threshold = self.options.long_prefill_token_threshold
         return min(total - sequence.num_scheduled, threshold or total)
 
-    def _guess(self, plan: Plan) -> None:
+    def _draft_tokens(self, plan: Plan) -> None:
         """Have tokens computed along with the newest ones, in case they are the next: as many as the step has room for
         once all others have theirs, in blocks that nobody has to give up for them."""
         assert self.speculation
@@ -329,7 +329,7 @@ class Scheduler:
         """Get blocks for ``count`` more tokens, preempting from the last on. False: not in this step."""
         while (missing := self._kv.missing(sequence, count)) > self.device.free:
             victim = self.running[-1]
-            if any(one.inflight_steps for one in self._together(victim)):
+            if any(one.inflight_steps for one in self._preemption_group(victim)):
                 return False
             self._preempt(victim, plan)
             if sequence.state is not State.RUNNING:
@@ -389,7 +389,7 @@ class Scheduler:
         sequence.num_computed = end
         self._kv.keep(sequence, start, end, drawn or [])
 
-    def _told(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
+    def _finish_if_done(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
         """What a step brought a sequence, which ends with it where the delta says so."""
         if delta and delta.finished:
             self._end(sequence)
@@ -433,7 +433,7 @@ class Scheduler:
         self._searches.pop(request_id, None)
         self.admission.forget(first)
 
-    def _together(self, sequence: Sequence) -> list[Sequence]:
+    def _preemption_group(self, sequence: Sequence) -> list[Sequence]:
         """Those that are preempted together: a request's beams, none of which goes on without the others."""
         return self._groups[sequence.request.request_id] if sequence.num_candidates else [sequence]
 

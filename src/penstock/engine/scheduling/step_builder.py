@@ -108,7 +108,7 @@ def _array(values: list[int] | tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(array("i", values), np.int32) if values else EMPTY  # half the time of numpy's own
 
 
-def trial_step(row: int, block: int, samples: bool) -> StepInput:
+def probe_step(row: int, block: int, samples: bool) -> StepInput:
     """A step of one token in a row of its own, to find out whether anything can be computed."""
     sampling = SamplingParams(max_tokens=1, temperature=0)
     new = NewRow(row, np.zeros(1, np.int32), 1, 0, sampling, (), 0, 0)

@@ -91,7 +91,7 @@ class BeamSearch:
                 break
             guide, complete = beams[parent].guide, False
             if guide and token in first.request.eos_token_ids:
-                token = guide.for_end(token)
+                token = guide.replace_eos(token)
             stops = token in first.stops and length > first.request.sampling.min_tokens
             if guide and not stops:
                 guide = guide.copy()

@@ -21,9 +21,9 @@ class State(Enum):
 class Sequence:
     """Tokens and blocks of one of the request's ``n`` sequences.
 
-    Always ``computed <= planned <= len(tokens) + pending``: keys and values of ``computed`` tokens are in the blocks,
-    ``planned`` counts those of steps under way too, and ``pending`` tokens are being drawn by such steps. Only while
-    ``guessing`` tokens are computed that may not be its next ones, ``planned`` counts these, too.
+    Always ``num_computed <= num_scheduled <= len(tokens) + num_pending``: keys and values of ``num_computed`` tokens
+    are in the blocks, ``num_scheduled`` counts those of steps in flight too, and such steps sample ``num_pending`` tokens.
+    Only while ``num_draft_tokens`` are being verified, ``num_scheduled`` counts these, too.
     """
 
     __slots__ = (
@@ -92,10 +92,11 @@ class Sequence:
         self.draft_len: int | None = None
         """Draft tokens at a time; None before the first."""
         self.seen: dict[tuple[int, ...], int] = {}
+        """n-grams of its output, and where the tokens after their last occurrence begin (``NGramDrafter``)."""
         self.read = self.prompt_length
-        """What followed runs of its tokens beyond the prompt, of so many of them (``NGramDrafter``)."""
+        """Tokens that ``seen`` covers."""
         self.seen_in_prompt: dict[tuple[int, ...], int] = {}
-        """The same of the prompt, for all siblings."""
+        """n-grams of the prompt likewise, shared by all siblings."""
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.reserved = 0

@@ -6,8 +6,8 @@ TRIAL, HOLD = 16, 512
 """Steps with and without drafts that are compared, and steps until they are compared again."""
 
 
-class Trial:
-    """Tries by turns whether more tokens a second come with guesses or without, and stays with what is better."""
+class SpeculationTuner:
+    """Tries by turns whether more tokens a second come with drafts or without, and stays with what is better."""
 
     def __init__(self) -> None:
         self.drafting = True

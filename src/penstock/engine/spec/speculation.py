@@ -16,7 +16,7 @@ import numpy as np
 from ..sequence.plan import Item, Plan
 from ..sequence.sequence import Sequence
 from ..step import Propose, RowUpdates, StepOutput
-from .adaptive import Trial
+from .adaptive import SpeculationTuner
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Speculation:
     def __init__(self, drafter: Drafter | None, most: int, adaptive: bool = True) -> None:
         self._drafter = drafter
         self._most = most
-        self._trials: dict[int, Trial] | None = {} if adaptive else None
+        self._trials: dict[int, SpeculationTuner] | None = {} if adaptive else None
         self._drafting = True
         self._failures = 0
         self._size = 0
@@ -69,7 +69,7 @@ class Speculation:
         """A step is planned for so many sequences."""
         self._size = sequences.bit_length()
         if self._trials is not None:
-            self._drafting = self._trials.setdefault(self._size, Trial()).drafting
+            self._drafting = self._trials.setdefault(self._size, SpeculationTuner()).drafting
 
     @property
     def active(self) -> bool:

@@ -134,14 +134,16 @@ class Worker:
         if len(step.drafts):
             self._write_drafts(step)
             both, wanted = both + step.drafts, wanted + step.drafts
-        telling = self._telling(step, wanted) if self._batch.any_telling else {}
+        telling = self._prompt_outputs_wanted(step, wanted) if self._batch.any_telling else {}
         if self._drafter and self._drafter.needs_all_states:
             wanted = both
         hidden = self._runner.forward(self._batch.flatten(step.rows, step.starts, both, wanted))
         ends = wanted.cumsum()
         output = StepOutput([], {}, {}, {})
         for i, count in telling.items():
-            self._tell(output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]])
+            self._collect_prompt_outputs(
+                output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
+            )
         draws = self._sample(step, ends, forks, hidden, masks.result() if masks else None)
         output.draws.extend(draws.values())
         if self._drafter:
@@ -197,7 +199,7 @@ class Worker:
             self._batch.tokens[step.rows[i], first : first + count] = step.draft_token_ids[at : at + count]
             at += count
 
-    def _telling(self, step: StepInput, wanted: np.ndarray) -> dict[int, int]:
+    def _prompt_outputs_wanted(self, step: StepInput, wanted: np.ndarray) -> dict[int, int]:
         """Items of whose prompt something is told, and how many trailing hidden states that takes: more than
         ``wanted``, which is raised."""
         found: dict[int, int] = {}
@@ -213,7 +215,7 @@ class Worker:
                 found[i] = wanted[i] = count
         return found
 
-    def _tell(self, output: StepOutput, item: int, row: Row, step: StepInput, hidden: Tensor) -> None:
+    def _collect_prompt_outputs(self, output: StepOutput, item: int, row: Row, step: StepInput, hidden: Tensor) -> None:
         """What is told of a prompt, made of an item's hidden states."""
         start, length = int(step.starts[item]), int(step.lengths[item])
         if row.pooling:
