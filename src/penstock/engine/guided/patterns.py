@@ -30,8 +30,8 @@ def grammar_of_texts(texts: tuple[str, ...]) -> str:
 def grammar_of_pattern(pattern: str) -> str:
     r"""A grammar of what a pattern matches as a whole.
 
-    ``\d``, ``\w`` and ``\s`` are those of ASCII. Raises ``UnsupportedError`` for what is not known, ``ValueError`` where
-    the pattern is none.
+    ``\d``, ``\w`` and ``\s`` are those of ASCII. Raises ``UnsupportedError`` for what is not known, ``ValueError``
+    where the pattern is none.
     """
     return f"root ::= {_Pattern(pattern).read()}\n"
 

@@ -22,7 +22,7 @@ class Sequence:
     """Tokens and blocks of one of the request's ``n`` sequences.
 
     Always ``num_computed <= num_scheduled <= len(tokens) + num_pending``: keys and values of ``num_computed`` tokens
-    are in the blocks, ``num_scheduled`` counts those of steps in flight too, and such steps sample ``num_pending`` tokens.
+    are in the blocks, ``num_scheduled`` counts those of steps in flight too, and these sample ``num_pending`` tokens.
     Only while ``num_draft_tokens`` are being verified, ``num_scheduled`` counts these, too.
     """
 
