@@ -4,18 +4,19 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-install thorough exactness sanitize reliability lint ask train clean
+.PHONY: serve test test-install thorough executors exactness sanitize reliability lint ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
 # Lint runs beside the tests, and says what it has to say after them. tests/installed.py is the wheel in clean environments, of
-# this Python and of a newer one where there is one; what could not be tried is listed.
+# this Python and of a newer one where there is one; what could not be tried is listed. A recipe that names $(MAKE) would also
+# run where make is only asked what it would do, as that test does.
 test: .venv/tools
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
-	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile tests tests/installed.py; tests=$$?; \
+	make --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
+	$(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile tests/test_*.py tests/installed.py; tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$said"; [ $$tests = 0 ] && [ $$lint = 0 ]
 
 # That wheel alone.
@@ -23,19 +24,32 @@ test-install: .venv/tools
 	$(BIN)/python -m pytest -rs tests/installed.py
 
 # What takes minutes to hours: the tests that `make test` leaves out, and drawn schedules and requests in large numbers.
-thorough: .venv/tools exactness
+thorough: .venv/tools executors exactness
 	$(BIN)/python -m pytest -m thorough
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
 	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
 	PENSTOCK_FUZZ_REQUESTS=100000 $(BIN)/python -m pytest -s tests/test_fuzz.py
 
-# Contract 2 under every instruction set that the machine has, longest under the one that it takes.
-exactness: .venv/tools
-	PENSTOCK_EXACTNESS_SCHEDULES=10000 $(BIN)/python -m pytest -s tests/test_exactness.py
+# The engine's tests over worker processes, which make test runs within the engine's own process.
+OVER_EXECUTORS := async_llm embed engine engine_process exactness guided llm logprobs lora memory models search \
+	several_models speculation storm thoughts together
+executors: .venv/tools
+	PENSTOCK_DISTRIBUTED_EXECUTOR_BACKEND=mp $(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile \
+		$(OVER_EXECUTORS:%=tests/test_%.py)
+
+# Contract 2 under every instruction set that the machine has, longest under the one that it takes: in portions of 1,000 schedules,
+# `make -j2 exactness` draws two at a time. What a portion found stays in build/exactness/, and is drawn again once code has changed.
+exactness: .venv/tools $(foreach portion,1 2 3 4 5 6 7 8 9 10,build/exactness/$(portion).txt)
 	for set in $$($(BIN)/python -c 'from penstock.ops import _kernels; print(*_kernels.available())'); do \
 		PENSTOCK_ISA=$$set PENSTOCK_EXACTNESS_SCHEDULES=500 $(BIN)/python -m pytest -s tests/test_exactness.py || exit 1; \
 	done
+
+build/exactness/%.txt: $(shell find src csrc tests/test_exactness.py -name '*.py' -o -path 'csrc/*' -type f) | .venv/tools
+	mkdir -p $(@D)
+	PENSTOCK_EXACTNESS_SEED=$* PENSTOCK_EXACTNESS_SCHEDULES=1000 $(BIN)/python -m pytest -s tests/test_exactness.py >$@.drawn 2>&1 \
+		|| { cat $@.drawn; exit 1; }
+	mv $@.drawn $@; grep ^portion $@
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: .venv/tools

@@ -376,11 +376,12 @@ void attention_task(const Attention& a, int64_t task) {
   const int64_t before = a.lengths[sequence] - queries, left = queries * sharing - first_row;
   const int count = int(left < kTaskRows ? left : kTaskRows);
   Rows<K> rows;
-  int64_t offsets[kTaskRows], last = 0, earliest = a.lengths[sequence];
+  int64_t offsets[kTaskRows], places[kTaskRows], last = 0, earliest = a.lengths[sequence];
   for (int r = 0; r < count; r++) {
     const int64_t query = (first_row + r) / sharing, head = kv_head * sharing + (first_row + r) % sharing;
     const int64_t seen = before + query, from = a.window && seen >= a.window ? seen - a.window + 1 : 0;
     offsets[r] = ((start + query) * a.heads + head) * dim;
+    places[r] = (start + query) * a.out_stride + head * dim;
     const T* q = (const T*)a.q + offsets[r];  // a page from the next one's, so that nobody else thinks of asking for it
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(q + d);
     rows.top[r] = kNever;
@@ -418,7 +419,8 @@ void attention_task(const Attention& a, int64_t task) {
   }
   for (int r = 0; r < count; r++) {
     const f32x16 share = all(1.0f / sum(rows.total[r]));
-    for (int64_t d = 0; d < dim; d += 16) store((T*)a.out + offsets[r] + d, load(rows.out + r * dim + d) * share);
+    T* out = (T*)a.out + places[r];
+    for (int64_t d = 0; d < dim; d += 16) store(out + d, load(rows.out + r * dim + d) * share);
   }
 }
 

@@ -96,7 +96,7 @@ inline void silu_mul(const T* gate, const T* up, T* out, int64_t size) {
 template <class T>
 void silu_mul_row(const SiluMul& a, int64_t row) {
   const T* both = (const T*)a.gate_up + row * 2 * a.size;
-  silu_mul(both, both + a.size, (T*)a.out + row * a.size, a.size);
+  silu_mul(both, both + a.size, (T*)a.out + row * a.out_stride, a.size);
 }
 
 }  // namespace PENSTOCK_ISA

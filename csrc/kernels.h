@@ -38,6 +38,7 @@ struct Linear {
   const float* x_scales;  // [rows], for a8 formats
   const int32_t* x_sums;  // [rows, groups]: of the integers
   void* out;
+  int64_t out_stride;  // elements from one row to the next
   int64_t rows;
   int64_t panels;  // of a task
   Type out_type;
@@ -107,11 +108,13 @@ struct Screening {
   int64_t* counts;            // [tasks]
 };
 
-// Rows of a packed [vocabulary, size] matrix.
+// Rows of a packed [vocabulary, size] matrix that begins with the row `first` of the whole one; what is in none of its rows
+// is left as it is.
 struct Gather {
   Matrix matrix;
   const int64_t* ids;
   void* out;
+  int64_t first;
 };
 
 // Packs some rows of a matrix, and rounds where the format wants it: its panels and scales are written.
@@ -144,8 +147,8 @@ struct Rope {
 
 struct SiluMul {
   const void* gate_up;  // [rows, 2 * size]
-  void* out;            // [rows, size]
-  int64_t size;
+  void* out;            // [rows, size], rows `out_stride` elements apart
+  int64_t size, out_stride;
   Type type;
 };
 
@@ -171,6 +174,7 @@ struct Attention {
   const int32_t* lengths;       // [sequences]
   const int32_t* tiles;         // [tasks, 2]: sequence and first row (query * heads per kv head) of each task
   int64_t tasks, heads, kv_heads, dim, block_size, table_width, window;
+  int64_t out_stride;  // elements from one token to the next
   float scale;
   Type type;
   bool rounded;

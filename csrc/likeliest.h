@@ -187,7 +187,7 @@ void settle_candidate(const Screening& s, Candidate& c) {
     multiply_tiles<Step>(x, m.in, 1, panel, kStride<Step>, 16, m.in, (float*)&whole, 16, true);
   } else {
     f32xw sums[1][16 / kWidth] = {};
-    const Linear ready = prepared({m, x, nullptr, nullptr, nullptr, 1, 1, m.type}, 0, 1);
+    const Linear ready = prepared({m, x, nullptr, nullptr, nullptr, 0, 1, 1, m.type}, 0, 1);
     multiply<Step, 1, 16 / kWidth>((const typename Step::In*)ready.x, m.in, panel, kStride<Step>, m.in, sums);
     memcpy(&whole, sums, sizeof(whole));
   }

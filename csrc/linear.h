@@ -72,7 +72,7 @@ void linear_block(const Linear& given, int64_t task) {
   const Share s = share_of(given, outputs, task);
   const Linear a = prepared(given, s.first, s.end);
   for (int64_t column = s.column; column < s.until; column += kPanel)
-    write_panel(a, s.first, s.end, column, column + kPanel, (Out*)a.out + s.first * outputs + column, outputs);
+    write_panel(a, s.first, s.end, column, column + kPanel, (Out*)a.out + s.first * a.out_stride + column, a.out_stride);
 }
 
 // Gate and up, each half of the outputs and whole panels, and of them what the next matrix is multiplied with. A panel of
@@ -92,7 +92,7 @@ void gated_block(const Linear& given, int64_t task) {
     for (int64_t c = begin; c < end; c += kPanel)
       write_panel(a, s.first, s.end, size + c, c + kPanel < end ? size + c + kPanel : end, ups + c - begin, some);
     for (int64_t row = 0; row < s.end - s.first; row++)
-      silu_mul(gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * size + begin, some);
+      silu_mul(gates + row * some, ups + row * some, (Out*)a.out + (s.first + row) * a.out_stride + begin, some);
   }
 }
 
@@ -119,7 +119,9 @@ void quantize_row(const Quantize& a, int64_t row) {
 template <class T>
 void gather_row(const Gather& a, int64_t row) {
   const Matrix& m = a.matrix;
-  const int64_t number = a.ids[row] / kPanel, output = a.ids[row] % kPanel;
+  const int64_t id = a.ids[row] - a.first;
+  if (id < 0 || id >= m.outputs) return;
+  const int64_t number = id / kPanel, output = id % kPanel;
   const char* panel = (const char*)m.panels + number * panel_bytes(m);
   const float* scales = m.scales + number * groups_of(m) * kPanel;
   T* out = (T*)a.out + row * m.in;

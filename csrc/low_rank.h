@@ -13,7 +13,7 @@ template <class T, bool up>
 void low_rank_block(const LowRank& a, int64_t task) {
   thread_local std::vector<T> near;
   const int64_t in = a.matrix.in;
-  Linear product{a.matrix, nullptr, nullptr, nullptr, nullptr, a.count, a.panels, a.matrix.type};
+  Linear product{a.matrix, nullptr, nullptr, nullptr, nullptr, 0, a.count, a.panels, a.matrix.type};
   const Share s = share_of(product, a.matrix.outputs, task);
   const int64_t rows = s.end - s.first;
   if (int64_t(near.size()) < rows * in) near.resize(rows * in);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "built.h"
+#include "group.h"
 #include "kernels.h"
 #include "machine.h"
 #include "pool.h"
@@ -125,12 +126,14 @@ void make(Size size, F&& call) {
 }
 
 // The same where rows stand alone.
-template <class A>
-void make_rows(int64_t rows, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
-  Row row = [=](int64_t row) { (kernels->*kernel)(args, row); };
+void make_rows(int64_t rows, const Row& row) {
   if (!recording) return Call{{row}, {}}({rows, 0});
   if (recording->calls.empty() || recording->calls.back().whole) recording->calls.push_back({{}, {}, recording->taken});
   recording->calls.back().rows.push_back(row);
+}
+template <class A>
+void make_rows(int64_t rows, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
+  make_rows(rows, [=](int64_t row) { (kernels->*kernel)(args, row); });
 }
 
 // --- Ops -------------------------------------------------------------------------------------------------------------
@@ -144,22 +147,24 @@ int64_t panels_of_task(int64_t outputs) {
 using Product = void (*Kernels::*)(const Linear&, int64_t task);
 
 void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
-              int64_t outputs, int64_t rows, int out_type) {
+              int64_t out_stride, int64_t outputs, int64_t rows, int out_type) {
   make({rows, 0}, [=](Size size) {
-    const Linear args{matrix,        at<void>(x), at<float>(x_scales),     at<int32_t>(x_sums),
-                      at<void>(out), size.tokens, panels_of_task(outputs), Type(out_type)};
+    const Linear args{matrix,     at<void>(x), at<float>(x_scales),     at<int32_t>(x_sums), at<void>(out),
+                      out_stride, size.tokens, panels_of_task(outputs), Type(out_type)};
     const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
 }
 
-void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows, int out_type) {
-  multiply(&Kernels::linear, x, x_scales, x_sums, matrix, out, matrix.outputs, rows, out_type);
+void linear(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride,
+            int64_t rows, int out_type) {
+  multiply(&Kernels::linear, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs, rows, out_type);
 }
 
 // Halves of the outputs are whole panels.
-void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t rows, int out_type) {
-  multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, matrix.outputs / 2, rows, out_type);
+void gated(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out, int64_t out_stride,
+           int64_t rows, int out_type) {
+  multiply(&Kernels::gated, x, x_scales, x_sums, matrix, out, out_stride, matrix.outputs / 2, rows, out_type);
 }
 
 // What adapters add to a layer, by their slots: x down to the ranks of all its parts, and from each part's up onto the
@@ -178,7 +183,7 @@ struct Adapters {
 };
 
 // For rows whose slot is one (`slots`, -1 is none) that adds something here.
-void add_low_rank(Address x, Address out, const Adapters& adapters, Address slots, int64_t rows, int64_t outputs) {
+void add_low_rank(Address x, Address out, const Adapters& adapters, Address slots, int64_t rows, int64_t out_stride) {
   make({rows, 0}, [=, &adapters](Size size) {
     thread_local std::vector<int32_t> order;  // rows, those of an adapter together
     thread_local std::vector<char> between;
@@ -206,7 +211,7 @@ void add_low_rank(Address x, Address out, const Adapters& adapters, Address slot
       down.push_back({matrix, at<void>(x), ranks, &order[first], matrix.in, width, count, ceil_div(width, kPanel), 1});
       int64_t rank = 0;
       for (const auto& part : parts) {
-        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, &order[first], width, outputs,
+        up.push_back({part.up, ranks + rank * bytes, at<char>(out) + part.first * bytes, &order[first], width, out_stride,
                       count, panels_of_task(part.up.outputs), part.scale});
         rank += part.up.in;
       }
@@ -235,11 +240,18 @@ Allowed allowed_of(Address bits, const Matrix& matrix, int64_t first = 0) {
   return {bits ? at<uint16_t>(bits) + first * sixteens : nullptr, sixteens};
 }
 
+bool allows_any(const Allowed& a, int64_t row) {
+  if (!a.bits) return true;
+  const uint16_t* bits = a.bits + row * a.sixteens;
+  return std::any_of(bits, bits + a.sixteens, [](uint16_t some) { return some != 0; });
+}
+
+// Writes to `out` which output of each row is the largest, and to `most` how large it is.
 void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address allowed, Address out,
-               int64_t rows) {
+               Address most, int64_t rows) {
   make({rows, 0}, [=](Size size) {
     const Linear product{matrix,  at<void>(x), at<float>(x_scales),            at<int32_t>(x_sums),
-                         nullptr, size.tokens, panels_of_task(matrix.outputs), Type::float32};
+                         nullptr, 0,           size.tokens, panels_of_task(matrix.outputs), Type::float32};
     const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
     std::vector<float> values(product.rows * tasks);
     std::vector<int64_t> places(product.rows * tasks);
@@ -247,7 +259,9 @@ void likeliest(Address x, Address x_scales, Address x_sums, const Matrix& matrix
     pool()->run(ceil_div(product.rows, kernels->linear_rows) * tasks, [&](int64_t task) { kernels->likeliest(args, task); });
     for (int64_t row = 0; row < product.rows; row++) {
       const auto begin = values.begin() + row * tasks;
-      at<int64_t>(out)[row] = places[std::max_element(begin, begin + tasks) - values.begin()];
+      const auto largest = std::max_element(begin, begin + tasks);
+      at<int64_t>(out)[row] = places[largest - values.begin()];
+      at<float>(most)[row] = *largest;
     }
   });
 }
@@ -259,14 +273,14 @@ void sketch(const Sketch& s) {
 // What `likeliest` finds, by a sketch; false where that has no bounds, since something is too large or no number, or where
 // too much is left to compute for it to be worth it.
 bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x_sums, const Sketch& sketch,
-                         Address allowed, Address out, int64_t rows) {
+                         Address allowed, Address out, Address most, int64_t rows) {
   thread_local std::vector<Candidate> candidates;  // kept, since to get and clear memory would take as long as the rest
   const Matrix& m = sketch.whole;
   const auto threads = pool();
   for (int64_t first = 0; first < rows; first += kernels->linear_rows) {
     const int64_t some = std::min(kernels->linear_rows, rows - first), width = (m.in + 7) / 8 * 8;
     const Linear product{sketch.rounded, at<int8_t>(rounded) + first * width, at<float>(x_scales) + first,
-                         at<int32_t>(x_sums) + first, nullptr, some, panels_of_task(m.outputs), Type::float32};
+                         at<int32_t>(x_sums) + first, nullptr, 0, some, panels_of_task(m.outputs), Type::float32};
     const int64_t tasks = ceil_div(m.outputs, kPanel * product.panels), room = some * product.panels * (kPanel / 16);
     std::vector<float> lengths(some), off(some);
     std::vector<std::atomic<float>> least(some);
@@ -293,10 +307,13 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
     each([&](Candidate& c) {
       if (!best[c.row] || c.value > best[c.row]->value) best[c.row] = &c;
     });
-    if (std::find(best.begin(), best.end(), nullptr) != best.end()) return false;  // something is no number
-    threads->run(some, [&](int64_t row) { kernels->settle(args, *best[row]); });
+    for (int64_t row = 0; row < some; row++)
+      if (!best[row] && allows_any(args.allowed, row)) return false;  // something is no number
+    threads->run(some, [&](int64_t row) {
+      if (best[row]) kernels->settle(args, *best[row]);
+    });
     for (const Candidate* c : best)
-      if (!std::isfinite(c->value)) return false;
+      if (c && !std::isfinite(c->value)) return false;
     each([&](Candidate& c) {
       if (&c != best[c.row] && c.value >= best[c.row]->value) others.push_back(&c);
     });
@@ -306,8 +323,11 @@ bool likeliest_by_sketch(Address x, Address rounded, Address x_scales, Address x
       Candidate*& known = best[c->row];
       if (c->value > known->value || (c->value == known->value && c->sixteen < known->sixteen)) known = c;
     }
-    for (int64_t row = 0; row < some; row++)
-      at<int64_t>(out)[first + row] = int64_t(best[row]->sixteen) * 16 + best[row]->lane;
+    for (int64_t row = 0; row < some; row++) {
+      const Candidate* c = best[row];
+      at<int64_t>(out)[first + row] = c ? int64_t(c->sixteen) * 16 + c->lane : 0;
+      at<float>(most)[first + row] = c ? c->value : -INFINITY;
+    }
   }
   return true;
 }
@@ -318,8 +338,8 @@ void quantize(Address x, Address out, Address scales, Address sums, int64_t rows
             Quantize{at<void>(x), at<int8_t>(out), at<float>(scales), at<int32_t>(sums), in, padded, group, Type(type)});
 }
 
-void gather(Address ids, const Matrix& matrix, Address out, int64_t rows) {
-  make_rows(rows, &Kernels::gather, Gather{matrix, at<int64_t>(ids), at<void>(out)});
+void gather(Address ids, const Matrix& matrix, Address out, int64_t first, int64_t rows) {
+  make_rows(rows, &Kernels::gather, Gather{matrix, at<int64_t>(ids), at<void>(out), first});
 }
 
 // Not as calls by rows are made, since it reads other rows than it writes.
@@ -330,6 +350,10 @@ void take(Address x, Address rows, Address out, int64_t count, int64_t row_bytes
       memcpy(at<char>(out) + row * row_bytes, at<char>(x) + at<int64_t>(rows)[row] * row_bytes, row_bytes);
     });
   });
+}
+
+void copy(Address x, Address out, int64_t rows, int64_t row_bytes) {
+  make_rows(rows, [=](int64_t row) { memcpy(at<char>(out) + row * row_bytes, at<char>(x) + row * row_bytes, row_bytes); });
 }
 
 void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
@@ -349,8 +373,8 @@ void rope(Address x, Address out, Address positions, Address table, int64_t toke
             Rope{at<void>(x), at<void>(out), at<int64_t>(positions), at<float>(table), heads, dim, stride, Type(type)});
 }
 
-void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int type) {
-  make_rows(rows, &Kernels::silu_mul, SiluMul{at<void>(gate_up), at<void>(out), width, Type(type)});
+void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int64_t out_stride, int type) {
+  make_rows(rows, &Kernels::silu_mul, SiluMul{at<void>(gate_up), at<void>(out), width, out_stride, Type(type)});
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
@@ -362,7 +386,7 @@ void store(Address k, Address v, Address cache, Address slots, int64_t tokens, i
 
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-               int64_t table_width, int64_t window, float scale, int type, bool rounded) {
+               int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded) {
   make({0, sequences}, [=](Size size) {
     const int32_t* starts = at<int32_t>(query_starts);
     std::vector<int32_t> tiles;
@@ -376,9 +400,14 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
     const int64_t tasks = int64_t(tiles.size()) / 2 * kv_heads;
     const Attention args{at<void>(q), at<void>(out), at<void>(cache), at<int32_t>(block_tables), starts,
                          at<int32_t>(lengths), tiles.data(), tasks, heads, kv_heads, dim, block_size, table_width,
-                         window, scale, Type(type), rounded};
+                         window, out_stride, scale, Type(type), rounded};
     pool()->run(tasks, [&](int64_t task) { kernels->attention(args, task); });
   });
+}
+
+// Waits for the other ranks.
+void barrier(Group& group) {
+  make({0, 0}, [&group](Size) { group.barrier(); });
 }
 
 // --- Limits ----------------------------------------------------------------------------------------------------------
@@ -439,6 +468,14 @@ NB_MODULE(_kernels, m) {
       .def("record", [](Tape* self) { recording = self; })
       .def("stop", [](Tape*) { recording = nullptr; })
       .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Group>(m, "Group")
+      .def("__init__",
+           [](Group* self, Address memory, int rank, int size, int spins, double seconds) {
+             new (self) Group(at<void>(memory), rank, size, spins, seconds);
+           })
+      .def_ro_static("RANK_BYTES", &Group::kRankBytes)
+      .def("begin", &Group::begin)
+      .def("end", &Group::end, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Sketch>(m, "Sketch")
       .def("__init__",
            [](Sketch* self, const Matrix& whole, const Matrix& rounded, Address off, Address lengths) {
@@ -465,9 +502,11 @@ NB_MODULE(_kernels, m) {
   m.def("gather", &gather, free);
   m.def("take", &take, free);
   m.def("pack", &pack, free);
+  m.def("copy", &copy, free);
   m.def("norm", &norm, free);
   m.def("rope", &rope, free);
   m.def("silu_mul", &silu_mul, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
+  m.def("barrier", &barrier, free);
 }

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import executors
 import httpx
 import pytest
 from serving import Servers
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LONG = (
-    "installed exactness storm several_models server server_schema async_llm guided run_batch chat llm together hub "
-    "ops speculation lora bladellm kserve seed_paddlenlp chat_prompts paddlenlp_server logprobs bench_serve search"
+    "installed exactness storm tensor_parallel several_models server server_schema async_llm guided run_batch chat llm "
+    "together hub ops speculation lora bladellm kserve seed_paddlenlp chat_prompts paddlenlp_server logprobs "
+    "bench_serve search"
 ).split()
 """Files that take longest are begun first, so that no process is left with one of them when the others are done."""
 
@@ -33,6 +35,7 @@ EVERY_CORE = frozenset(os.sched_getaffinity(0))
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # of xdist, which begins with the files of most tests
     _share_cores()
+    executors.set_default()
     # A server compiles its modules anew each time it starts where Python may not keep what it has compiled.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -7,6 +7,7 @@ answers are known beforehand. Nothing may be lost: who was taken on is answered,
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import TO_START, Served, belongings
 
 from penstock import LLM, SamplingParams
-from penstock.engine.service import wire
+from penstock.engine.service import messages as engine_messages
 from penstock.frontend.gateway import NUM_ENCODE_THREADS
 
 HANGS = 120.0
@@ -105,7 +106,7 @@ class Question:
 
 def questions(long: int = 100, kinds: int = 8) -> list[Question]:
     """Chats and plain completions, streamed and whole, of 1 to ``long`` tokens, answered by ``LLM``."""
-    llm = LLM(num_gpu_blocks_override=400)
+    llm = oracle()
     lengths, topics = [1, 7, long // 2, long, long], ["a fox", "两只狐狸", "the sea", "a 🦊", "bread", "月亮"]
     return [
         answered(llm, topics[i % len(topics)], lengths[i % len(lengths)], chat=i % 2 == 1, stream=i % 4 != 2)
@@ -113,9 +114,16 @@ def questions(long: int = 100, kinds: int = 8) -> list[Question]:
     ]
 
 
+@functools.cache
+def oracle() -> LLM:
+    """Who knows the right answers."""
+    return LLM(num_gpu_blocks_override=400)
+
+
+@functools.cache
 def endless() -> Question:
     """A stream of many seconds where many are asked for."""
-    return answered(LLM(num_gpu_blocks_override=400), "the sea", 1500, chat=True, stream=True)
+    return answered(oracle(), "the sea", 1500, chat=True, stream=True)
 
 
 def answered(llm: LLM, topic: str, tokens: int, chat: bool, stream: bool) -> Question:
@@ -644,7 +652,7 @@ async def api_held_up(asked: Sequence[Question], count: int, shared: Served | No
             at = len(served.lines)
             os.kill(api, signal.SIGSTOP)
             try:
-                await asyncio.to_thread(served.find, "fallen silent", at, 4 * wire.LEASE)
+                await asyncio.to_thread(served.find, "fallen silent", at, 4 * engine_messages.CLIENT_TIMEOUT)
             finally:
                 os.kill(api, signal.SIGCONT)
             tally.heard = await asyncio.gather(*tasks)

@@ -19,7 +19,7 @@ import zmq
 
 from penstock import LLM, AsyncLLM, PenstockError, SamplingParams
 from penstock.core import Code
-from penstock.engine.service import wire
+from penstock.engine.service import messages as engine_messages
 from penstock.frontend.outputs import RequestOutput
 
 STORY = [{"role": "user", "content": "Tell me a story."}]
@@ -205,7 +205,7 @@ def test_an_engine_that_was_held_up_keeps_its_clients() -> None:
             stream = llm.chat(STORY, LONG)
             await first(stream)
             os.kill(llm.ready.pid, signal.SIGSTOP)
-            await asyncio.sleep(wire.LEASE + 1)
+            await asyncio.sleep(engine_messages.CLIENT_TIMEOUT + 1)
             os.kill(llm.ready.pid, signal.SIGCONT)
             assert len((await last(stream)).outputs[0].token_ids) == 1500
 

@@ -140,7 +140,7 @@ SAMPLES = [
 
 
 def test_figures_are_those_of_hand() -> None:
-    found = report.figures(SAMPLES, [50, 99], ["ttft", "tpot", "itl", "e2el"], {})
+    found = report.compute_results(SAMPLES, [50, 99], ["ttft", "tpot", "itl", "e2el"], {})
     assert (found["completed"], found["refused"], found["failed"]) == (3, 1, 1)
     assert found["errors"] == {"429 full": 1, "500 broken": 1}
     assert (found["total_input_tokens"], found["total_cached_tokens"], found["total_output_tokens"]) == (30, 8, 9)
@@ -169,11 +169,11 @@ def test_figures_are_those_of_hand() -> None:
     ],
 )
 def test_goodput_counts_what_keeps_every_limit(limits: dict[str, float], kept: int) -> None:
-    assert report.figures(SAMPLES, [], [], limits)["request_goodput"] == pytest.approx(kept / 2.0)
+    assert report.compute_results(SAMPLES, [], [], limits)["request_goodput"] == pytest.approx(kept / 2.0)
 
 
 def test_the_table_tells_figures_and_doubts() -> None:
-    found = report.figures(SAMPLES[2:], [99.9], ["ttft", "itl"], {"ttft": 250})
+    found = report.compute_results(SAMPLES[2:], [99.9], ["ttft", "itl"], {"ttft": 250})
     said = report.table(found | {"model_id": "m", "client_cpu": 0.95}, [99.9], ["ttft", "itl"])
     assert "1 ok, 1 refused, 1 failed" in said
     assert re.search(r"^TTFT +300.00 +300.00 +300.00$", said, re.MULTILINE)

@@ -281,7 +281,7 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     ("flags", "words"),
     [
         ("--max_gpu_memory 1", "unknown argument --max_gpu_memory; did you mean --max_gpu_memory_utilization?"),
-        ("--tensor_parallel_size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device"),
+        ("--tensor_parallel_size 0", "tensor_parallel_size: "),
         ("--pipeline_parallel_size=4", "--pipeline_parallel_size: '4' is wrong"),
         ("--kv_cache_quant fp8_e4m3", "--kv_cache_quant: 'fp8_e4m3' is wrong: it is none of no_quant, int8"),
         ("--gamma 4", "--gamma: does not go with --decode_algo normal"),
@@ -447,17 +447,12 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
 
 @pytest.mark.row("bladellm", "blade_llm_split")
 def test_a_split_folder_leads_to_the_checkpoint(shell: Shell) -> None:
-    words = "split: leads to the checkpoint, which needs no splitting\n"
+    words = "split: leads to the checkpoint, of which each rank reads its own part (--tensor_parallel_size)\n"
     for _ in range(2):
-        command = f"blade_llm_split --tensor_parallel_size 1 --model {demo.CHAT} --output_dir split"
+        command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
         assert shell.says(command) == words
     found = {file.name: file.resolve() for file in (shell.folder / "split").iterdir()}
     assert found == {file.name: file.resolve() for file in demo.CHAT.iterdir()}
-    ran = shell.run(
-        "blade_llm_split --tensor_parallel_size 2 --model ./local/llama_model_dir --output_dir ./llama_split_2_2"
-    )
-    words = "--tensor_parallel_size: 2 is not there yet; 1 is: a model runs on one device"
-    assert (ran.returncode, ran.stderr) == (2, f"blade_llm_split: {words}\n")
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What an sdist holds, of the package only its first file."""
+    """What an sdist holds, of the package only its first file and the version."""
     folder = tmp_path / "penstock"
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "src" / "penstock").mkdir(parents=True)
-    shutil.copy(ROOT / "src" / "penstock" / "__init__.py", folder / "src" / "penstock")
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "src" / "penstock" / name, folder / "src" / "penstock")
     return folder
 
 

@@ -13,13 +13,13 @@ import openai
 import pytest
 import torch
 from checkpoints import SMALL, save
+from executors import engine_options
 from peft import LoraConfig, get_peft_model
 from serving import Served
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, LoRARequest, PenstockError, PoolingParams, SamplingParams, demo
-from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest
 from penstock.engine.engine import Engine
 
@@ -116,7 +116,7 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
         return found
 
     fixed = OPTIONS | {"model": str(qwen3), "max_model_len": 256} | options
-    lone, alone = Engine(EngineOptions(**fixed, enable_prefix_caching=False)), dict[str, bytes]()
+    lone, alone = Engine(engine_options(**fixed, enable_prefix_caching=False)), dict[str, bytes]()
     for request in requests:
         alone |= run(lone, [request])
     assert len(alone) == 12
@@ -129,7 +129,7 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
             "swap_space": 0.001,
             "max_num_partial_prefills": 3,
         }
-        engine = Engine(EngineOptions(**fixed | drawn))
+        engine = Engine(engine_options(**fixed | drawn))
         assert run(engine, rng.sample(requests, len(requests))) == alone
         preempted += engine.scheduler.preemptions
     assert preempted > 12

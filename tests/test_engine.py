@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import SMALL, save
+from executors import FailingDevice, engine_options
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.spec.ngram import NGramDrafter
 from penstock.engine.spec.speculation import MOST_FAILURES
 
-cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 BROKEN = 299
 """A token whose embedding is not a number: so is all that a model makes of a prompt with it."""
@@ -42,7 +42,7 @@ def spoil(folder: Path, tokens: slice) -> None:
 
 def start(checkpoint: Path, **options: Any) -> Engine:
     fixed = {"model": str(checkpoint), "dtype": "float32", "weight_cache_dir": "none", "max_model_len": LONGEST}
-    return Engine(EngineOptions(**fixed | {"num_gpu_blocks_override": BLOCKS, "block_size": SIZE} | options))
+    return Engine(engine_options(**fixed | {"num_gpu_blocks_override": BLOCKS, "block_size": SIZE} | options))
 
 
 def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
@@ -143,29 +143,23 @@ def test_what_leaves_no_token_is_refused(checkpoint: Path, params: dict[str, Any
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many of the next calls of a kernel fail, as those of a device that has failed do."""
-    calls, whole = [0], cpu.copy_blocks
-
-    def copy_blocks(*args: Any) -> None:
-        if calls[0]:
-            calls[0] -= 1
-            raise RuntimeError("the device has failed")
-        whole(*args)
-
-    monkeypatch.setattr(cpu, "copy_blocks", copy_blocks)
-    yield calls
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FailingDevice:
+    return FailingDevice(tmp_path, monkeypatch)
 
 
-def test_a_step_that_fails_ends_its_requests_alone(checkpoint: Path, broken: list[int]) -> None:
-    engine = start(checkpoint, max_num_seqs=2)
+EXECUTORS = pytest.mark.parametrize("backend", ["uni", "mp"])
+
+
+@EXECUTORS
+def test_a_step_that_fails_ends_its_requests_alone(checkpoint: Path, device: FailingDevice, backend: str) -> None:
+    engine = start(checkpoint, max_num_seqs=2, distributed_executor_backend=backend)
     waiting = request("waiting", [9, 9, 9])
     alone = run(engine, [waiting])
     for number in range(2):
         engine.add(request(str(number), [1, 2, 3, number]))
     engine.step()
     engine.add(waiting)
-    broken[0] = 1
+    device.fail(1)
     failed = engine.step()
     assert {delta.request_id for delta in failed} == {"0", "1"}
     assert all(delta.failure and delta.failure.code is Code.INTERNAL for delta in failed)
@@ -173,11 +167,14 @@ def test_a_step_that_fails_ends_its_requests_alone(checkpoint: Path, broken: lis
     assert bits(run(engine, [])) == bits(alone)
 
 
-def test_a_device_that_has_failed_ends_all_requests_and_the_engine(checkpoint: Path, broken: list[int]) -> None:
-    engine = start(checkpoint, max_num_seqs=2)
+@EXECUTORS
+def test_a_device_that_has_failed_ends_all_requests_and_the_engine(
+    checkpoint: Path, device: FailingDevice, backend: str
+) -> None:
+    engine = start(checkpoint, max_num_seqs=2, distributed_executor_backend=backend)
     for number in range(4):
         engine.add(request(str(number), [1, 2, 3, number], n=2))
-    broken[0] = 10**6
+    device.fail()
     ended = engine.step()
     assert sorted((delta.request_id, delta.sequence) for delta in ended) == [
         (str(number), sequence) for number in range(4) for sequence in range(2)
@@ -222,3 +219,13 @@ def test_a_guess_that_fails_ends_the_guessing_of_its_sequence(
     assert bits(run(engine, asked)) == bits(plain)
     assert engine.speculation and engine.speculation.counts.drafts > 0
     assert len(caplog.records) == 1 and "for its sequences" in caplog.text
+
+
+def test_a_failed_draw_accepts_no_draft(checkpoint: Path) -> None:
+    """The second token that is generated has a draft, and nothing is allowed in its place."""
+    params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
+    engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
+    found = run(engine, [request("none", [5, 6] * 8, temperature=0, return_perf_metrics=True, **params)])
+    assert found["none", 0].failure and engine.speculation
+    counts = engine.speculation.counts
+    assert (counts.drafts, counts.accepted_tokens) == (1, 0)

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from executors import FailingDevice, engine_options
 
 from penstock import demo
-from penstock.config.options import EngineOptions, LogOptions
+from penstock.config.options import LogOptions
 from penstock.core import (
     Code,
     EngineRequest,
@@ -25,37 +26,26 @@ from penstock.core import (
     TokenDelta,
     Vocabulary,
 )
-from penstock.engine.service import wire
+from penstock.engine.service import messages as engine_messages
 
-OPTIONS = EngineOptions(num_gpu_blocks_override=200, block_size=16, max_model_len=512)
-FAILING = """
-import os, sys
-from penstock.engine.service import server
-from penstock.ops import cpu
-whole = cpu.copy_blocks
-def copy_blocks(*args):
-    if os.path.exists({flag!r}):
-        raise RuntimeError("the device has failed")
-    whole(*args)
-cpu.copy_blocks = copy_blocks
-server.main()
-"""
+OPTIONS = engine_options(num_gpu_blocks_override=200, block_size=16, max_model_len=512)
+COMMAND = (sys.executable, "-m", "penstock.engine.service.server")
 
 
 class Client:
     """An engine process of its own, and a socket to it."""
 
-    def __init__(self, folder: Path, command: list[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         address = f"ipc://{folder}/engine"
         self._log = folder / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+                [*COMMAND, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdin and self.process.stdout
         with self.process.stdin as stdin:
-            stdin.write(msgspec.json.encode(wire.Start(OPTIONS, LogOptions(), os.getpid())))
-        assert isinstance(wire.decode_report(self.process.stdout.readline()), wire.Ready)
+            stdin.write(msgspec.json.encode(engine_messages.Start(OPTIONS, LogOptions(), os.getpid())))
+        assert isinstance(engine_messages.decode_start_report(self.process.stdout.readline()), engine_messages.Ready)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(address)
         self._beaten = 0.0
@@ -65,12 +55,16 @@ class Client:
 
     def add(self, name: str, **params: Any) -> None:
         sampling = SamplingParams(**{"ignore_eos": True} | params)
-        self.send(wire.encode(wire.Add(EngineRequest(request_id=name, prompt=[1, 2, 3], sampling=sampling))))
+        self.send(
+            engine_messages.encode(
+                engine_messages.Add(EngineRequest(request_id=name, prompt=[1, 2, 3], sampling=sampling))
+            )
+        )
 
     def _beat(self) -> None:
-        if time.monotonic() - self._beaten > wire.BEAT:
+        if time.monotonic() - self._beaten > engine_messages.KEEP_ALIVE_INTERVAL:
             self._beaten = time.monotonic()
-            self.send(wire.encode(wire.Beat()))
+            self.send(engine_messages.encode(engine_messages.KeepAlive()))
 
     def deltas(self, enough: Callable[[list[TokenDelta]], bool], limit: float = 60.0) -> list[TokenDelta]:
         """What comes until it is enough."""
@@ -81,8 +75,8 @@ class Client:
             assert time.monotonic() < deadline, found
             self._beat()
             if self._socket.poll(100):
-                heard = wire.decode_from_engine(self._socket.recv())
-                found += heard.deltas if isinstance(heard, wire.Deltas) else []
+                heard = engine_messages.decode_from_engine(self._socket.recv())
+                found += heard.deltas if isinstance(heard, engine_messages.Deltas) else []
         return found
 
     def find(self, words: str, limit: float = 60.0) -> None:
@@ -107,7 +101,7 @@ def ended(*names: str) -> Callable[[list[TokenDelta]], bool]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    client = Client(tmp_path_factory.mktemp("engine"), ["-m", "penstock.engine.service.server"])
+    client = Client(tmp_path_factory.mktemp("engine"))
     yield client
     client.close()
 
@@ -159,20 +153,24 @@ def test_what_is_no_message_is_passed_over(engine: Client) -> None:
 
 def test_what_tokens_spell_is_read_before_a_request_is_guided(engine: Client) -> None:
     """While nothing runs, as it would hold up what does."""
-    engine.send(wire.encode(wire.Learn(Vocabulary((demo.CHAT / "tokenizer.json").read_text(), [0]))))
-    engine.find("guided decoding knows what tokens spell")
+    engine.send(
+        engine_messages.encode(
+            engine_messages.SetVocabulary(Vocabulary((demo.CHAT / "tokenizer.json").read_text(), [0]))
+        )
+    )
+    engine.find("guided decoding has read the vocabulary")
     form = GuidedDecodingParams(regex="[ab]{3}")
     engine.add("guided", guided_decoding=form, ignore_eos=False)
     assert engine.deltas(ended("guided"))[-1].finished is FinishReason.STOP
 
 
-def test_a_device_that_has_failed_ends_requests_and_process(tmp_path: Path) -> None:
-    flag = tmp_path / "failed"
-    client = Client(tmp_path, ["-c", FAILING.format(flag=str(flag))])
+def test_a_device_that_has_failed_ends_requests_and_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FailingDevice(tmp_path, monkeypatch)
+    client = Client(tmp_path)
     try:
         client.add("running", max_tokens=500)
         client.deltas(lambda found: len(found) > 2)
-        flag.touch()
+        device.fail()
         client.add("more", max_tokens=5)
         failed = [delta for delta in client.deltas(ended("running", "more")) if delta.finished]
         assert all(delta.failure for delta in failed)

@@ -17,13 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from checkpoints import SMALL, save
 from serving import Served
 from transformers import Qwen3Config
 
 from penstock.config.options import EngineOptions
-from penstock.core import Code, EngineRequest, FinishReason, PenstockError, SamplingParams, TokenDelta
+from penstock.core import (
+    Code,
+    EngineRequest,
+    FinishReason,
+    PenstockError,
+    PoolingParams,
+    SamplingParams,
+    TokenDelta,
+)
 from penstock.engine.engine import Engine
 from penstock.engine.executor.ring import Descriptors, PeerLostError, Reader, Writer
 
@@ -40,10 +49,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(checkpoint: Path, **options: Any) -> Engine:
+def options(checkpoint: Path, **more: Any) -> EngineOptions:
     fixed = {"model": str(checkpoint), "dtype": "float32", "weight_cache_dir": "none", "max_model_len": 256}
     fixed |= {"num_gpu_blocks_override": 40, "block_size": 16, "distributed_executor_backend": "mp"}
-    return Engine(EngineOptions(**fixed | options))
+    return EngineOptions(**fixed | more)
+
+
+def start(checkpoint: Path, **more: Any) -> Engine:
+    return Engine(options(checkpoint, **more))
 
 
 def request(name: str, **params: Any) -> EngineRequest:
@@ -102,59 +115,71 @@ def test_a_worker_that_hangs_is_killed(checkpoint: Path, depth: int) -> None:
     assert f"the worker of rank 0 (process {worker}) has not answered in time" in message
 
 
-def test_a_step_that_fails_in_a_worker_ends_its_requests_and_then_the_engine(checkpoint: Path, tmp_path: Path) -> None:
-    """Once a step, then each of them, as after an error of a device that stays."""
-    flag = tmp_path / "fails"
+def test_an_answer_too_large_to_send_is_an_error_of_its_step(checkpoint: Path, tmp_path: Path) -> None:
+    """Hidden states of 4 GiB; memory of that size that nobody writes takes none."""
+    flag = tmp_path / "large"
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
-        import os, pathlib
-        from penstock.ops import cpu
-        whole = cpu.copy_blocks
+        import pathlib
+        import numpy, torch
+        whole = torch.Tensor.numpy
         flag = pathlib.Path({str(flag)!r})
-        def copy_blocks(*args):
-            if flag.exists():
-                if flag.read_text() == "once":
-                    flag.unlink()
-                raise RuntimeError("the device has failed")
-            whole(*args)
-        cpu.copy_blocks = copy_blocks
+        def to_numpy(self, **options):
+            if self.ndim == 2 and self.dtype is torch.float32 and flag.exists():
+                return numpy.zeros((2**24, 64), numpy.float32)
+            return whole(self, **options)
+        torch.Tensor.numpy = to_numpy
         """)
     )
     path = os.environ.get("PYTHONPATH", "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{tmp_path}:{path}")
-        engine = start(checkpoint, max_num_seqs=2)
+        engine = start(checkpoint)
+    embed = msgspec.structs.replace(request("embed"), pooling=PoolingParams(pooling_type="mean"))
     with closing(engine):
-        for number in range(3):
-            engine.add(request(str(number)))
-        engine.step()
-        flag.write_text("once")
-        failed = engine.step()
-        assert {delta.request_id for delta in failed} == {"0", "1"}
-        assert all(delta.failure and delta.failure.code is Code.INTERNAL for delta in failed)
-        assert engine.failure is None
-        assert [delta.finished for delta in run(engine) if delta.finished] == [FinishReason.LENGTH]
-        engine.add(request("last"))
-        flag.write_text("always")
-        assert [delta.finished for delta in run(engine)] == [FinishReason.ERROR]
-        assert engine.failure is not None and engine.failure.code is Code.UNAVAILABLE
+        flag.touch()
+        engine.add(embed)
+        (delta,) = run(engine)
+        assert delta.failure and delta.failure.code is Code.INTERNAL
+        flag.unlink()
+        engine.add(embed)
+        assert [delta.embedding is not None for delta in run(engine)] == [True]
+
+
+def test_logits_of_a_prompt_too_large_to_send_are_refused(tmp_path: Path) -> None:
+    """Of 8,192 tokens and 131,072 logits each, of four bytes."""
+    config = Qwen3Config(
+        **SMALL | {"vocab_size": 2**17, "max_position_embeddings": 8300, "num_hidden_layers": 1}, head_dim=32
+    )
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    options = {"load_format": "dummy", "max_model_len": 8200, "num_gpu_blocks_override": 520}
+    with closing(start(tmp_path, distributed_executor_backend="uni", **options)) as engine:
+        sampling = SamplingParams(max_tokens=1, return_context_logits=True)
+        for prompt, returned in ((8191, True), (8192, False)):
+            params = sampling.replace(return_context_logits=returned)
+            engine.check(EngineRequest(request_id="fits", prompt=[1] * prompt, sampling=params))
+        with pytest.raises(PenstockError) as refused:
+            engine.add(EngineRequest(request_id="larger", prompt=[1] * 8192, sampling=sampling))
+    assert refused.value.failure.code is Code.INVALID and refused.value.failure.field == "return_context_logits"
 
 
 def test_a_worker_ends_with_its_engine(checkpoint: Path) -> None:
     """kill -9 of the engine's process, in the middle of a step."""
-    code = textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from pathlib import Path
-        from test_executors import request, start
-        engine = start(Path({str(checkpoint)!r}))
+    code = textwrap.dedent("""
+        import sys, msgspec
+        from penstock.config.options import EngineOptions
+        from penstock.core import EngineRequest
+        from penstock.engine.engine import Engine
+        engine = Engine(msgspec.json.decode(sys.argv[1], type=EngineOptions))
         print("ready", flush=True)
         while True:
-            engine.add(request("again"))
+            engine.add(msgspec.json.decode(sys.argv[2], type=EngineRequest))
             while engine.busy:
                 engine.step()
         """)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    arguments = [msgspec.json.encode(one) for one in (options(checkpoint), request("again"))]
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
         worker = os.pidfd_open(worker_of(process.pid))
         process.kill()
@@ -243,9 +268,9 @@ def test_a_ring_carries_messages_in_their_order(ring: tuple[Writer, Reader, int]
     writer, reader, alive = ring
     messages = [bytes([number % 256]) * (number % 40) for number in range(500)]
     for message in messages:
-        assert not reader.waiting()
+        assert not reader.has_message()
         writer.send(message, time.monotonic() + 10)
-        assert reader.waiting()
+        assert reader.has_message()
         assert reader.receive(time.monotonic() + 10) == message
     os.close(alive)
 

@@ -166,7 +166,7 @@ def test_what_has_no_meaning_here_is_said() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tensor-parallel-size 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device"),
+        ("--tensor-parallel-size 0", "tensor_parallel_size: "),
         ("--data-parallel-size 2", "--data_parallel_size: '2' is wrong"),
         ("--splitwise-role prefill", "--splitwise_role: 'prefill' is wrong: separate prefill and decode instances"),
         ("--innode-prefill-ports 8004", "--innode_prefill_ports: '8004' is wrong: separate prefill"),

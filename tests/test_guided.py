@@ -18,7 +18,7 @@ from serving import Served, Servers
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.core import Code
-from penstock.core.guided import closed
+from penstock.core.guided import disallow_additional_properties
 
 PERSON = {
     "type": "object",
@@ -189,14 +189,14 @@ OWN = [put_together("tag", begin="<tool_call>", content=NUMBER, end="</tool_call
         (put_together("triggered_tags", triggers=["<"], at_least_one=True, **TAGS), "at_least_one of triggered_tags"),
         (put_together("star", content=put_together("triggered_tags", triggers=["<"], **TAGS)), "triggered_tags within"),
         (put_together("json_schema", json_schema={"uniqueItems": True}), "uniqueItems"),
-        (put_together("json_schema", json_schema={"const": "<think>"}), "token of its own"),
+        (put_together("json_schema", json_schema={"const": "<think>"}), "added token"),
         (put_together("json_schema", json_schema=False), "not|nothing"),
         (put_together("const_string", value="ab<|im_end|>cd"), "<|im_end|>.*ends every output"),
         (put_together("triggered_tags", triggers=["<"], tags=OWN), "part of a token of '<tool_call>'"),
         (put_together("triggered_tags", triggers=["<tool", "<"], tags=OWN), "several triggers"),
         (
             functools.reduce(lambda part, _: put_together("star", content=part), range(600), AB),
-            "formats within each other",
+            "nested formats",
         ),
     ],
     ids=lambda value: str(value)[:40],
@@ -218,7 +218,7 @@ def test_objects_are_closed_where_that_is_asked_for(llm: LLM) -> None:
     schema = {"type": "object", "properties": inner, "required": list(inner)}
     shut = thing(additionalProperties=False)
     expected = inner | {"properties": shut, "any": {"anyOf": [shut]}, "list": inner["list"] | {"items": shut}}
-    assert closed(schema) == schema | {"properties": expected, "additionalProperties": False}
+    assert disallow_additional_properties(schema) == schema | {"properties": expected, "additionalProperties": False}
     strict = LLM(guided_decoding_disable_additional_properties=True, num_gpu_blocks_override=50)
     form = {"type": "object", "properties": {"list": inner["list"], "any": thing()}, "required": ["list", "any"]}
     dense = GuidedDecodingParams(json=form, disable_any_whitespace=True)
@@ -302,7 +302,7 @@ REFUSED = {
     ],
 )
 def test_tokens_of_their_own_are_no_text(llm: LLM, form: dict[str, Any]) -> None:
-    with pytest.raises(PenstockError, match="token of its own") as caught:
+    with pytest.raises(PenstockError, match="added token") as caught:
         llm.generate("x", sampling(guided(**form)), use_tqdm=False)
     assert caught.value.failure.code is Code.UNSUPPORTED
 
@@ -322,7 +322,7 @@ def test_a_tag_may_be_a_token_of_its_own(llm: LLM) -> None:
 
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: str) -> None:
-    named = "not" if keyword == "lenient" else keyword
+    named = {"lenient": "not", "nothing": "no output matches it"}.get(keyword, keyword)
     with pytest.raises(PenstockError, match=rf"guided_json.*\b{named}\b") as caught:
         llm.generate("x", sampling(guided(json=REFUSED[keyword])))
     assert caught.value.failure.code is Code.UNSUPPORTED
@@ -346,7 +346,7 @@ LEAST = -(2**63)
 )
 def test_a_number_that_ends_the_process_is_refused(llm: LLM, form: dict[str, Any]) -> None:
     """llguidance calls itself until the stack is used up."""
-    with pytest.raises(PenstockError, match=r"cannot be kept to: numbers below"):
+    with pytest.raises(PenstockError, match=r"not supported: numbers below"):
         llm.generate("x", sampling(guided(**form)))
     (output,) = llm.generate("x", sampling(guided(json={"enum": [LEAST + 1024]})), use_tqdm=False)
     assert json.loads(output.outputs[0].text) == LEAST + 1024
@@ -383,7 +383,7 @@ REFUSED_BY_XGRAMMAR: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("named", REFUSED_BY_XGRAMMAR)
 @pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
 def test_nothing_is_passed_over(llm: LLM, named: str) -> None:
-    with pytest.raises(PenstockError, match=f"cannot be kept to by xgrammar: .*{named}") as caught:
+    with pytest.raises(PenstockError, match=f"not supported by xgrammar: .*{named}") as caught:
         llm.generate("x", sampling(guided(**REFUSED_BY_XGRAMMAR[named])))
     assert caught.value.failure.code is Code.UNSUPPORTED
 

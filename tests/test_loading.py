@@ -18,21 +18,25 @@ from penstock.layers import BuildContext, ColumnParallelLinear
 from penstock.models import load_model, read_config
 from penstock.models.registry import find_family
 from penstock.models.weights import Checkpoint
-from penstock.parallel import Group
+from penstock.parallel import SINGLE_RANK, Group, shard_heads, shard_outputs
+from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
 
 CPU = torch.device("cpu")
-WHOLE = ("embed_tokens", "lm_head", "norm")
-"""What every rank reads whole."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    save(Qwen2Config(**SMALL | {"hidden_size": 128, "intermediate_size": 256}), folder)
+    save(Qwen2Config(**SMALL | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}), folder)
     return folder
 
 
-def context(folder: Path, group: Group) -> tuple[BuildContext, Checkpoint]:
+def groups(size: int) -> list[Group]:
+    memory = create_memory()
+    return [SharedMemoryGroup(memory, rank, size) for rank in range(size)]
+
+
+def context(folder: Path, group: Group = SINGLE_RANK) -> tuple[BuildContext, Checkpoint]:
     weights = Checkpoint(folder)
     return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, 64, group=group), weights
 
@@ -41,10 +45,10 @@ def context(folder: Path, group: Group) -> tuple[BuildContext, Checkpoint]:
 def test_a_rank_reads_its_own_rows(folder: Path, ranks: int) -> None:
     config = read_config(folder)
     stored = load_file(folder / "model.safetensors")
-    whole = sum(tensor.nbytes for name, tensor in stored.items() if any(part in name for part in WHOLE))
+    whole = sum(tensor.nbytes for name, tensor in stored.items() if "norm" in name)
     split = sum(tensor.nbytes for tensor in stored.values()) - whole
-    for rank in range(ranks):
-        build, weights = context(folder, Group(rank, ranks))
+    for group in groups(ranks):
+        build, weights = context(folder, group)
         find_family(config.architecture, config.architecture).build(build, config, 0)
         assert weights.bytes_read == whole + split / ranks
 
@@ -66,17 +70,33 @@ def test_outputs_of_ranks_are_those_of_one(folder: Path) -> None:
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
 
     def parts(group: Group) -> list[Tensor]:
-        layer = ColumnParallelLinear(context(folder, group)[0], names, 128, sizes, bias=True)
-        return list(layer(x).split([size // group.size for size in sizes], -1))
+        shards = [shard_outputs(group, size) for size in sizes]
+        layer = ColumnParallelLinear(context(folder, group)[0], names, 128, shards, bias=True)
+        return list(layer(x).split([shard.size for shard in shards], -1))
 
-    (first, second), whole = (parts(Group(rank, 2)) for rank in (0, 1)), parts(Group())
-    for one, two, both in zip(first, second, whole, strict=True):
-        assert torch.equal(torch.cat((one, two), -1), both)
+    whole = parts(SINGLE_RANK)
+    for size in (2, 3):
+        for *shares, both in zip(*(parts(group) for group in groups(size)), whole, strict=True):
+            assert torch.equal(torch.cat(shares, -1), both)
 
 
-def test_heads_that_do_not_divide_are_refused(folder: Path) -> None:
-    with pytest.raises(PenstockError, match="do not divide by 3"):
-        load_model(folder, ops.backend(CPU), group=Group(0, 3))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "shares"),
+    [
+        (8, 4, 2, [(0, 4, 0, 2), (4, 8, 2, 4)]),
+        (8, 4, 3, [(0, 2, 0, 1), (2, 4, 1, 2), (4, 8, 2, 4)]),
+        (8, 2, 4, [(0, 2, 0, 1), (2, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]),
+    ],
+)
+def test_ranks_share_heads(heads: int, kv_heads: int, ranks: int, shares: list[tuple[int, ...]]) -> None:
+    """Keys and values with the queries that attend to them, by several ranks where there are too few."""
+    found = [shard_heads(group, heads, kv_heads) for group in groups(ranks)]
+    assert [(*queries.rows, *keys.rows) for queries, keys in found] == shares
+
+
+def test_heads_that_cannot_be_shared_are_refused(folder: Path) -> None:
+    with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
+        load_model(folder, ops.backend(CPU), group=groups(3)[0])
 
 
 def test_tensors_as_stored(tmp_path: Path) -> None:
@@ -89,7 +109,7 @@ def test_tensors_as_stored(tmp_path: Path) -> None:
         "f": torch.ones(16, 8).to(torch.float8_e4m3fn),
     }
     save_file(load_file(path) | own, path)
-    build, weights = context(tmp_path, Group())
+    build, weights = context(tmp_path)
     for name, expected in own.items():
         found = build.take(name, *expected.shape, as_stored=True)
         assert found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

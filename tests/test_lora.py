@@ -19,13 +19,13 @@ import openai
 import pytest
 import torch
 from checkpoints import SMALL, save
+from executors import engine_options
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from serving import Served
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams, demo
-from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest
 from penstock.engine.engine import Engine
 
@@ -152,7 +152,7 @@ def test_a_reload_under_the_same_name_finds_no_prefix_of_the_old_one(small: Path
 
 
 def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) -> None:
-    fixed = EngineOptions(model=str(small), lora_modules=(f"a={small / 'a'}",), max_loras=1, **OPTIONS)
+    fixed = engine_options(model=str(small), lora_modules=(f"a={small / 'a'}",), max_loras=1, **OPTIONS)
 
     def run(engine: Engine, interfere: bool) -> list[int]:
         sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -51,18 +51,18 @@ def test_kernels_of_other_sources_are_told_and_installed_ones_are_not(
     shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
     monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setattr(kernels, "SOURCES", native.hash_of_sources(ROOT))
-    assert native.misfit() is None
+    assert native.outdated_warning() is None
     with open(tmp_path / "csrc" / "kernels.cc", "a") as file:
         file.write("// changed\n")
-    assert "pip install -e ." in native.misfit()
+    assert "pip install -e ." in native.outdated_warning()
     monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")  # as in a wheel: no sources beside the package
-    assert native.misfit() is None
+    assert native.outdated_warning() is None
     monkeypatch.setattr(kernels, "VERSION", "0.0.0")
-    assert "version 0.0.0" in native.misfit()
+    assert "version 0.0.0" in native.outdated_warning()
     monkeypatch.setattr(kernels, "VERSION", "")
     monkeypatch.setattr(kernels, "MACHINE", [*kernels.MACHINE, "avx1024"])
     monkeypatch.delenv("PENSTOCK_ISA", raising=False)
-    assert "without avx1024" in native.misfit()
+    assert "without avx1024" in native.outdated_warning()
 
 
 def test_the_build_and_the_check_hash_the_same_sources() -> None:

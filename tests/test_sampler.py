@@ -23,7 +23,7 @@ from penstock.core import PenstockError, SamplingParams
 from penstock.engine.step import Draw, NewRow, RowUpdates
 from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.row import Position, Row
-from penstock.engine.worker.sampler import NO_SCORES, NOTHING_ALLOWED, adjust, sample
+from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, adjust, sample
 
 VOCABULARY = 50
 
@@ -147,7 +147,7 @@ def test_a_row_without_a_distribution_fails_and_spoils_no_other(params: dict[str
         if place == 7 and spoiled == float("-inf"):  # which forbids a token
             assert together[1].token_ids and not together[1].failure
         else:
-            assert together[1] == Draw([], failure=NO_SCORES)
+            assert together[1] == Draw([], failure=NON_FINITE_LOGITS)
 
 
 def test_a_row_of_which_nothing_is_allowed_fails() -> None:

@@ -6,7 +6,7 @@ import gc
 import hashlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import islice
 from random import Random
@@ -19,12 +19,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.options import SchedulerOptions
-from penstock.core import EngineRequest, FinishReason, PenstockError, PoolingParams, SamplingParams, TokenDelta
+from penstock.core import (
+    Code,
+    EngineRequest,
+    Failure,
+    FinishReason,
+    PenstockError,
+    PoolingParams,
+    SamplingParams,
+    TokenDelta,
+)
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.scheduling.prerequisites import Prerequisite
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.step_builder import add_drafts
 from penstock.engine.sequence.plan import Plan
 from penstock.engine.sequence.sequence import Sequence
+from penstock.engine.spec.adaptive import TRIAL
 from penstock.engine.spec.speculation import Speculation
 from penstock.engine.step import Candidates, Draw, NewRow, RowUpdates, StepInput, StepOutput, decoder, encoder
 
@@ -98,8 +109,8 @@ class Machine:
             self.tokens[row], self.tables[row] = [*self.tokens[parent]], [*self.tables[parent]]
 
     def run(self, scheduler: Scheduler, plan: Plan) -> StepOutput:
-        updates = scheduler.builder.updates(plan)
-        message = scheduler.builder.step(plan, updates)
+        message = scheduler.builder.step(plan)
+        add_drafts(message, plan)
         step = decoder(StepInput).decode(encoder.encode(message))
         self.apply(step.updates)
         self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
@@ -160,20 +171,33 @@ class Guesser:
         return guessed
 
 
-def serve(scheduler: Scheduler, machine: Machine, depth: int = 1) -> Iterator[list[TokenDelta]]:
-    """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas."""
+FAILED = Failure(Code.INTERNAL, "the step failed")
+
+
+def serve(
+    scheduler: Scheduler, machine: Machine, depth: int = 1, fails: Callable[[], bool] = lambda: False
+) -> Iterator[list[TokenDelta]]:
+    """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas. Steps
+    fail where ``fails`` says so, before they are sent or when they are collected."""
     under_way = deque[tuple[Plan, StepOutput]]()
     while scheduler.unfinished or under_way:
         plan = scheduler.schedule() if len(under_way) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)
+            if fails():
+                scheduler.builder.step(plan)
+                yield scheduler.fail(plan, FAILED)
+                continue
             under_way.append((plan, machine.run(scheduler, plan)))
         else:
             assert under_way, "nothing runs, nothing is under way, and requests are left"
             plan, outcome = under_way.popleft()
             machine.collected(plan, scheduler.device)
+            if fails():
+                yield scheduler.fail(plan, FAILED)
+                continue
             if scheduler.speculation:
-                scheduler.speculation.verified(plan, outcome, 0.001 * plan.tokens)
+                scheduler.speculation.record_step(plan, outcome, 0.001 * plan.tokens)
             yield scheduler.update(plan, outcome)
 
 
@@ -241,9 +265,10 @@ def draw_scheduler(rng: Random) -> Scheduler:
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
-    """Under any options, arrivals, cancellations and overlap, and in the end every block is back."""
+    """Under any options, arrivals, cancellations, failing steps and overlap, and in the end every block is back."""
     rng = Random(seed)
     scheduler, machine, depth = draw_scheduler(rng), Machine(), rng.randint(1, 3)
+    failing = rng.choice((0.0, 0.05))
     coming = [draw_request(rng, number) for number in range(rng.randint(1, 12))]
     asked: dict[str, EngineRequest] = {}
 
@@ -260,7 +285,7 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     cancelled = set()
     arrive()
     while scheduler.unfinished or coming:
-        for deltas in serve(scheduler, machine, depth):
+        for deltas in serve(scheduler, machine, depth, lambda: rng.random() < failing):
             if asked and rng.random() < 0.1:
                 cancelled.add(request_id := rng.choice(sorted(asked)))
                 deltas = deltas + scheduler.abort(request_id)
@@ -275,6 +300,8 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     assert scheduler.host is None or scheduler.host.free == scheduler.host.total
     if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
         assert scheduler.preemptions == 0
+    assert bool(scheduler.preempted_sequences) == bool(scheduler.preemptions)
+    assert scheduler.preempted_sequences <= sum(request.sampling.num_sequences for request in asked.values())
     for request in asked.values():
         for index, (tokens, finished) in enumerate(alone(request, LONGEST)):
             deltas = got[request.request_id, index]
@@ -283,6 +310,9 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
             assert len(ends) == 1 and deltas[-1].finished, "each sequence ends once, and last"
             if ends == [FinishReason.CANCELLED]:
                 assert request.request_id in cancelled
+                assert out == tokens[: len(out)]
+            elif deltas[-1].failure:
+                assert failing and deltas[-1].failure == FAILED
                 assert out == tokens[: len(out)]
             else:
                 assert (out, ends) == (tokens, [finished])
@@ -431,7 +461,7 @@ def test_who_waits_too_long_for_a_first_step_fails() -> None:
     for number in range(1, 1001):
         engine.add(request(number, 5))
     assert not engine.abort("none") and engine.abort("500")
-    last = max(sequence.arrived for group in engine._groups.values() for sequence in group)
+    last = max(sequence.arrived for sequence in engine.waiting)
     assert engine.expire(last) == []
     failed = engine.expire(last + 10.001)
     assert [delta.request_id for delta in failed] == [str(number) for number in range(1, 1001) if number != 500]
@@ -461,3 +491,75 @@ def test_what_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
 def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
     with pytest.raises(PenstockError, match="max_model_len"):
         scheduler(blocks=LONGEST // SIZE - 1)
+
+
+def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:
+    """Run all requests to their end; returns the tokens of each request's first sequence."""
+    tokens: dict[str, list[int]] = {}
+    for deltas in serve(engine, machine):
+        for delta in deltas:
+            if delta.sequence == 0:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return tokens
+
+
+def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
+    """At depth 2: there is room for the swapped sequence again before the step that swapped it out is collected."""
+    options = SchedulerOptions(max_model_len=LONGEST, preemption_mode="swap", enable_prefix_caching=False)
+    engine, machine = Scheduler(options, BlockPool(14, SIZE), BlockPool(20, SIZE)), Machine()
+    swapped = request(2, 19, max_tokens=12)
+    for one in (request(0, 12, max_tokens=8), request(1, 16, max_tokens=20), swapped):
+        engine.add(one)
+    plan = engine.schedule()
+    engine.update(plan, machine.run(engine, plan))
+    engine.pause("0", True)
+    while not engine.preemptions:
+        plan = engine.schedule()
+        if not engine.preemptions:
+            engine.update(plan, machine.run(engine, plan))
+    assert plan.swap_out and {item.sequence.request.request_id for item in plan.items} == {"1"}
+    engine.builder.step(plan)
+    engine.pause("1", True)
+    engine.abort("0")
+    assert not engine.schedule(), "there is room for the swapped sequence, whose copy may not exist"
+    assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
+    expected = alone(swapped, LONGEST)[0][0]
+    rest = finish(engine, machine)["2"]
+    assert rest == expected[-len(rest) :]
+    assert engine.device.free == engine.device.total
+    assert engine.host and engine.host.free == engine.host.total
+
+
+def test_beams_survive_the_failure_of_a_step_that_they_are_not_in() -> None:
+    """Their branches, which the workers have not been told of when that step fails, are sent with their next one."""
+    engine, machine = scheduler(), Machine()
+    beams = request(0, 6, max_tokens=10, temperature=0, use_beam_search=True, best_of=3)
+    engine.add(beams)
+    engine.add(request(1, 6, max_tokens=20))
+    for _ in range(3):
+        plan = engine.schedule()
+        engine.update(plan, machine.run(engine, plan))
+    engine.pause("0", True)
+    plan = engine.schedule()
+    assert {item.sequence.request.request_id for item in plan.items} == {"1"}
+    engine.builder.step(plan)
+    assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
+    engine.pause("0", False)
+    assert finish(engine, machine)["0"] == alone(beams, LONGEST)[0][0]
+
+
+def test_a_step_counts_for_the_batch_size_it_was_planned_with() -> None:
+    """At depth 2, a step is collected after another was planned, at another batch size."""
+    engine, machine = scheduler(), Machine()
+    engine.speculation = Speculation(Guesser(Random(0)), 2, adaptive=True)
+    engine.add(request(0, 1, max_tokens=40))
+    first = engine.schedule()
+    engine.update(first, machine.run(engine, first))
+    for number in range(1, TRIAL + 1):
+        engine.add(request(number, 1, max_tokens=1))
+        plan = engine.schedule()  # while one sequence runs
+        outcome = machine.run(engine, plan)
+        assert not engine.schedule(), "while two run, which wait for their tokens"
+        engine.speculation.record_step(plan, outcome, 0.001)
+        engine.update(plan, outcome)
+    assert not engine.schedule().drafting, "with one sequence, steps without drafts are tried now"

@@ -26,7 +26,7 @@ def searched(model: PreTrainedModel, prompt: list[int], params: SamplingParams) 
     found = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=params.max_tokens,
-        num_beams=params.width,
+        num_beams=params.num_sequences,
         num_return_sequences=params.n,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,

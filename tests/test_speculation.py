@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from serving import Served
 from transformers import LlamaConfig, Qwen3Config
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
+from penstock.core import Code, EngineRequest, TokenDelta
+from penstock.engine.spec.speculation import MOST_FAILURES
 from penstock.frontend.outputs import RequestOutput
 
 QUESTIONS = [
@@ -146,6 +150,50 @@ def test_heads_of_the_model_itself(knowing: bool, tmp_path_factory: pytest.TempP
         counts = guessing.engine.scheduler.speculation.counts  # type: ignore[union-attr]
         assert counts.draft_tokens > 0
         assert not knowing or counts.accepted_tokens > 0.9 * counts.draft_tokens
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+def test_a_draft_without_a_next_token_ends_no_other(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of requests that leave no second token, however many have come."""
+    folder = with_head(tmp_path, knowing=True)
+    speculative = {"method": method, "adaptive": False} | ({"model": str(folder)} if method == "draft_model" else {})
+    options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
+    engine = LLM(folder, speculative_config=speculative, num_gpu_blocks_override=100, **options).engine
+    never = tuple(product((8, 9), (8, 9)))
+    for number in range(MOST_FAILURES + 1):
+        none = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=(8, 9), bad_word_ids=never)
+        good = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, return_perf_metrics=True)
+        for name, params in (("none", none), ("good", good)):
+            engine.add(EngineRequest(request_id=name, prompt=[5, 6, 7, number], sampling=params))
+        last: dict[str, TokenDelta] = {}
+        while engine.busy:
+            last |= {delta.request_id: delta for delta in engine.step()}
+        assert last["none"].failure and last["none"].failure.code is Code.INVALID
+        perf = last["good"].perf
+        assert perf and perf.accepted_tokens > 10
+    assert not caplog.records
+
+
+def test_a_draft_of_no_numbers_ends_no_other(tmp_path: Path) -> None:
+    """Where the draft model has a token that spoils what it makes of a prompt, and the model has not."""
+    folder, spoiled = with_head(tmp_path, knowing=True), tmp_path / "spoiled"
+    shutil.copytree(folder, spoiled)
+    tensors = load_file(spoiled / "model.safetensors")
+    tensors["model.embed_tokens.weight"][200] = float("nan")
+    save_file(tensors, spoiled / "model.safetensors", {"format": "pt"})
+    options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
+    speculative = {"model": str(spoiled), "adaptive": False}
+    engine = LLM(folder, speculative_config=speculative, num_gpu_blocks_override=100, **options).engine
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, return_perf_metrics=True)
+    for name, token in (("bad", 200), ("good", 201)):
+        engine.add(EngineRequest(request_id=name, prompt=[5, token, 7], sampling=params))
+    last: dict[str, TokenDelta] = {}
+    while engine.busy:
+        last |= {delta.request_id: delta for delta in engine.step()}
+    accepted = {name: delta.perf.accepted_tokens for name, delta in last.items() if delta.perf}
+    assert accepted["bad"] == 0 and accepted["good"] > 10
 
 
 @pytest.mark.parametrize(

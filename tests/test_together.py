@@ -19,7 +19,7 @@ from serving import Served
 from test_lora import adapter
 
 from penstock import demo
-from penstock.core.sampling import NOT_TOGETHER
+from penstock.core.sampling import EXCLUSIVE
 
 HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "40"))
 """Drawn combinations of three to seven features, besides all pairs."""
@@ -70,7 +70,7 @@ RANDOM = ("sampled", "truncated")
 FORBIDDEN: dict[frozenset[str], str] = {
     **{frozenset(pair): "another form|has one form|give one of" for pair in itertools.combinations(FORMS, 2)},
     **{
-        frozenset((form, other)): NOT_TOGETHER["guided_decoding"][i] + "|tool_choice"
+        frozenset((form, other)): EXCLUSIVE["guided_decoding"][i] + "|tool_choice"
         for form in FORMS
         for i, other in ((0, "allowed"), (1, "bad words"), (3, "least"), (4, "no end"))
     },
@@ -244,6 +244,6 @@ def check(names: tuple[str, ...], choice: dict[str, Any]) -> None:
 def test_the_documents_list_what_does_not_go_together() -> None:
     text = (Path(__file__).parents[1] / "docs" / "features.md").read_text(encoding="utf-8")
     table = text[text.index("## Incompatible options") :]
-    for field, others in NOT_TOGETHER.items():
+    for field, others in EXCLUSIVE.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| `{field}`"))
         assert all(f"`{other}`" in row for other in others if other != "bad_word_ids"), row

@@ -123,8 +123,8 @@ def test_what_changes_nothing_is_taken_and_said(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("-tp 2", "--tensor_parallel_size: '2' is wrong: a model runs on one device; only 1 is possible"),
-        ("--tensor-parallel-size=2", "--tensor_parallel_size: '2' is wrong"),
+        ("-tp 0", "tensor_parallel_size: "),
+        ("--tensor-parallel-size=99", "tensor_parallel_size: "),
         ("-pp 2", "--pipeline_parallel_size: '2' is wrong"),
         ("-dp 2", "--data_parallel_size: '2' is wrong"),
         ("--nnodes 2", "--nnodes: '2' is wrong"),

@@ -10,14 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.version import __version__
+
 if TYPE_CHECKING:
     from penstock.core import GuidedDecodingParams, LoRARequest, PenstockError, PoolingParams, SamplingParams
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
 
-__version__ = "0.0.1"
-
-_HOMES = {
+_MODULES = {
     "AsyncLLM": "penstock.frontend.async_llm",
     "GuidedDecodingParams": "penstock.core",
     "LLM": "penstock.frontend.llm",
@@ -27,10 +27,19 @@ _HOMES = {
     "SamplingParams": "penstock.core",
 }
 
-__all__ = ["LLM", "AsyncLLM", "GuidedDecodingParams", "LoRARequest", "PenstockError", "PoolingParams", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "GuidedDecodingParams",
+    "LoRARequest",
+    "PenstockError",
+    "PoolingParams",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

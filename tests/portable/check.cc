@@ -92,7 +92,7 @@ struct Layer {
     std::vector<int64_t> ids(outputs);
     std::iota(ids.begin(), ids.end(), 0);
     Numbers kept(type, outputs * in);
-    const Gather gather{matrix, ids.data(), kept.at(0)};
+    const Gather gather{matrix, ids.data(), kept.at(0), 0};
     for (int64_t row = 0; row < outputs; row++) kernels.gather(gather, row);
     weights.resize(outputs * in);
     for (int64_t i = 0; i < outputs * in; i++) {
@@ -150,9 +150,10 @@ struct Inputs {
     }
   }
 
-  Linear product(const Matrix& m, int64_t first, int64_t count, int64_t panels, Numbers& out) {
+  // With the outputs of a row `stride` elements from those of the one before.
+  Linear product(const Matrix& m, int64_t first, int64_t count, int64_t panels, Numbers& out, int64_t stride) {
     return {m, rounded ? (void*)(integers.data() + first * row_bytes) : x.at(first * m.in), scales.data() + (rounded ? first : 0),
-            sums.data() + (rounded ? first * groups : 0), out.at(0), count, panels, out.type};
+            sums.data() + (rounded ? first * groups : 0), out.at(0), stride, count, panels, out.type};
   }
 };
 
@@ -167,8 +168,8 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
   Layer layer(format, type, in, outputs, group, draw(0, 1));
   Inputs inputs(layer.matrix, type, rows);
   Numbers wide(Type::float32, rows * outputs), out(type, rows * outputs), alone(type, outputs);
-  run(kernels.linear, inputs.product(layer.matrix, 0, rows, panels, wide), outputs);
-  run(kernels.linear, inputs.product(layer.matrix, 0, rows, panels, out), outputs);
+  run(kernels.linear, inputs.product(layer.matrix, 0, rows, panels, wide, outputs), outputs);
+  run(kernels.linear, inputs.product(layer.matrix, 0, rows, panels, out, outputs), outputs);
   for (int64_t row = 0; row < rows; row++)
     for (int64_t o = 0; o < outputs; o++) {
       double sum = layer.matrix.bias ? layer.bias[o] : 0, size = std::fabs(sum);
@@ -182,14 +183,14 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
     }
   // Each row is the same to the bit by itself.
   for (int64_t row : {int64_t(0), rows / 2, rows - 1}) {
-    run(kernels.linear, inputs.product(layer.matrix, row, 1, 1, alone), outputs);
+    run(kernels.linear, inputs.product(layer.matrix, row, 1, 1, alone, outputs), outputs);
     close(name + " alone", row, memcmp(alone.at(0), out.at(row * outputs), alone.bytes.size()), 0, 0);
   }
 
   const int64_t tasks = ceil_div(outputs, kPanel * panels);
   std::vector<float> values(rows * tasks);
   std::vector<int64_t> places(rows * tasks);
-  Linear product = inputs.product(layer.matrix, 0, rows, panels, wide);
+  Linear product = inputs.product(layer.matrix, 0, rows, panels, wide, outputs);
   product.out = nullptr;
   const Likeliest likeliest{product, {nullptr, 0}, values.data(), places.data()};
   for (int64_t task = 0; task < tasks * ceil_div(rows, kernels.linear_rows); task++) kernels.likeliest(likeliest, task);
@@ -205,7 +206,7 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
   const int64_t size = outputs / 2;
   if (outputs % (2 * kPanel)) return;
   Numbers gated(Type::float32, rows * size);
-  run(kernels.gated, inputs.product(layer.matrix, 0, rows, panels, gated), size);
+  run(kernels.gated, inputs.product(layer.matrix, 0, rows, panels, gated, size), size);
   for (int64_t i = 0; i < rows * size; i++) {
     const double gate = wide[i / size * outputs + i % size], up = wide[i / size * outputs + size + i % size];
     const double expected = gate / (1 + std::exp(-gate)) * up;
@@ -256,7 +257,7 @@ void check_rope(Type type, int64_t tokens, int64_t heads, int64_t half) {
 void check_silu_mul(Type type, int64_t rows, int64_t size) {
   Numbers both = Numbers::drawn(type, rows * 2 * size), out(type, rows * size);
   for (int64_t i = 0; i < rows * 2 * size; i++) both.set(i, 10 * both[i]);
-  const SiluMul silu_mul{both.at(0), out.at(0), size, type};
+  const SiluMul silu_mul{both.at(0), out.at(0), size, size, type};
   for (int64_t row = 0; row < rows; row++) {
     kernels.silu_mul(silu_mul, row);
     for (int64_t i = 0; i < size; i++) {
@@ -302,7 +303,7 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
   const float scale = 1 / std::sqrt(float(dim));
   const Attention attention{q.at(0),       out.at(0),      cache.data(), tables.data(), starts.data(), lengths.data(),
                             tiles.data(),  int64_t(tiles.size()) / 2 * kv_heads, heads, kv_heads, dim, block_size,
-                            width,         window,         scale,        type,          rounded};
+                            width,         window,         heads * dim,  scale,         type,          rounded};
   for (int64_t task = 0; task < attention.tasks; task++) kernels.attention(attention, task);
 
   const std::string name = std::string("attention") + (rounded ? " of 8 bits, " : ", ") + name_of(Format::plain, type);

@@ -10,10 +10,10 @@ from typing import Any
 from penstock.config.settings import Setting, settings
 from penstock.config.sources import ResolvedConfiguration
 
-from .compat.model_repository import expanded
+from .compat.model_repository import expand_arguments
 from .flags import TITLES, add_options, configure, in_cache
 
-__all__ = ["add_arguments", "expanded", "run", "value_of"]
+__all__ = ["add_arguments", "expand_arguments", "run", "value_of"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

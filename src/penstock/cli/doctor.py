@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock import __version__
 from penstock.config.sources import read
+from penstock.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,17 +19,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = examine()
+    result = collect_facts()
     if args.json:
-        json.dump(found, sys.stdout, indent=1)
+        json.dump(result, sys.stdout, indent=1)
         print()
     else:
-        for name, value in found.items():
+        for name, value in result.items():
             print(f"{name:<12} {value}")
-    return 0 if found["kernels"] != "reference" else 1
+    return 0 if result["kernels"] != "reference" else 1
 
 
-def examine() -> dict[str, Any]:
+def collect_facts() -> dict[str, Any]:
     """Facts by name, in words."""
     import torch
 
@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
     from penstock.planning.host_memory import free_host_bytes
 
     ops = backend(torch.device("cpu"))
-    found = {
+    result = {
         "penstock": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -48,19 +48,20 @@ def examine() -> dict[str, Any]:
         "fingerprint": ops.fingerprint(),
     }
     if ops.NAME == "cpu":
-        from penstock.ops import _kernels, cpu, native
+        from penstock.ops import _kernels, native
+        from penstock.ops.cores import usable_cores
 
         asked = os.environ.get(native.VARIABLE)
-        found["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if asked else "")
-        found["built"] = ", ".join(_kernels.BUILT)
-        found["machine"] = ", ".join(_kernels.MACHINE)
-        found["threads"] = str(cpu.usable_cores())
-        if problem := native.misfit():
-            found["advice"] = problem
+        result["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if asked else "")
+        result["built"] = ", ".join(_kernels.BUILT)
+        result["machine"] = ", ".join(_kernels.MACHINE)
+        result["threads"] = str(usable_cores())
+        if problem := native.outdated_warning():
+            result["advice"] = problem
     else:
-        found["advice"] = "install a C++ compiler (apt install g++), then penstock again"
-    found["weights"] = _weight_cache()
-    return found
+        result["advice"] = "install a C++ compiler (apt install g++), then penstock again"
+    result["weights"] = _weight_cache()
+    return result
 
 
 def _weight_cache() -> str:

@@ -25,7 +25,7 @@ TITLES = {
     "log": "log options",
 }
 FOR_AN_ENGINE = ("model", "engine")
-THEIRS = "theirs:"
+PROFILE_PREFIX = "theirs:"
 """Prefix of the argparse destinations of a profile's flags, whose names may also be ours."""
 
 logger = logging.getLogger(__name__)
@@ -66,21 +66,21 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     """
     profile: Profile | None = args.profile
     flags = {name: getattr(args, name) for name in args.options if hasattr(args, name)}
-    theirs = {name: THEIRS + name for name in profile.flags} if profile else {}
+    theirs = {name: PROFILE_PREFIX + name for name in profile.flags} if profile else {}
     typed = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
-    found = read(flags, args.config, profile=profile, aliases=aliases)
+    result = read(flags, args.config, profile=profile, aliases=aliases)
     if process:
-        logs.set_up(found.configuration.log, process)
-    for name, why in found.ignored.items():
+        logs.set_up(result.configuration.log, process)
+    for name, why in result.ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
-    return found
+    return result
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``LLM`` and ``AsyncLLM``, ``model`` included."""
-    found = configure(args).configuration
-    return msgspec.structs.asdict(found.model) | msgspec.structs.asdict(found.engine)
+    result = configure(args).configuration
+    return msgspec.structs.asdict(result.model) | msgspec.structs.asdict(result.engine)
 
 
 def add_profile(
@@ -107,15 +107,18 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
     dashed = name.replace("_", "-")
     own = parser._option_string_actions.get(f"--{dashed}")
     if own and name in settings() and own.nargs != 0 and (alias.to or name) == name:  # ours, which takes their values
-        own.dest, own.type, own.choices = THEIRS + name, None, None
+        own.dest, own.type, own.choices = PROFILE_PREFIX + name, None, None
         if settings()[name].choices:
             own.metavar = f"{{{','.join(settings()[name].choices)}}}"
+        if alias.short:
+            own.option_strings = [alias.short, *own.option_strings]
+            parser._option_string_actions[alias.short] = own
         return
     names = [*([alias.short] if alias.short else []), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
     if alias.why and alias.switch:
         names.append(f"--no-{dashed}")
     means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
-    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": THEIRS + name, "help": f"{means}."}
+    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": PROFILE_PREFIX + name, "help": f"{means}."}
     if alias.to and settings()[alias.to].kind is tuple:
         given |= {"action": "append", "metavar": name.rpartition("_")[2].upper()}
     elif alias.switch:

@@ -45,11 +45,11 @@ async def _stream(args: argparse.Namespace) -> int:
         said = 0
         stream = llm.chat(messages, sampling) if args.chat else llm.generate(prompt, sampling)
         async for output in stream:
-            (made,) = output.outputs
-            print(made.text[said:], end="", flush=True)
-            said = len(made.text)
-            if made.failure:
-                print(f"\npenstock generate: {made.failure.message}", file=sys.stderr)
+            (completion,) = output.outputs
+            print(completion.text[said:], end="", flush=True)
+            said = len(completion.text)
+            if completion.failure:
+                print(f"\npenstock generate: {completion.failure.message}", file=sys.stderr)
                 return 1
     print()
     return 0

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from penstock import __version__
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
+from penstock.version import __version__
 
 from .parser import Parser
 
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             module = _module(arguments[0])
             module.add_arguments(parsers[arguments[0]])
-            arguments = getattr(module, "expanded", list)(arguments)
+            arguments = getattr(module, "expand_arguments", list)(arguments)
             add_profile(parsers[arguments[0]], arguments)
         return _run(parser, parsers, arguments)
     except PenstockError as error:

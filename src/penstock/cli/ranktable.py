@@ -13,8 +13,8 @@ from penstock.cluster import ranktable
 from penstock.cluster.ranktable import Local, Server
 from penstock.core.errors import invalid
 
-OF_GEN = ("api_server", "prefill_server_list", "decode_server_list", "ip")
-OF_MERGE = ("global_ranktable_list",)
+GEN_FLAGS = ("api_server", "prefill_server_list", "decode_server_list", "ip")
+MERGE_FLAGS = ("global_ranktable_list",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     gen = args.mode == "gen"
-    if other := [name for name in (OF_MERGE if gen else OF_GEN) if getattr(args, name)]:
+    if other := [name for name in (MERGE_FLAGS if gen else GEN_FLAGS) if getattr(args, name)]:
         raise invalid(other[0], f"goes with --mode {'merge' if gen else 'gen'} only")
     _write(args.save_dir, _gen(args) if gen else _merge(args))
     return 0
@@ -50,7 +50,7 @@ def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
     if not entries and not args.api_server:
         raise invalid("mode", "gen needs --prefill-server-list, --decode-server-list or --api-server")
     seen: set[str] = set()
-    found: dict[str, msgspec.Struct] = {}
+    result: dict[str, msgspec.Struct] = {}
     roles: dict[str, list[Server]] = {"prefill_server_list": [], "decode_server_list": []}
     for role, entry in entries:
         devices = entry.split(",")
@@ -60,22 +60,22 @@ def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
             raise invalid(role, f"device {both} is given twice")
         seen.update(devices)
         name = f"local_ranktable_{ip}_{''.join(devices)}.json"
-        if name in found:
+        if name in result:
             raise invalid(role, f"{entry!r} would be written to {name}, as another instance; change their order")
         server = ranktable.instance(ip, devices)
         roles[role].append(server)
-        found[name] = Local(server_list=(server,))
+        result[name] = Local(server_list=(server,))
     schedulers = [ranktable.scheduler(ip)] if args.api_server else []
     if schedulers:
-        found[f"local_ranktable_{ip}_host.json"] = Local(server_list=(schedulers[0],))
-    return {f"global_ranktable_{ip}.json": ranktable.together([schedulers, *roles.values()]), **found}
+        result[f"local_ranktable_{ip}_host.json"] = Local(server_list=(schedulers[0],))
+    return {f"global_ranktable_{ip}.json": ranktable.combine([schedulers, *roles.values()]), **result}
 
 
 def _merge(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
     if not args.global_ranktable_list:
         raise invalid("global_ranktable_list", "is missing; --mode merge joins the files that it names")
     tables = [ranktable.read(path) for path in args.global_ranktable_list]
-    return {"global_ranktable_merge.json": ranktable.merged(tables)}
+    return {"global_ranktable_merge.json": ranktable.merge(tables)}
 
 
 def _write(folder: Path, tables: Mapping[str, msgspec.Struct]) -> None:

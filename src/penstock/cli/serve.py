@@ -16,7 +16,7 @@ from penstock.core.errors import invalid
 
 from .compat import model_repository, service_json
 from .flags import TITLES, add_options, configure
-from .served_models import served
+from .served_models import served_models
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, tuple(TITLES))
 
 
-def expanded(arguments: list[str]) -> list[str]:
+def expand_arguments(arguments: list[str]) -> list[str]:
     """The arguments, with those of ``--service-json`` and ``--model-repository`` added."""
-    return model_repository.expanded(service_json.expanded(arguments))
+    return model_repository.expand_arguments(service_json.expand_arguments(arguments))
 
 
 def run(args: argparse.Namespace) -> int:
-    begun = time.monotonic()
+    started = time.monotonic()
     from penstock.serve.process.supervisor import Supervisor
 
     if args.model_tag is not None:
@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
         words = "anybody who reaches %s of this machine may ask: set --api-key, or --host 127.0.0.1"
         logger.warning(words, configuration.server.host)
     models = [
-        msgspec.structs.replace(model, configuration=found(model.configuration)) if model.required else model
-        for model in served(configuration)
+        msgspec.structs.replace(model, configuration=download_model(model.configuration)) if model.required else model
+        for model in served_models(configuration)
     ]
 
     async def serve() -> int:
-        return await Supervisor(configuration, models, found, begun).run()
+        return await Supervisor(configuration, models, download_model, started).run()
 
     return asyncio.run(serve())
 
@@ -65,8 +65,8 @@ def is_open(options: ServerOptions) -> bool:
     return not inside and not options.api_key
 
 
-def found(configuration: Configuration) -> Configuration:
-    """The configuration with its model's local folder; downloads the model where needed.
+def download_model(configuration: Configuration) -> Configuration:
+    """Download the model where needed; returns the configuration with its local folder as ``engine.model``.
 
     Raises ``PenstockError`` where it cannot be downloaded.
     """

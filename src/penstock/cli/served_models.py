@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.config.options import Configuration
 from penstock.config.settings import did_you_mean, settings
-from penstock.config.sources import checked
+from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
 from penstock.core.lora import named
 from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
@@ -19,40 +19,40 @@ DEMO = "penstock-demo"
 """Name of the built-in model."""
 KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
 """Models of the KServe v2 protocol over the first model: name → kind."""
-OWN = frozenset(
+CHECKPOINT_OPTIONS = frozenset(
     "model pooling_type tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "
     "speculative_config".split()
 )
 """Options that belong to one checkpoint, which other models do not inherit."""
 
 
-def served(configuration: Configuration) -> tuple[ServedModel, ...]:
+def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
     """In the order in which they answer where a request names none.
 
     Raises ``PenstockError`` (``invalid``) for what is not written as it should be, and names that come twice.
     """
-    options, found = configuration.server, []
+    options, result = configuration.server, []
     if configuration.engine.model or not options.models:
         names = options.served_model_name or (configuration.engine.model or DEMO,)
-        found.append(ServedModel(names=names, configuration=configuration, kserve={}))
-    found += [_further(configuration, name, given) for name, given in _parsed(options.models).items()]
-    named = [{name: "ensemble" for name in model.names if "/" not in name} if found[1:] else {} for model in found]
+        result.append(ServedModel(names=names, configuration=configuration, kserve={}))
+    result += [_additional_model(configuration, name, given) for name, given in _parsed(options.models).items()]
+    named = [{name: "ensemble" for name in model.names if "/" not in name} if result[1:] else {} for model in result]
     named[0] |= dict(zip(KSERVE, KSERVE, strict=True))
-    found = [
+    result = [
         model if model.kserve else msgspec.structs.replace(model, kserve=own)
-        for model, own in zip(found, named, strict=True)
+        for model, own in zip(result, named, strict=True)
     ]
-    _check_names(found)
-    required = _required(configuration, found)
-    return tuple(msgspec.structs.replace(model, required=model.name in required) for model in found)
+    _check_names(result)
+    required = _required(configuration, result)
+    return tuple(msgspec.structs.replace(model, required=model.name in required) for model in result)
 
 
-def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
+def _additional_model(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
     """A model with options of its own, and those of the first that are not its own."""
     known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
     kserve = given.get("kserve", {})
     changes: dict[str, dict[str, Any]] = {"model": {}, "engine": {}}
-    for key in OWN:
+    for key in CHECKPOINT_OPTIONS:
         changes[known[key].section][key] = known[key].default
     for key, value in given.items():
         option = key.replace("-", "_")
@@ -60,7 +60,7 @@ def _further(configuration: Configuration, name: str, given: Mapping[str, Any]) 
             continue
         if option not in known:
             raise invalid("models", f"{name}: no such option {key!r}{did_you_mean(option, known)}")
-        changes[known[option].section][option] = checked(known[option], value, f"models: {name}")
+        changes[known[option].section][option] = convert_setting(known[option], value, f"models: {name}")
     if not changes["engine"]["model"]:
         raise invalid("models", f'{name}: "model" is missing, the folder or name of a checkpoint')
     parts = {
@@ -74,12 +74,12 @@ def _parsed(text: str) -> dict[str, dict[str, Any]]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except ValueError as error:
         raise invalid("models", f"is not JSON: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(given, str | dict) for given in found.values()):
+    if not isinstance(result, dict) or not all(isinstance(given, str | dict) for given in result.values()):
         raise invalid("models", 'must be a JSON object of folders or options by name, as {"NAME": FOLDER}')
-    return {name: {"model": given} if isinstance(given, str) else given for name, given in found.items()}
+    return {name: {"model": given} if isinstance(given, str) else given for name, given in result.items()}
 
 
 def _required(configuration: Configuration, models: list[ServedModel]) -> list[str]:

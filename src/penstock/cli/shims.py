@@ -161,12 +161,12 @@ def _chosen(names: Sequence[str]) -> list[Shim]:
 
     Raises ``PenstockError`` (``invalid``) for an unknown name.
     """
-    found: dict[str, Shim] = {}
+    result: dict[str, Shim] = {}
     for name in names or _systems():
         of_it = [shim for shim in SHIMS if name in (shim.system, shim.name, shim.path)]
         if not of_it:
             known = {*_systems(), *(shim.name for shim in SHIMS)}
             raise invalid("NAME", f"{name!r} is neither a system nor a command, see --list{did_you_mean(name, known)}")
         for shim in of_it:
-            found.setdefault(shim.path, shim)
-    return list(found.values())
+            result.setdefault(shim.path, shim)
+    return list(result.values())

@@ -66,13 +66,13 @@ def scheduler(ip: str) -> Server:
     return Server(server_id=ip, server_ip=ip)
 
 
-def together(groups: Iterable[Iterable[Server]]) -> Global:
+def combine(groups: Iterable[Iterable[Server]]) -> Global:
     """The table of schedulers, prefill and decode instances."""
     lists = [tuple(group) for group in groups]
     return Global(
         server_group_list=tuple(
-            Group(group_id=number, server_count=str(len(found)), server_list=found)
-            for number, found in zip(GROUPS, lists, strict=True)
+            Group(group_id=number, server_count=str(len(result)), server_list=result)
+            for number, result in zip(GROUPS, lists, strict=True)
         )
     )
 
@@ -80,15 +80,15 @@ def together(groups: Iterable[Iterable[Server]]) -> Global:
 def read(path: Path) -> Global:
     """A global table. Raises ``PenstockError`` (``invalid``) where it is none, or contradicts itself."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Global)
+        result = msgspec.json.decode(path.read_bytes(), type=Global)
     except (OSError, ValueError) as error:
         raise invalid("global_ranktable_list", f"{path} cannot be read as a global rank table: {error}") from error
-    if wrong := _wrong(found):
+    if wrong := _contradiction(result):
         raise invalid("global_ranktable_list", f"{path}: {wrong}")
-    return found
+    return result
 
 
-def merged(tables: Sequence[Global]) -> Global:
+def merge(tables: Sequence[Global]) -> Global:
     """Merge the tables of several machines.
 
     Raises ``PenstockError`` (``invalid``) unless one of them has the scheduler, and each device is in one instance.
@@ -104,10 +104,10 @@ def merged(tables: Sequence[Global]) -> Global:
                 words = f"device {device.device_id} of {server.server_ip} is in two instances"
                 raise invalid("global_ranktable_list", words)
             seen.add(place)
-    return together(lists)
+    return combine(lists)
 
 
-def _wrong(table: Global) -> str:
+def _contradiction(table: Global) -> str:
     """The contradiction in a table, empty for none."""
     groups = table.server_group_list
     if [group.group_id for group in groups] != list(GROUPS):

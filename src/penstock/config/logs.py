@@ -68,7 +68,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        found = {
+        result = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "process": self._process,
@@ -77,8 +77,8 @@ class JsonFormatter(logging.Formatter):
             **_facts(record),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False, default=str)
+            result["exception"] = self.formatException(record.exc_info)
+        return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:

@@ -184,13 +184,31 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     use_warmup: Annotated[
         bool, option("Run the longest prompt and max_num_seqs sequences once before requests are accepted.")
     ] = False
+    tensor_parallel_size: Annotated[
+        int,
+        option(
+            "Ranks that share each layer's outputs, each in a process of its own. Results do not depend on it.",
+            ge=1,
+            le=32,
+        ),
+    ] = 1
     distributed_executor_backend: Annotated[
-        Literal["uni", "mp"],
-        option("Where the model is computed: in the engine's own process, or in worker processes."),
-    ] = "uni"
+        Literal["auto", "uni", "mp"],
+        option(
+            "Where the model is computed: in the engine's own process (uni), or in worker processes (mp); auto is mp "
+            "where there are several ranks."
+        ),
+    ] = "auto"
+    cpu_binding: Annotated[
+        str,
+        option(
+            "Cores of each rank: auto shares them out, those of a NUMA node together; none binds nothing; else a list "
+            "for each rank, as 0-15,16-31 or 0-7,16-23|8-15,24-31. A single rank is not bound."
+        ),
+    ] = "auto"
     max_concurrent_batches: Annotated[int, option("Steps in flight at the same time; 0 is 1.", ge=0, le=8)] = 0
     threads: Annotated[
-        int, option("Threads of the CPU kernels; 0 is one per core. Results do not depend on it.", ge=0)
+        int, option("Threads of the CPU kernels, of each rank; 0 is one per core. Results do not depend on it.", ge=0)
     ] = 0
     drain_timeout: Annotated[
         float, option("Time that open requests get to finish when the server stops.", "seconds", ge=0)
@@ -262,13 +280,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not self.override_generation_config:
             return {}
         try:
-            found = msgspec.json.decode(self.override_generation_config, type=dict[str, Any])
-            SamplingParams(**found)
+            result = msgspec.json.decode(self.override_generation_config, type=dict[str, Any])
+            SamplingParams(**result)
         except (msgspec.MsgspecError, TypeError, PenstockError) as error:
             raise invalid(
                 "override_generation_config", f"{self.override_generation_config} is wrong: {error}"
             ) from error
-        return found
+        return result
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

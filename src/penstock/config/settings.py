@@ -51,13 +51,13 @@ class Setting:
 @cache
 def settings() -> dict[str, Setting]:
     """Every option by its name; names are unique over all sections."""
-    found: dict[str, Setting] = {}
+    result: dict[str, Setting] = {}
     for section, schema in typing.get_type_hints(Configuration).items():
         hints = typing.get_type_hints(schema, include_extras=True)
         for field in msgspec.structs.fields(schema):
-            assert field.name not in found, f"two options are called {field.name}"
-            found[field.name] = _setting(section, field.name, hints[field.name], field.default)
-    return found
+            assert field.name not in result, f"two options are called {field.name}"
+            result[field.name] = _setting(section, field.name, hints[field.name], field.default)
+    return result
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -67,7 +67,7 @@ def read(
         given += _of_file(file)
         given += translate(profile.variables, variables, str, ignored)
         given += _of(environment)
-        given += translate(profile.flags, aliases or {}, _typed, ignored)
+        given += translate(profile.flags, aliases or {}, _flag_as_typed, ignored)
         given += profile.together(together)
     else:
         given += _of_file(file)
@@ -79,17 +79,17 @@ def read(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
     for name, value, source in given:
-        values[name] = checked(known[name], value, source)
+        values[name] = convert_setting(known[name], value, source)
         sources[name] = source
     parts: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         parts[known[name].section][name] = value
     hints = {field.name: field.type for field in msgspec.structs.fields(Configuration)}
-    found = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
-    return ResolvedConfiguration(found, sources, ignored)
+    result = Configuration(**{section: hints[section](**parts[section]) for section in SECTIONS})
+    return ResolvedConfiguration(result, sources, ignored)
 
 
-def checked(setting: Setting, value: Any, source: str) -> Any:
+def convert_setting(setting: Setting, value: Any, source: str) -> Any:
     """A setting's value in its own type. Raises ``PenstockError`` (``invalid``) where it is wrong."""
     if setting.kind is tuple:
         given = value if isinstance(value, list | tuple) else [value]
@@ -99,15 +99,15 @@ def checked(setting: Setting, value: Any, source: str) -> Any:
     if setting.kind is str and isinstance(value, dict):
         value = json.dumps(value)  # options that take JSON text may be objects in a file
     try:
-        found = msgspec.convert(value, setting.annotated, strict=False)
+        result = msgspec.convert(value, setting.annotated, strict=False)
     except msgspec.ValidationError as error:
         raise invalid(setting.name, f"{error}, in {source}") from error
-    if isinstance(found, float) and not math.isfinite(found):
-        raise invalid(setting.name, f"is {found}, in {source}; it must be a finite number")
-    return found
+    if isinstance(result, float) and not math.isfinite(result):
+        raise invalid(setting.name, f"is {result}, in {source}; it must be a finite number")
+    return result
 
 
-def _typed(name: str) -> str:
+def _flag_as_typed(name: str) -> str:
     """A profile's flag as typed: with dashes where it is also an option of ours."""
     return settings()[name].flag if name in settings() else flag(name)
 
@@ -123,14 +123,14 @@ def _of_file(file: str | Path | None) -> Settings:
         raise invalid("config", f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict | None):
         raise invalid("config", f"{file} does not hold options by name")
-    yield from _flat(found or {}, str(file))
+    yield from _flatten(found or {}, str(file))
 
 
-def _flat(found: Mapping[Any, Any], file: str) -> Settings:
+def _flatten(found: Mapping[Any, Any], file: str) -> Settings:
     for key, value in found.items():
         name = str(key).replace("-", "_")
         if name in SECTIONS and isinstance(value, dict):
-            yield from _flat(value, file)
+            yield from _flatten(value, file)
         elif name not in settings():
             raise invalid(str(key), f"no such option, in {file}{did_you_mean(name, settings())}")
         elif value is not None:

@@ -1,10 +1,11 @@
 """Plain data that all packages share: requests, sampling parameters, deltas, errors. No torch, no I/O."""
 
 from .errors import Code, Failure, PenstockError
-from .guided import GuidedDecodingParams
+from .guided import GuidedDecodingParams, Vocabulary
 from .lora import LoRARequest
-from .messages import EngineRequest, FinishReason, Logprob, PerfMetrics, ReasoningSpan, TokenDelta, Vocabulary
+from .outputs import FinishReason, Logprob, PerfMetrics, TokenDelta
 from .pooling import PoolingParams
+from .requests import EngineRequest, ReasoningSpan
 from .sampling import SamplingParams
 
 __all__ = [

@@ -65,6 +65,6 @@ def invalid(field: str, message: str, limit: float | None = None) -> PenstockErr
     return PenstockError(Code.INVALID, f"{field}: {message}", field, limit)
 
 
-def too_long(field: str, message: str, tokens: int, most: int) -> PenstockError:
+def too_long(field: str, message: str, tokens: int, maximum: int) -> PenstockError:
     """The error for a prompt that exceeds the context, or the server's limit."""
-    return PenstockError(Code.TOO_LONG, f"{field}: {message}", field, most, tokens)
+    return PenstockError(Code.TOO_LONG, f"{field}: {message}", field, maximum, tokens)

@@ -12,11 +12,21 @@ from .errors import Code, PenstockError, invalid
 MAX_CHARACTERS = 65_536
 """Characters of a schema, pattern or grammar."""
 MAX_CHOICES = 4096
-STRICT = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
-"""Options of llguidance: refuse what it does not support, and write no ``\\u`` in strings, which could hide a
+LLGUIDANCE_OPTIONS = {"lenient": False, "json_allowed_escapes": '"\\bfnrt'}
+"""llguidance refuses keywords that it does not support, and allows no ``\\u`` in strings, which could disguise a
 property's name."""
-OF_JSON = ("json", "json_object", "structural_tag")
-FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+JSON_CONSTRAINTS = ("json", "json_object", "structural_tag")
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""Fields of ``GuidedDecodingParams``, of which exactly one is given."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The vocabulary for guided decoding; the engine itself does not read it."""
+
+    tokenizer: str
+    """The text of a ``tokenizer.json``."""
+    eos: list[int]
+    """Token ids that end a sequence, at least one."""
 
 
 class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,17 +53,17 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     """JSON without whitespace between its parts."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the parts of JSON."""
-    asked_as: str = ""
+    source_field: str = ""
     """The request's field, for errors, where it is not ``guided_…``."""
 
     def __post_init__(self) -> None:
         for name, field in (("json", "guided_json"), ("structural_tag", "structural_tag")):
             if (value := getattr(self, name)) is not None:
-                msgspec.structs.force_setattr(self, name, as_json(self.asked_as or field, value))
-        given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+                msgspec.structs.force_setattr(self, name, schema_to_json(self.source_field or field, value))
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             names = " and ".join(given) or "none"
-            raise invalid("guided_decoding", f"give one of {', '.join(FORMS)}; there is {names}")
+            raise invalid("guided_decoding", f"give one of {', '.join(CONSTRAINTS)}; there is {names}")
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):
@@ -69,7 +79,7 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
             raise invalid(self.field, f"is not valid text: {error}") from error
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise invalid("guided_whitespace_pattern", "does not go with disable_any_whitespace")
-        if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in OF_JSON:
+        if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in JSON_CONSTRAINTS:
             raise invalid("guided_whitespace_pattern", f"goes with JSON only, not with {given[0]}")
         if self.characters > MAX_CHARACTERS:
             raise invalid(self.field, f"must have at most {MAX_CHARACTERS} characters", MAX_CHARACTERS)
@@ -77,15 +87,15 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
     @property
     def field(self) -> str:
         """The request's field that holds the constraint."""
-        if self.asked_as:
-            return self.asked_as
-        form = next(name for name in FORMS if getattr(self, name) not in (None, False))
-        return form if form == "structural_tag" else f"guided_{form}"
+        if self.source_field:
+            return self.source_field
+        constraint = next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+        return constraint if constraint == "structural_tag" else f"guided_{constraint}"
 
     @property
-    def of_json(self) -> bool:
-        """Whether the constraint is about JSON."""
-        return any(getattr(self, name) not in (None, False) for name in OF_JSON)
+    def is_json(self) -> bool:
+        """Whether the constraint allows JSON, so that options of whitespace apply."""
+        return any(getattr(self, name) not in (None, False) for name in JSON_CONSTRAINTS)
 
     @property
     def characters(self) -> int:
@@ -100,49 +110,54 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         return sum(len(text) for text in texts if text)
 
 
-def closed(schema: Any, strict: bool = False) -> Any:
-    """A schema with ``additionalProperties: false`` for objects that do not give it.
+def disallow_additional_properties(schema: Any, strict: bool = False) -> Any:
+    """A copy of a schema with ``additionalProperties: false`` for objects that do not give it.
 
-    Parts of ``allOf`` are left open, as each lists some of one object's properties.
+    Not within ``allOf``, whose parts each list some of one object's properties.
 
     Args:
         strict: also require all listed properties, as OpenAI's strict schemas do.
     """
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
+    result = dict(schema)
     for name, part in schema.items():
         if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(part, dict):
-            found[name] = {key: closed(inner, strict) for key, inner in part.items()}
+            result[name] = {key: disallow_additional_properties(inner, strict) for key, inner in part.items()}
         elif name in ("anyOf", "oneOf", "prefixItems") and isinstance(part, list):
-            found[name] = [closed(inner, strict) for inner in part]
+            result[name] = [disallow_additional_properties(inner, strict) for inner in part]
         elif name in ("items", "additionalProperties"):
-            found[name] = closed(part, strict)
-    listed, required = schema.get("properties"), schema.get("required") or []
-    alone = not schema.keys() & {"allOf", "$ref", "unevaluatedProperties"}
-    if alone and isinstance(listed, dict) and (strict or (listed and listed.keys() >= set(required))):
-        found.setdefault("additionalProperties", False)
+            result[name] = disallow_additional_properties(part, strict)
+    properties, required = schema.get("properties"), schema.get("required") or []
+    combined = bool(schema.keys() & {"allOf", "$ref", "unevaluatedProperties"})
+    lists_all = isinstance(properties, dict) and (strict or (properties and properties.keys() >= set(required)))
+    if lists_all and not combined:
+        assert isinstance(properties, dict)
+        result.setdefault("additionalProperties", False)
         if strict:
-            found["required"] = [*listed, *(name for name in required if name not in listed)]
-    return found
+            result["required"] = [*properties, *(name for name in required if name not in properties)]
+    return result
 
 
-def as_json(field: str, given: Any) -> str:
+def schema_to_json(field: str, schema: Any) -> str:
     """A schema as JSON text, in which integral numbers are written as integers.
 
-    Raises ``PenstockError`` (``invalid``) for anything but a JSON object, its text, or a pydantic model.
+    Args:
+        field: the request's field, for errors.
+        schema: a JSON object, its text, or a pydantic model.
+    Raises ``PenstockError``: ``invalid`` for anything else, ``unsupported`` as ``check_schema`` does.
     """
-    if isinstance(given, type) and hasattr(given, "model_json_schema"):
-        given = given.model_json_schema()
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
     try:
-        found = json.loads(given if isinstance(given, str) else json.dumps(given), parse_float=_number)
-        if isinstance(found, bool):
-            found = {} if found else {"not": {}}
-        text = json.dumps(found)
-        check_schema(field, found)
+        parsed = json.loads(schema if isinstance(schema, str) else json.dumps(schema), parse_float=_integer_or_float)
+        if isinstance(parsed, bool):
+            parsed = {} if parsed else {"not": {}}
+        text = json.dumps(parsed)
+        check_schema(field, parsed)
     except (ValueError, TypeError, RecursionError) as error:
         raise invalid(field, f"is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise invalid(field, "must be a JSON object")
     return text
 
@@ -154,16 +169,16 @@ def check_schema(field: str, part: Any) -> None:
     number of required properties. Control characters: only ``\\u`` can write them.
     """
     if isinstance(part, dict):
-        least, required = part.get("minProperties"), part.get("required")
-        if isinstance(least, int) and least > (len(required) if isinstance(required, list) else 0):
+        minimum, required = part.get("minProperties"), part.get("required")
+        if isinstance(minimum, int) and minimum > (len(required) if isinstance(required, list) else 0):
             words = "minProperties beyond the properties that are required by name"
-            raise PenstockError(Code.UNSUPPORTED, f"{field}: cannot be kept to: {words}", field)
+            raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported: {words}", field)
     if isinstance(part, str) and any(c < " " and c not in "\b\f\n\r\t" for c in part):
-        raise PenstockError(Code.UNSUPPORTED, f"{field}: cannot be kept to: control characters in strings", field)
+        raise PenstockError(Code.UNSUPPORTED, f"{field}: not supported: control characters in strings", field)
     for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
         check_schema(field, inner)
 
 
-def _number(text: str) -> int | float:
+def _integer_or_float(text: str) -> int | float:
     number = float(text)
     return int(number) if number.is_integer() else number

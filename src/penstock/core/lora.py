@@ -22,12 +22,12 @@ def named(lora_modules: tuple[str, ...]) -> dict[str, str]:
 
     Raises ``PenstockError`` (``invalid``) for other entries, and for a name that is given twice.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for entry in lora_modules:
         name, equals, path = entry.partition("=")
         if not equals or not name or not path:
             raise invalid("lora_modules", f"{entry!r} is not written name=folder")
-        if name in found:
+        if name in result:
             raise invalid("lora_modules", f"{name!r} comes twice")
-        found[name] = path
-    return found
+        result[name] = path
+    return result

@@ -35,8 +35,8 @@ class Scheme:
 
     layers: Format = UNQUANTIZED
     head: Format = UNQUANTIZED
-    """Of embedding and language model head. They keep 8 bits where layers have 4: they are little of the work and
-    much of the quality."""
+    """Format of embedding and language model head, which keep 8 bits where layers have 4: they are little of the work
+    and much of the quality."""
 
 
 QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32"]

@@ -10,8 +10,9 @@ from .errors import Code, PenstockError, invalid
 from .guided import GuidedDecodingParams
 
 MAX_LOGPROBS = 20
-"""Alternatives listed for a position, at most."""
+"""Maximum of ``logprobs`` and ``prompt_logprobs``."""
 MAX_SEQUENCES = 128
+"""Maximum of ``n`` and ``best_of``."""
 MAX_ENTRIES = {
     "logit_bias": 1024,
     "bad_word_ids": 1024,
@@ -20,21 +21,21 @@ MAX_ENTRIES = {
     "stop": 128,
     "allowed_token_ids": 4096,
 }
-"""Entries of fields that are searched in every step."""
-NOT_TOGETHER = {
+"""Maximum number of entries of fields that are searched in every step."""
+EXCLUSIVE = {
     "guided_decoding": ("allowed_token_ids", "bad_words", "bad_word_ids", "min_tokens", "ignore_eos"),
     "reasoning_max_tokens": ("allowed_token_ids", "bad_words", "bad_word_ids"),
     "response_max_tokens": ("use_beam_search",),
     "use_beam_search": ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "return_generation_logits"),
 }
-"""Options that exclude each other: those that could leave no allowed token for a constraint or the end of the
+"""Option → the options that it excludes: those that could leave no allowed token for a constraint or the end of the
 reasoning, or continue after a constraint has ended; and those that beam search does not support."""
 NO_EFFECT: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (0, -1), "top_p": (1,), "logprobs": (None, 0)}
-"""Values of these options that have no effect."""
-MAX_CONTINUATIONS = 1024
-"""Number of beams times stop tokens: candidates that a search has to rank beyond those that it continues."""
+"""Option → its values without effect; for other options None, empty, 0 and False."""
+MAX_BEAM_STOPS = 1024
+"""Maximum of ``stop_token_ids`` times beams: a beam search considers as many candidates more in each step."""
 MAX_CHARACTERS = {"stop": 4096, "bad_words": 16_384}
-"""Characters of all entries together."""
+"""Maximum number of characters of all entries together."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,16 +82,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     response_max_tokens: int | None = None
     """Maximum number of tokens of a chat's answer after its reasoning; None is any."""
     ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens."""
     stop: tuple[str, ...] = ()
+    """Strings that end a sequence."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence."""
     include_stop_str_in_output: bool = False
+    """Return the stop string, too."""
 
     logit_bias: dict[int, float] = {}
     """Token id → value added to its logit, [-100, 100]."""
     bad_words: tuple[str, ...] = ()
+    """Strings that must not be generated."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be generated."""
     allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be generated; None is all."""
     guided_decoding: GuidedDecodingParams | None = None
     """A constraint on the output."""
 
@@ -111,8 +118,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Return each sequence's KV blocks, draft tokens, and the time of its first step."""
 
     detokenize: bool = True
+    """Return text; otherwise token ids only."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
+    """Must be True."""
 
     def __post_init__(self) -> None:
         for field in ("stop", "bad_words", "stop_token_ids", "bad_word_ids", "allowed_token_ids"):
@@ -141,14 +151,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.response_max_tokens is not None:
             between("response_max_tokens", self.response_max_tokens, 1, None)
         for field in ("logprobs", "prompt_logprobs"):
-            if (wanted := getattr(self, field)) is not None:
-                between(field, wanted, 0, MAX_LOGPROBS)
-        for field, most in MAX_ENTRIES.items():
-            if len(getattr(self, field) or ()) > most:
-                raise invalid(field, f"must hold at most {most} entries", most)
-        for field, most in MAX_CHARACTERS.items():
-            if sum(map(len, getattr(self, field))) > most:
-                raise invalid(field, f"must have at most {most} characters together", most)
+            if (count := getattr(self, field)) is not None:
+                between(field, count, 0, MAX_LOGPROBS)
+        for field, limit in MAX_ENTRIES.items():
+            if len(getattr(self, field) or ()) > limit:
+                raise invalid(field, f"must hold at most {limit} entries", limit)
+        for field, limit in MAX_CHARACTERS.items():
+            if sum(map(len, getattr(self, field))) > limit:
+                raise invalid(field, f"must have at most {limit} characters together", limit)
         for bias in self.logit_bias.values():
             between("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -159,51 +169,52 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("allowed_token_ids", "are all among the bad words: no token may come")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
-        for field, others in NOT_TOGETHER.items():
-            if getattr(self, field) not in (None, False) and (
-                wrong := [other for other in others if self._asks(other)]
-            ):
-                raise invalid(wrong[0], f"does not go with {field}")
-        self._check_search()
+        for field, excluded in EXCLUSIVE.items():
+            if getattr(self, field) not in (None, False):
+                for other in excluded:
+                    if self._has_effect(other):
+                        raise invalid(other, f"does not go with {field}")
+        self._check_beam_search()
         if not self.spaces_between_special_tokens:
             raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
 
-    def _check_search(self) -> None:
+    def _check_beam_search(self) -> None:
         if self.best_of is not None:
             between("best_of", self.best_of, self.n, MAX_SEQUENCES)
         between("length_penalty", self.length_penalty, -10, 10)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise invalid("early_stopping", 'must be true, false or "never"')
         if not self.use_beam_search:
-            if self.width > self.n and self.greedy:
+            if self.num_sequences > self.n and self.greedy:
                 raise invalid("best_of", "must be n where temperature is 0, as all would be the same", self.n)
             if self.length_penalty != 1:
                 raise invalid("length_penalty", "goes with use_beam_search only")
             if self.early_stopping:
                 raise invalid("early_stopping", "goes with use_beam_search only")
             return
-        if self.width < 2:
+        if self.num_sequences < 2:
             raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)
-        most = MAX_CONTINUATIONS // self.width
-        if len(self.stop_token_ids) > most:
-            raise invalid("stop_token_ids", f"must hold at most {most} entries with {self.width} beams", most)
+        limit = MAX_BEAM_STOPS // self.num_sequences
+        if len(self.stop_token_ids) > limit:
+            raise invalid("stop_token_ids", f"must hold at most {limit} entries with {self.num_sequences} beams", limit)
 
-    def _asks(self, field: str) -> bool:
+    def _has_effect(self, field: str) -> bool:
         """Whether an option's value has an effect."""
         return getattr(self, field) not in NO_EFFECT.get(field, (None, (), 0, False))
 
     @property
-    def width(self) -> int:
+    def num_sequences(self) -> int:
         """Number of sequences to generate: ``best_of``, or else ``n``."""
         return self.best_of or self.n
 
     @property
-    def told(self) -> int:
+    def num_returned(self) -> int:
         """Number of sequences that the engine returns: ``n`` for beams, which the engine selects, else all of them."""
-        return self.n if self.use_beam_search else self.width
+        return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken at each step."""
         return self.temperature == 0
 
     @property

@@ -26,45 +26,45 @@ from penstock.core import (
     Vocabulary,
 )
 from penstock.core.errors import invalid
-from penstock.core.guided import closed
+from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import named
 from penstock.models import read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
 
 from .executor.base import Executor, WorkerLostError
-from .guided import Grammar, Guides, Masks, check_backend
-from .guided.reasoning import guide_of
+from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
+from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
-from .lora import NO_ADAPTER, Adapters
+from .lora import NO_ADAPTER, LoRAManager
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
-from .scheduling.step_builder import probe_step
+from .scheduling.step_builder import add_drafts, probe_step
 from .sequence.plan import Plan
 from .sequence.sequence import Sequence
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
-from .step import DeviceMemory, MemoryProfile, Propose
+from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, Propose
 from .warm_up import warm_up_requests
 
 logger = logging.getLogger(__name__)
 
 DEPTH = 1
-"""Steps in flight at the same time, where no option says so."""
+"""Default of ``max_concurrent_batches``."""
 STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the log says why")
 FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute any more and has to be started again")
-MOST_FAILED_STEPS = 8
-"""One after the other, after which the engine has failed."""
-AWAITING = 0.02
+MAX_FAILED_STEPS = 8
+"""Number of failed steps in a row after which the engine has failed."""
+PREREQUISITES_TIMEOUT = 0.02
 """Seconds that a step with nothing to compute waits for requests' prerequisites."""
 
 
 class Engine:
-    """A model that serves many requests at once.
+    """Serves many requests at once with one model: ``add`` requests, then call ``step`` while ``busy``.
 
     Args:
-        logs: how worker processes log; None where this process's log is not ours.
+        logs: how worker processes log; None: they do not set up a log, as within an application of others.
 
     Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
     """
@@ -96,19 +96,22 @@ class Engine:
             weights=self.info.weights_version,
             slots=slots,
         )
-        self.adapters = Adapters(self._executor, most=max_loras, slots=slots, in_use=self.scheduler.adapters)
+        self.adapters = LoRAManager(
+            self._executor, max_loras=max_loras, slots=slots, keys_in_use=self.scheduler.adapters
+        )
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)
-        self._guides = Guides(options.guided_decoding_backend, self.info.vocab_size)
-        self._masks = Masks(self.info.vocab_size)
+        self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
+        self._bitmasks = BitmaskBuilder(self.info.vocab_size)
         self._dense = options.guided_decoding_disable_any_whitespace
         self._closed = options.guided_decoding_disable_additional_properties
         self._in_flight: deque[tuple[Plan, float]] = deque()
-        """Steps that were submitted and not collected, the oldest first, and when."""
+        """Steps that were submitted and not collected, the oldest first, and the time of submission."""
         self._collected = 0.0
+        """Time of the last ``collect``."""
         self._failed_steps = 0
         self.failure: Failure | None = None
-        """Why it takes no requests any more, where that is so: it has to be started again."""
+        """Why the engine has failed, and accepts no requests any more; None while it works."""
         self.speculation: Speculation | None = None
         if speculative:
             ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
@@ -125,20 +128,20 @@ class Engine:
         )
         self._log_memory(config.raw, options, blocks, profile)
         self.steps = 0
-        """Since it started."""
+        """Number of steps submitted since the start."""
         self.last_plan = Plan()
-        """What the last step was."""
+        """The plan of the last step that was submitted."""
         self.before_step: Callable[[int], None] = lambda tokens: None
-        """Called with the number of tokens that are in flight, before each step is computed."""
+        """Called before each step is submitted or waited for, with the number of tokens in flight."""
         if options.use_warmup:
             self._warm_up()
 
     def close(self) -> None:
-        """End its workers."""
+        """End the workers."""
         self._executor.close()
 
     def _warm_up(self) -> None:
-        """Run the longest inputs. Raises ``PenstockError`` where a step fails."""
+        """Run ``warm_up_requests``. Raises ``PenstockError`` where a step fails."""
         begun, left = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
         tokens = sum(len(request.prompt) for request in left)
         while left or self.busy:
@@ -152,7 +155,7 @@ class Engine:
     def _log_memory(
         self, config_json: Mapping[str, Any], options: EngineOptions, blocks: int, profile: MemoryProfile
     ) -> None:
-        """The numbers of ``penstock plan memory``."""
+        """Log the numbers that ``penstock plan memory`` prints."""
         info, model_size = self.info, model_size_of(config_json)
         size = profile.host_block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
@@ -169,38 +172,43 @@ class Engine:
         )
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` (``invalid``) for a request that can never run."""
+        """Raise ``PenstockError`` for a request that can never run, as ``add`` would; its grammar is compiled."""
         self._check(request)
         if request.adapter:
             self.adapters.key(request.adapter)
         self.scheduler.admission.fitted(request)
-        if form := self._form(request):
-            self._guides.compile(form).result()
+        if constraint := self._constraint(request):
+            self._grammar_compiler.compile(constraint).result()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; raises ``PenstockError`` where it is refused, now or for good."""
+        """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` where it can never run,
+        ``overloaded`` where the queue is full, ``unavailable`` where the engine has failed."""
         if self.failure:
             raise PenstockError.of(self.failure)
         self._check(request)
         if request.adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
-        form = self._form(request)
+        constraint = self._constraint(request)
 
         def grammar() -> list[Prerequisite]:
-            return [Prerequisite(self._guides.compile(form), _set_guide)] if form else []
+            return [Prerequisite(self._grammar_compiler.compile(constraint), _set_guide)] if constraint else []
 
         self.scheduler.add(request, grammar)
 
-    def learn(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """What tokens spell, before the first request that is guided. Called where it is not known."""
-        self._guides.learn(vocabulary)
+    def set_vocabulary(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """Set the vocabulary; to be called before the first request with guided decoding.
+
+        Args:
+            vocabulary: returns it. Not called where the vocabulary is set already.
+        """
+        self._grammar_compiler.set_vocabulary(vocabulary)
 
     def prepare(self) -> None:
-        """Make ready what requests may ask for; to be called while there is nothing else to do."""
-        self._guides.prepare()
+        """Load what guided decoding needs ahead of the first request with it; to be called while the engine is idle."""
+        self._grammar_compiler.prepare()
 
     def add_where_room(self, request: EngineRequest) -> bool:
-        """``add``, or False where the queue is full: for who has more requests and waits for their turn."""
+        """``add``, but return False where the queue is full, and True otherwise."""
         try:
             self.add(request)
         except PenstockError as error:
@@ -214,21 +222,21 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def stop(self, request_id: str, sequence: int) -> None:
-        """End a sequence whose text has come to a stop string."""
+        """End a sequence, in whose text the caller has found a stop string. There is no delta of it."""
         self.scheduler.stop(request_id, sequence)
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes allocated on a GPU."""
+        """Bytes allocated on the GPU; 0 without one. A lost worker sets ``failure``, and gives 0."""
         try:
-            asked = self._executor.call(DeviceMemory())
-            self._executor.wait(asked)
+            answer = self._executor.call(DeviceMemory())
+            self._executor.wait(answer)
         except WorkerLostError as error:  # while it had nothing to do; requests would be told by their next step
             logger.error("the engine has failed: %s", error)
             self.failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
             return 0
-        found: int = asked.result()
-        return found
+        allocated: int = answer.result()
+        return allocated
 
     @property
     def busy(self) -> bool:
@@ -236,15 +244,16 @@ class Engine:
         return self.scheduler.unfinished > 0 or bool(self._in_flight)
 
     def step(self) -> list[TokenDelta]:
-        """Submit steps until as many are in flight as may be, and take in the oldest.
+        """Submit steps until ``max_concurrent_batches`` are in flight, then collect the oldest. Returns its deltas, and
+        those of requests that have ended otherwise.
 
-        What goes wrong in a step ends the requests that it was for, and no others, unless it shows that no step can be
-        computed any more: then ``failure`` says so, and all requests end with it.
+        An error in a step ends the requests of that step. If no step can be computed any more, all requests end, and
+        ``failure`` is set.
         """
         deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.admit_ready()
         try:
-            if self.adapters.unsettled:
-                self.adapters.settle()
+            if self.adapters.has_pending:
+                self.adapters.process_pending()
             submitted = False
             while len(self._in_flight) < self._depth and (plan := self.scheduler.schedule()):
                 submitted = True
@@ -259,7 +268,7 @@ class Engine:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
         if awaited := self.scheduler.awaited:
-            wait(awaited, AWAITING, FIRST_COMPLETED)
+            wait(awaited, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)
         return deltas
 
     @property
@@ -267,16 +276,20 @@ class Engine:
         return sum(plan.tokens for plan, _ in self._in_flight)
 
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
-        """Send a step. Returns the last deltas of its requests where it cannot be sent."""
+        """Send a step. Returns None, or the last deltas of its requests where it could not be sent."""
         self.steps, self.last_plan = self.steps + 1, plan
         self._in_flight.append((plan, time.perf_counter()))
         try:
             self.before_step(self._tokens_in_flight)
-            updates = self.scheduler.builder.updates(plan)
+            step = self.scheduler.builder.step(plan)
             if self.speculation:
-                updates = self.speculation.fill(plan, updates, self._propose)
-            masks = self._masks.begin([(one.guide, item.draft) for item in plan.items for one in item.samples])
-            self._executor.submit(self.scheduler.builder.step(plan, updates, masks is not None), masks)
+                step.updates = self.speculation.propose(plan, step.updates, self._propose)
+                add_drafts(step, plan)
+            grammar_bitmask = self._bitmasks.submit(
+                [(one.guide, item.draft) for item in plan.items for one in item.samples]
+            )
+            step.has_grammar_bitmask = grammar_bitmask is not None
+            self._executor.submit(step, grammar_bitmask)
         except WorkerLostError:
             raise
         except BaseException as error:
@@ -284,13 +297,15 @@ class Engine:
             return self._failed(plan, error)
         return None
 
-    def _propose(self, wanted: Propose) -> list[list[int]]:
-        asked = self._executor.call(wanted)
-        self._executor.wait(asked)
-        drafts: list[list[int]] = asked.result()
+    def _propose(self, message: Propose) -> list[list[int] | None]:
+        """Have the workers draft tokens; returns those of each row, None where the drafter has failed."""
+        answer = self._executor.call(message)
+        self._executor.wait(answer)
+        drafts: list[list[int] | None] = answer.result()
         return drafts
 
     def _collect(self) -> list[TokenDelta]:
+        """Wait for the oldest step; returns its deltas."""
         try:
             output = self._executor.collect()
         except WorkerLostError:
@@ -303,18 +318,19 @@ class Engine:
         now = time.perf_counter()
         begun, self._collected = max(submitted, self._collected), now
         if self.speculation:
-            self.speculation.verified(plan, output, now - begun)
+            self.speculation.record_step(plan, output, now - begun)
         return self.scheduler.update(plan, output)
 
     def _failed(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
-        """A step went wrong: its requests end, and all do where no step can be computed any more."""
+        """Handle an error of a step: end its requests, or all where no step can be computed any more. Returns their
+        last deltas."""
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
-            raise error  # an interrupt: the blocks are back, the rest is the caller's matter
+            raise error  # an interrupt, which the caller handles
         logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
         self._failed_steps += 1
         try:
-            if self._failed_steps < MOST_FAILED_STEPS and self._still_computes():
+            if self._failed_steps < MAX_FAILED_STEPS and self._still_computes():
                 return deltas
             failure = FAILED
         except WorkerLostError as error:
@@ -323,17 +339,17 @@ class Engine:
         return deltas + self._give_up(failure)
 
     def _give_up(self, failure: Failure) -> list[TokenDelta]:
-        """Nothing can be computed any more."""
+        """End all requests, and refuse new ones. Returns the last deltas."""
         self.failure = failure
         deltas = [delta for plan, _ in self._in_flight for delta in self.scheduler.fail(plan, failure)]
         self._in_flight.clear()
         return deltas + [d for name in self.scheduler.requests() for d in self.scheduler.abort(name, failure)]
 
     def _still_computes(self) -> bool:
-        """Whether a step of one token, of which nothing is kept, can be computed: no, where a device has failed for
-        good."""
+        """Whether a test step of one token can be computed; False where a device has failed for good. True without a
+        test where steps are in flight, which will fail themselves, or where no block is free."""
         pool = self.scheduler.device
-        if self._in_flight or not pool.free:  # others will show
+        if self._in_flight or not pool.free:
             return True
         blocks = pool.allocate(1)
         try:
@@ -348,14 +364,16 @@ class Engine:
             pool.release(blocks)
         return True
 
-    def _form(self, request: EngineRequest) -> GuidedDecodingParams | None:
-        """What the output has to keep to."""
-        form = request.sampling.guided_decoding
-        if form and self._closed and form.json:
-            form = msgspec.structs.replace(form, json=closed(json.loads(form.json)))
-        if form and self._dense and form.of_json:
-            form = msgspec.structs.replace(form, disable_any_whitespace=True)
-        return form
+    def _constraint(self, request: EngineRequest) -> GuidedDecodingParams | None:
+        """The constraint on the output, with the engine's options for JSON applied; None where there is none."""
+        constraint = request.sampling.guided_decoding
+        if constraint and self._closed and constraint.json:
+            constraint = msgspec.structs.replace(
+                constraint, json=disallow_additional_properties(json.loads(constraint.json))
+            )
+        if constraint and self._dense and constraint.is_json:
+            constraint = msgspec.structs.replace(constraint, disable_any_whitespace=True)
+        return constraint
 
     def _check(self, request: EngineRequest) -> None:
         info = self.info
@@ -369,18 +387,21 @@ class Engine:
 
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
-    sequence.guide = guide_of(sequence.request, grammar)
+    sequence.guide = make_guide(sequence.request, grammar)
 
 
 def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) -> Executor:
     """The executor that the options name; nothing is loaded yet."""
-    if options.distributed_executor_backend == "mp":
-        from .executor.processes import Processes
+    several = options.tensor_parallel_size > 1
+    if several and options.distributed_executor_backend == "uni":
+        raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
+    if several or options.distributed_executor_backend == "mp":
+        from .executor.multiproc import MultiprocExecutor
 
-        return Processes(options, logs)
-    from .executor.inline import Inline  # which brings PyTorch
+        return MultiprocExecutor(options, logs)
+    from .executor.uniproc import UniProcExecutor  # which brings PyTorch
 
-    return Inline(options, depth)
+    return UniProcExecutor(options, depth)
 
 
 def _check(request: EngineRequest, vocabulary: int) -> None:
@@ -392,10 +413,14 @@ def _check(request: EngineRequest, vocabulary: int) -> None:
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
         "eos_token_ids": [token for token in request.eos_token_ids if token < vocabulary],  # others never come
-        "thought": (thought.begin, thought.end, *thought.answer) if (thought := request.thought) else (),
+        "reasoning": (span.begin, span.end, *span.answer) if (span := request.reasoning) else (),
     }
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
     if len(sampling.never_tokens) == vocabulary:
         raise invalid("bad_word_ids", "leave no token that may come")
+    size = len(request.prompt) * vocabulary * 4  # float32
+    if sampling.return_context_logits and size > MAX_VALUE_BYTES:
+        words = f"takes {size} bytes of logits; at most {MAX_VALUE_BYTES} can be returned"
+        raise invalid("return_context_logits", words, MAX_VALUE_BYTES)

@@ -1,10 +1,10 @@
-"""How a process ended, in words."""
+"""How a process ended, for logs and errors."""
 
 from __future__ import annotations
 
 import signal
 
 
-def in_words(status: int) -> str:
-    """Of a process's return code, which is negative where a signal has ended it."""
+def exit_reason(status: int) -> str:
+    """Describe a process's return code, which is minus the signal's number where a signal has killed it."""
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -1,4 +1,4 @@
-"""LoRA adapters by name, each in a slot of the workers: loaded while others are served, gone once nobody uses them."""
+"""The LoRA adapters of an engine: loading them into slots of the workers, and unloading them after their requests."""
 
 from __future__ import annotations
 
@@ -16,93 +16,94 @@ from .step import LoadLoRA, UnloadLoRA
 logger = logging.getLogger(__name__)
 
 NO_ADAPTER = -1
-"""The slot of what has no adapter."""
+"""The slot of requests without an adapter."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedAdapter:
     """An adapter that requests may name."""
 
     path: str
     key: str
-    """What its requests are marked with, and what they have in the prefix cache: no other load has the same."""
+    """Marks the adapter's requests and their blocks in the prefix cache; every load has a new one."""
     slot: int
 
 
 @dataclass(frozen=True)
-class Loading:
-    """An adapter that is being read."""
+class PendingLoad:
+    """An adapter that the workers are loading."""
 
     path: str
     slot: int
-    answer: Future[None]
-    """Of the workers."""
+    reply: Future[None]
+    """The workers' reply."""
     done: Future[None]
-    """Once requests may name it."""
+    """Done once requests may name the adapter."""
 
 
-class Adapters:
-    """The adapters of a model, which its workers read. To be used in the thread that runs the steps.
+class LoRAManager:
+    """Loads and unloads the adapters of one model. Use it in the thread that runs the steps.
 
     Args:
-        most: that may be loaded at the same time; 0 is for a model that takes none.
-        slots: of the adapters by key, kept up to date here; ``""`` is the slot of requests without one.
-        in_use: keys of the adapters that requests have which have not ended.
+        max_loras: adapters that may be loaded at the same time; 0 refuses all.
+        slots: key → slot of every adapter that requests use, kept up to date here; ``""`` is the base model's.
+        keys_in_use: returns the keys of the adapters that unfinished requests use.
     """
 
     def __init__(
         self,
         executor: Executor,
         *,
-        most: int,
+        max_loras: int,
         slots: dict[str, int],
-        in_use: Callable[[], set[str]],
+        keys_in_use: Callable[[], set[str]],
     ) -> None:
         self._executor = executor
-        self._most = most
-        self._in_use = in_use
-        self._loaded: dict[str, Loaded] = {}
-        self._reading: dict[str, Loading] = {}
-        self._leaving: list[Loaded] = []
-        self._free = list(range(most))
-        self._loads = 0
+        self._max_loras = max_loras
+        self._keys_in_use = keys_in_use
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._loading: dict[str, PendingLoad] = {}
+        self._unloading: list[LoadedAdapter] = []
+        """Unloaded adapters that requests still use."""
+        self._free_slots = list(range(max_loras))
+        self._num_loads = 0
         self._slots = slots
 
     @property
     def paths(self) -> dict[str, str]:
-        """The folder of each adapter that requests may name, or that is being read, by name."""
-        loaded = {name: loaded.path for name, loaded in self._loaded.items()}
-        return loaded | {name: loading.path for name, loading in self._reading.items()}
+        """Name → folder of each adapter that is loaded or being loaded."""
+        paths = {name: adapter.path for name, adapter in self._loaded.items()}
+        return paths | {name: load.path for name, load in self._loading.items()}
 
     @property
-    def unsettled(self) -> bool:
-        """Whether there is something for ``settle`` to do, now or soon."""
-        return bool(self._reading or self._leaving)
+    def has_pending(self) -> bool:
+        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
+        return bool(self._loading or self._unloading)
 
     def key(self, name: str) -> str:
-        """What a request for an adapter is marked with.
+        """The key of a loaded adapter.
 
-        Raises ``PenstockError``: ``not_found`` where it is not here, ``unavailable`` where it is still being read.
+        Raises ``PenstockError``: ``not_found`` where there is no such adapter, ``unavailable`` while it is loading.
         """
-        if found := self._loaded.get(name):
-            return found.key
-        if name in self._reading:
+        if adapter := self._loaded.get(name):
+            return adapter.key
+        if name in self._loading:
             raise PenstockError(Code.UNAVAILABLE, f"adapter {name!r} is being loaded; try again soon", "adapter")
         raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not here", "adapter")
 
     def load(self, name: str, path: str) -> Future[None]:
-        """Have an adapter read; ``settle`` lets requests name it, and then the future is done.
+        """Start to load an adapter. Does nothing where it is loaded from this folder already.
 
-        It has an exception, ``PenstockError``, where the adapter cannot be loaded. The same one again from the same
-        folder is loaded already.
+        Returns:
+            A future that ``process_pending`` completes once requests may name the adapter, or with a ``PenstockError``.
         """
         future: Future[None] = Future()
         try:
-            if self._refused(name, path):
-                slot = self._free.pop()
-                self._reading[name] = Loading(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
-            elif name in self._reading:
-                future = self._reading[name].done
+            if self._needs_load(name, path):
+                slot = self._free_slots.pop()
+                self._loading[name] = PendingLoad(path, slot, self._executor.call(LoadLoRA(slot, path)), future)
+            elif name in self._loading:
+                future = self._loading[name].done
             else:
                 future.set_result(None)
         except PenstockError as error:
@@ -110,69 +111,70 @@ class Adapters:
         return future
 
     def unload(self, name: str) -> None:
-        """Take the name away. Requests that have begun with the adapter go on with it.
+        """Unload an adapter for new requests; unfinished ones keep it, and its slot.
 
-        Raises ``PenstockError`` (``not_found``) where it is not here.
+        Raises ``PenstockError`` (``not_found``) where it is not loaded.
         """
         if name not in self._loaded:
             raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not here", "lora_name")
-        self._leaving.append(self._loaded.pop(name))
+        self._unloading.append(self._loaded.pop(name))
         logger.info("adapter %s is unloaded", name)
-        self.settle()
+        self.process_pending()
 
-    def settle(self) -> None:
-        """Let requests name what has been read, and give back what no request uses any more."""
-        if self._leaving:
-            used = self._in_use()
-            for left in [left for left in self._leaving if left.key not in used]:
-                self._leaving.remove(left)
-                del self._slots[left.key]
-                self._executor.call(UnloadLoRA(left.slot))
-                self._free.append(left.slot)
+    def process_pending(self) -> None:
+        """Complete loads that the workers have finished, and free the slots of unloaded adapters without requests."""
+        if self._unloading:
+            in_use = self._keys_in_use()
+            for adapter in [adapter for adapter in self._unloading if adapter.key not in in_use]:
+                self._unloading.remove(adapter)
+                del self._slots[adapter.key]
+                self._executor.call(UnloadLoRA(adapter.slot))
+                self._free_slots.append(adapter.slot)
         self._executor.poll()
-        for name, loading in list(self._reading.items()):
-            if not loading.answer.done():
+        for name, load in list(self._loading.items()):
+            if not load.reply.done():
                 continue
-            error = loading.answer.exception()
-            del self._reading[name]
+            error = load.reply.exception()
+            del self._loading[name]
             if error:
-                self._free.append(loading.slot)
+                self._free_slots.append(load.slot)
                 if not isinstance(error, PenstockError):
                     logger.error("adapter %s could not be read", name, exc_info=error)
                     error = PenstockError(Code.INTERNAL, "the adapter could not be read; the log says why")
-                loading.done.set_exception(error)
+                load.done.set_exception(error)
                 continue
-            self._loads += 1
-            loaded = self._loaded[name] = Loaded(loading.path, f"{name}#{self._loads}", loading.slot)
-            self._slots[loaded.key] = loading.slot
-            logger.info("adapter %s is loaded from %s", name, loading.path)
-            loading.done.set_result(None)
+            self._num_loads += 1
+            adapter = self._loaded[name] = LoadedAdapter(load.path, f"{name}#{self._num_loads}", load.slot)
+            self._slots[adapter.key] = load.slot
+            logger.info("adapter %s is loaded from %s", name, load.path)
+            load.done.set_result(None)
 
     def wait(self, future: Future[None]) -> None:
-        """Until a load is settled. Raises ``PenstockError`` where it failed."""
+        """Wait for a load. Raises ``PenstockError`` where it failed."""
         while not future.done():
-            for loading in list(self._reading.values()):
-                self._executor.wait(loading.answer)
-            self.settle()
+            for load in list(self._loading.values()):
+                self._executor.wait(load.reply)
+            self.process_pending()
         future.result()
 
-    def _refused(self, name: str, path: str) -> bool:
-        """False where it is loaded already, or being read.
+    def _needs_load(self, name: str, path: str) -> bool:
+        """Whether the adapter has to be loaded; False where it is loaded, or being loaded, from this folder.
 
         Raises ``PenstockError`` where it cannot be loaded.
         """
-        if not self._most:
+        if not self._max_loras:
             words = "this engine takes no adapters: start it with enable_lora"
             raise PenstockError(Code.UNSUPPORTED, words, "lora_name")
         if not name or not path:
             raise invalid("lora_path" if name else "lora_name", "must not be empty")
-        if (known := self.paths.get(name)) is not None:
-            if known == path:
+        if (loaded_from := self.paths.get(name)) is not None:
+            if loaded_from == path:
                 return False
             raise invalid("lora_name", f"{name!r} is loaded from another folder; unload it first")
-        self.settle()
-        if len(self._loaded) + len(self._reading) + len(self._leaving) >= self._most:
-            going = f", {len(self._leaving)} of them until the requests that use them end" if self._leaving else ""
-            words = f"{self._most} adapters are loaded (max_loras){going}; unload one first"
-            raise invalid("lora_name", words, self._most)
+        self.process_pending()
+        if len(self._loaded) + len(self._loading) + len(self._unloading) >= self._max_loras:
+            count = len(self._unloading)
+            unloading = f", {count} of them until the requests that use them end" if count else ""
+            words = f"{self._max_loras} adapters are loaded (max_loras){unloading}; unload one first"
+            raise invalid("lora_name", words, self._max_loras)
         return True

@@ -1,8 +1,8 @@
-"""The messages between scheduler and workers: what a step computes, and what came of it.
+"""The messages between scheduler and workers: the input of a step, its output, and calls between two steps.
 
-Everything here can be sent to another process: numbers, arrays and plain structs, and no ``Sequence``. A sequence that
-runs is a *row* of the workers' batch. A worker keeps each row's tokens and block table from step to step, so that a
-step says only what is new. Arrays are int32 unless said otherwise.
+Everything here can be sent to another process: numbers, arrays and plain structs, and no ``Sequence``. A running
+sequence is a *row* of the workers' batch. A worker keeps each row's tokens and block table from step to step, so that
+a step carries only what has changed. Arrays are int32 unless another dtype is given.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 from penstock.core import Failure, Logprob, SamplingParams
 
 EMPTY = np.zeros(0, np.int32)
+"""The default of arrays. Use this object, and no other array without elements: fields that have it are not sent."""
+MAX_VALUE_BYTES = 2**32 - 1
+"""Most bytes of one array or byte string of a message: MessagePack has 32 bits for their length."""
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
@@ -23,53 +26,54 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     token_ids: np.ndarray
-    """``[tokens]``: all that it has, prompt and output."""
+    """``[tokens]``: prompt and output so far."""
     prompt_length: int
     num_computed: int
-    """Leading tokens whose keys and values are in its blocks: found in the prefix cache, or swapped in."""
+    """Leading tokens whose keys and values are in its blocks already, from the prefix cache or swapped in."""
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
-    """End-of-sequence tokens among them."""
+    """Tokens that end the sequence, end-of-sequence tokens included."""
     seed: int
     index: int
-    """Which of the request's sequences it is."""
+    """Index of the sequence in its request."""
     lora_slot: int = -1
-    """-1 for none."""
+    """Slot of its LoRA adapter; -1 for none."""
     num_candidates: int = 0
-    """For a beam: how many of the likeliest next tokens to return. 0 for a sequence that samples."""
+    """For a beam: number of likeliest next tokens to return. 0 for a sequence that samples."""
     prompt_logprobs: int | None = None
-    """Alternatives to return with each prompt token; None where none are wanted (any more)."""
+    """Number of alternatives to return with each prompt token; None for no prompt logprobs."""
     context_logits: bool = False
     """Whether to return the logits after each prompt token."""
     pooling: Literal["", "last", "mean"] = ""
-    """Which hidden states to return in place of sampling: the last token's, or all."""
+    """Hidden states to return in place of sampling: the last prompt token's, or all (``mean``)."""
 
 
-class RowUpdates(msgspec.Struct, array_like=True):
-    """What changes in the workers' rows and blocks before a step, to be applied in the order of these fields.
+class RowUpdates(msgspec.Struct, omit_defaults=True):
+    """Changes of the workers' rows and blocks before a step, applied in the order of these fields.
 
-    ``tokens`` and ``tables`` are segments one after the other, each ``row, first, count`` and then ``count`` values.
+    ``tokens`` and ``tables`` are concatenated segments: ``row, first, count`` and then ``count`` values each.
     """
 
     swap_out: np.ndarray = EMPTY
-    """``[2 * n]``: device block, host block, in turns."""
+    """``[2 * n]``: device block and host block of each copy to the host tier."""
     swap_in: np.ndarray = EMPTY
-    """Host block, device block."""
+    """``[2 * n]``: host block and device block of each copy from the host tier."""
     copies: np.ndarray = EMPTY
-    """From and to, both device blocks: copy on write."""
+    """``[2 * n]``: source and target, both device blocks, of each copy on write."""
     branches: np.ndarray = EMPTY
-    """``[4 * n]``: row, parent row, position, token. Each beam becomes its parent as it was before, and the token."""
+    """``[4 * n]``: row, parent row, position, token. The beam in ``row`` becomes the parent's tokens before
+    ``position``, as they were before this update, followed by ``token``."""
     new: list[NewRow] = []
     tokens: np.ndarray = EMPTY
-    """Tokens that the scheduler has put in the place of sampled ones, or behind them."""
+    """Segments of tokens from position ``first`` on, which replace or follow what the row sampled."""
     tables: np.ndarray = EMPTY
-    """Blocks, from place ``first`` in the row's block table on."""
+    """Segments of block numbers, from index ``first`` of the row's block table on."""
     forks: np.ndarray = EMPTY
-    """``[3 * n]``: row, parent row, index of the sequence. The row begins as a copy of its parent."""
+    """``[3 * n]``: row, parent row, index of the sequence. The row becomes a copy of its parent."""
 
     @staticmethod
     def segments(flat: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Row, first place and values of each segment of ``tokens`` or ``tables``."""
+        """``row, first, values`` of each segment of ``tokens`` or ``tables``."""
         at = 0
         while at < len(flat):
             row, first, count = flat[at : at + 3].tolist()
@@ -77,22 +81,25 @@ class RowUpdates(msgspec.Struct, array_like=True):
             at += 3 + count
 
 
-class StepInput(msgspec.Struct, array_like=True):
-    """One step: tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of each row, and its draft after them."""
+class StepInput(msgspec.Struct, omit_defaults=True):
+    """A step. Item ``i`` computes the tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of the row ``rows[i]``, and
+    the item's draft tokens after them."""
 
     updates: RowUpdates
     rows: np.ndarray
     """``[items]``"""
     starts: np.ndarray
+    """``[items]``"""
     lengths: np.ndarray
+    """``[items]``"""
     samples: np.ndarray
-    """``[items]`` uint8: whether the row samples a token after its last one, as do rows that are forked from it now."""
+    """``[items]`` bool: whether the row samples the next token; rows that this step forks from it then sample, too."""
     drafts: np.ndarray = EMPTY
-    """``[items]``: how many draft tokens follow; empty where none do."""
+    """``[items]``: number of draft tokens; empty where no item has any."""
     draft_token_ids: np.ndarray = EMPTY
-    """Of all items, one after the other."""
-    masked: bool = False
-    """Whether grammar masks follow (``Executor.submit``)."""
+    """``[drafts.sum()]``: the draft tokens of all items, concatenated."""
+    has_grammar_bitmask: bool = False
+    """Whether grammar bitmask follow (``Executor.submit``)."""
 
 
 class Candidates(NamedTuple):
@@ -105,66 +112,66 @@ class Candidates(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What one row sampled in a step."""
+    """The tokens that a row sampled in a step."""
 
     token_ids: list[int]
-    """One, after those of its draft that were accepted."""
+    """The accepted draft tokens and the token sampled after them; empty for a beam, and where there is a failure."""
     logprobs: list[list[Logprob]] | None = None
+    """For each token its logprob, followed by those of the alternatives; None unless requested."""
     logits: list[bytes] | None = None
-    """For each token the logits it was sampled from, ``[vocabulary]`` float32, where they are wanted."""
+    """For each token the logits it was sampled from, ``[vocabulary]`` float32; None unless requested."""
     candidates: Candidates | None = None
-    """For a beam, which samples nothing."""
+    """For a beam, in place of tokens."""
     failure: Failure | None = None
-    """Why there is no token, and the sequence cannot go on."""
+    """Why no token could be sampled; the sequence ends with it."""
 
 
 class StepOutput(NamedTuple):
-    """What came of a step."""
+    """The output of a step. Items are those of ``StepInput``, by index."""
 
     draws: list[Draw]
-    """One for each row that samples, in the order of the items; after an item's own those of rows forked from it."""
+    """One for each row that samples, in the order of the items; rows forked in this step follow their parent."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
-    """By item: of the prompt tokens after each computed one, where they are wanted."""
+    """By item, where requested: logprobs of the prompt tokens that follow those computed."""
     context_logits: dict[int, bytes] = {}  # noqa: RUF012 - likewise
-    """By item: logits after each of its prompt tokens, ``[tokens, vocabulary]`` float32, where they are wanted."""
+    """By item, where requested: logits after each computed prompt token, ``[tokens, vocabulary]`` float32."""
     states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
-    """By item: hidden states to pool, ``[tokens, hidden]`` float32."""
+    """By item that is embedded: hidden states to pool, ``[tokens, hidden]`` float32."""
 
 
 class Propose(msgspec.Struct, array_like=True, tag=True):
-    """Ask the drafter for tokens that may follow; the answer is a list of token ids for each row,
-    or nothing where the drafter has failed.
-
-    Args:
-        lengths: tokens that each row has.
-        counts: draft tokens wanted at most.
-    """
+    """Draft tokens for rows. Answered with a list for each row: its draft token ids, which may be fewer than asked for,
+    or None where the drafter has failed for the row."""
 
     updates: RowUpdates
     rows: np.ndarray
+    """``[rows]``"""
     lengths: np.ndarray
+    """``[rows]``: tokens of each row, after which its draft begins."""
     counts: np.ndarray
+    """``[rows]``: most draft tokens for each row."""
 
 
 class LoadLoRA(msgspec.Struct, array_like=True, tag=True):
-    """Read an adapter, beside the steps, and put it into a slot between two of them; answered with None."""
+    """Read the LoRA adapter in folder ``path`` while steps go on, then put it into ``slot`` between two steps. Answered
+    with None."""
 
     slot: int
     path: str
 
 
 class UnloadLoRA(msgspec.Struct, array_like=True, tag=True):
-    """Empty a slot, which no row uses; answered with None."""
+    """Remove the adapter from ``slot``, which no row may use. Answered with None."""
 
     slot: int
 
 
 class DeviceMemory(msgspec.Struct, array_like=True, tag=True):
-    """Asks for the bytes allocated on the device, 0 on CPUs."""
+    """Answered with the bytes allocated on the GPU; 0 on CPUs."""
 
 
 Op = Propose | LoadLoRA | UnloadLoRA | DeviceMemory
-"""What a worker does besides steps (``Executor.call``)."""
+"""Calls between two steps (``Executor.call``)."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -174,31 +181,31 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     hidden_size: int
     has_lm_head: bool
-    """Whether it generates; else it makes embeddings only."""
+    """Whether it can generate; otherwise it only makes embeddings."""
     dtype: str
     quantization: str
     fingerprint: str
-    """What decides the bits of a result besides the weights."""
+    """Equal for engines whose results are equal to the bit, given equal weights (``worker/fingerprint.py``)."""
     batch_invariant: bool
     weights_version: str
-    """Identifies the checkpoint's contents."""
+    """Identifies the contents of the checkpoint."""
     mtp_layers: int
-    """Layers for multi-token prediction that were loaded."""
+    """Number of multi-token prediction layers loaded."""
     drafts: bool = False
-    """Whether the workers draft tokens (``Propose``)."""
+    """Whether the workers answer ``Propose``."""
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):
-    """What the KV cache may take, after weights and activations."""
+    """Memory available for the KV cache."""
 
     free: int
-    """Bytes free for the cache."""
+    """Bytes left by weights and by the activations of the largest step."""
     total: int
-    """Bytes of the device's memory; 0 on CPUs."""
+    """Bytes of the GPU's memory; 0 on CPUs."""
     block_bytes: int
-    """Bytes of a block in all caches of a worker: the model's and the draft model's."""
+    """Bytes of a block in the caches of the model and of the draft model together."""
     host_block_bytes: int
-    """Bytes of a block in the host tier, the model's only."""
+    """Bytes of a block in the host tier, which has the model's cache only."""
 
 
 def _encode_array(value: Any) -> Any:
@@ -218,5 +225,5 @@ encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder of messages with arrays. The arrays share the message's memory and are read-only."""
+    """A decoder of msgpack messages of type ``kind``. Arrays in them share the message's memory and are read-only."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)

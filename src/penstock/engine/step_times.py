@@ -1,18 +1,18 @@
-"""How long steps take, so that a long one is not taken for a hang."""
+"""Bounds on the duration of steps, to tell a long step from one that hangs."""
 
 from __future__ import annotations
 
 DECAY = 0.95
-"""Of the slowest seconds a token, for each step: one outlier is forgotten after some dozens of steps."""
+"""Factor of the slowest time per token after each step, so that an outlier is forgotten after some dozens of steps."""
 FIRST_STEP = 9
-"""Times ``engine_iteration_timeout`` that the first step may take, of which nothing is known yet."""
+"""Multiple of ``engine_iteration_timeout`` that the first step may take, of whose duration nothing is known."""
 
 
 class StepTimes:
-    """Durations of the steps so far.
+    """Durations of the steps so far, and bounds for the next.
 
     Args:
-        first: seconds that the first step may take, of which nothing is known yet.
+        first: seconds that the first step may take.
     """
 
     def __init__(self, first: float) -> None:
@@ -22,11 +22,11 @@ class StepTimes:
         """Seconds of the longest step so far."""
 
     def expected(self, tokens: int) -> float:
-        """Seconds that a step of so many tokens may take. A bound rather than a guess: steps of few tokens take more
-        time for each of them, as all weights are read whatever the number."""
+        """Most seconds that a step of so many tokens should take: at the slowest time per token, which is that of steps
+        of few tokens, as they read all weights, too."""
         return self._first if self._per_token is None else tokens * self._per_token
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step has taken so long."""
+        """Add a step of so many tokens."""
         self.longest = max(self.longest, seconds)
         self._per_token = max(seconds / max(tokens, 1), DECAY * (self._per_token or 0.0))

@@ -12,8 +12,8 @@ from typing import Any, Self
 from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.engine.service import wire
 from penstock.engine.service.launcher import EngineProcess
+from penstock.engine.service.messages import Ready
 
 from .gateway import Gateway
 from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
@@ -46,10 +46,10 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         """Raises ``PenstockError`` with one sentence where the engine cannot start."""
         self._process = EngineProcess(self.options, self._logs)
-        self.ready: wire.Ready = await self._process.start()
+        self.ready: Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
         self._gateway = Gateway(self._process.address, self._input_processor)
-        self._watch.add_done_callback(self._give_up)
+        self._watch.add_done_callback(self._on_watch_end)
         try:
             await self._gateway.engine.ready()
         except BaseException:
@@ -137,6 +137,6 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
-    def _give_up(self, watch: asyncio.Task[None]) -> None:
+    def _on_watch_end(self, watch: asyncio.Task[None]) -> None:
         if not self._process or not self._process.closing:
             self.gateway.engine.refuse(ENGINE_GONE)

@@ -73,10 +73,10 @@ class DeltaQueue:
         """Wait until the queue is not empty."""
         await self._came.wait()
 
-    def take(self, most: int) -> Iterator[TokenDelta | Failure]:
-        """Remove items from the front, at least one, until they have ``most`` tokens and logprobs."""
+    def take(self, maximum: int) -> Iterator[TokenDelta | Failure]:
+        """Remove items from the front, at least one, until they have ``maximum`` tokens and logprobs."""
         taken = 0
-        while self._items and (not taken or taken < most):
+        while self._items and (not taken or taken < maximum):
             item = self._items.popleft()
             size = size_of(item)
             taken += size

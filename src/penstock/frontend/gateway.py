@@ -1,4 +1,4 @@
-"""The gateway: text in, text out, over a running engine. Dialects use nothing below it."""
+"""The gateway: text in, text out, over a running engine process."""
 
 from __future__ import annotations
 
@@ -102,8 +102,10 @@ class Gateway:
 
         Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
-        if len(messages) > (most := self.engine.check().max_model_len):
-            raise too_long("messages", f"{len(messages)} of them are more than {most} tokens hold", len(messages), most)
+        if len(messages) > (maximum := self.engine.check().max_model_len):
+            raise too_long(
+                "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
+            )
         if template is None:
             text = await self._prepare(size, lambda: self.input_processor.render(messages, options))
         else:
@@ -193,11 +195,11 @@ class Gateway:
 
     def running(self) -> dict[str, int]:
         """Open requests: request id → number of tokens generated."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for output in self._outputs.values():
-            made = sum(len(made.token_ids) for made in output.outputs)
-            found[output.request_id] = found.get(output.request_id, 0) + made
-        return found
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            result[output.request_id] = result.get(output.request_id, 0) + num_tokens
+        return result
 
     async def _prepare(self, size: int, work: Callable[[], T]) -> T:
         if size <= self._at_once:
@@ -207,10 +209,10 @@ class Gateway:
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
         engine = self.engine.check()
-        most = engine.max_model_len
-        if isinstance(prompt, str) and (least := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= most:
-            words = f"has {len(prompt)} characters, far more than {most} tokens can hold"
-            raise too_long("prompt", words, max(least, most + 1), most)
+        maximum = engine.max_model_len
+        if isinstance(prompt, str) and (minimum := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
+            words = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"
+            raise too_long("prompt", words, max(minimum, maximum + 1), maximum)
 
     @cached_property
     def _longest_token(self) -> int:

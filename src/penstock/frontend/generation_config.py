@@ -53,9 +53,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise invalid("model", f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
-    return found
+    return result

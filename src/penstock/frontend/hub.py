@@ -19,25 +19,25 @@ from penstock.core.errors import Code, PenstockError, invalid
 
 logger = logging.getLogger(__name__)
 
-WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
+ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "*.txt"]
 """Files of a checkpoint. Pickles and code are never downloaded."""
-UNWANTED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
+IGNORE_PATTERNS = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 """Excluded: the same weights for other programs. ``1_Pooling`` (sentence-transformers) is kept."""
-GRAPH = "model.pdiparams"
+PADDLE_GRAPH = "model.pdiparams"
 """Weights of a static graph that Paddle has exported."""
-INSTEAD = "give the folder of a Hugging Face checkpoint, or its name on the hub (org/name)"
+ADVICE = "give the folder of a Hugging Face checkpoint, or its name on the hub (org/name)"
 NO_CHECKPOINTS = {
-    "*.gguf": f"a GGUF file, which llama.cpp reads: {INSTEAD}, and --quantization for fewer bits",
+    "*.gguf": f"a GGUF file, which llama.cpp reads: {ADVICE}, and --quantization for fewer bits",
     "adapter_config.json": "a LoRA adapter: give the model that it is for, and this with --lora-modules NAME=FOLDER",
-    "params.json": f"weights as their makers have them (params.json): {INSTEAD}, where they are converted",
-    "openvino_model.xml": f"a model that was converted for OpenVINO: {INSTEAD}, which it was made from",
-    "*.onnx": f"a model that was exported to ONNX: {INSTEAD}, which it was made from",
-    "*.engine": f"an engine that TensorRT has built: {INSTEAD}, which it was made from",
+    "params.json": f"weights as their makers have them (params.json): {ADVICE}, where they are converted",
+    "openvino_model.xml": f"a model that was converted for OpenVINO: {ADVICE}, which it was made from",
+    "*.onnx": f"a model that was exported to ONNX: {ADVICE}, which it was made from",
+    "*.engine": f"an engine that TensorRT has built: {ADVICE}, which it was made from",
     "snapshots": "a model in the hub's cache: give its name (org/name), or the folder within snapshots",
 }
 """Files by which a folder without a config.json is recognized, with advice."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PAUSES = (0, 1, 2)
+RETRY_DELAYS = (0, 1, 2)
 """Seconds before each retry after a connection was reset."""
 
 
@@ -48,7 +48,7 @@ def resolve(
     token: str | None = None,
     cache_dir: str | Path | None = None,
     progress: bool = True,
-    files: Sequence[str] = WANTED,
+    files: Sequence[str] = ALLOW_PATTERNS,
 ) -> Path:
     """The folder of a checkpoint, downloaded from the hub where needed.
 
@@ -85,12 +85,12 @@ def check_checkpoint(folder: Path) -> None:
     """Raises ``PenstockError`` (``invalid``), with advice, for a folder that is not a checkpoint's."""
     if folder.suffix == ".gguf":
         raise invalid(
-            "model", f"{folder} is a GGUF file, which llama.cpp reads: {INSTEAD}, --quantization for fewer bits"
+            "model", f"{folder} is a GGUF file, which llama.cpp reads: {ADVICE}, --quantization for fewer bits"
         )
     if folder.is_file():
         words = "weights without their config.json: give the folder" if folder.suffix == ".safetensors" else "a file"
-        raise invalid("model", f"{folder} is {words}; {INSTEAD}")
-    graph = next((path for path in (folder / GRAPH, folder / "rank_0" / GRAPH) if path.exists()), None)
+        raise invalid("model", f"{folder} is {words}; {ADVICE}")
+    graph = next((path for path in (folder / PADDLE_GRAPH, folder / "rank_0" / PADDLE_GRAPH) if path.exists()), None)
     if graph:
         words = f"{graph} is a static graph, which only Paddle runs: give the Hugging Face checkpoint that it was "
         raise invalid("model", f"{words}exported from, and --quantization for its format")
@@ -103,7 +103,7 @@ def check_checkpoint(folder: Path) -> None:
     if inner := [name for name in names if (folder / name / "config.json").exists()]:
         raise invalid("model", f"{folder} is a folder of checkpoints: give one of them, {', '.join(inner[:5])}")
     what = "no config.json" if names else "nothing in it"
-    raise invalid("model", f"{folder} has {what}, so it is no checkpoint: {INSTEAD}")
+    raise invalid("model", f"{folder} has {what}, so it is no checkpoint: {ADVICE}")
 
 
 def download(name: str, folder: Path, *, revision: str = "", token: str | None = None, progress: bool = True) -> None:
@@ -119,15 +119,15 @@ def download(name: str, folder: Path, *, revision: str = "", token: str | None =
         revision=revision or None,
         token=token,
         local_dir=folder,
-        allow_patterns=WANTED,
-        ignore_patterns=UNWANTED,
+        allow_patterns=ALLOW_PATTERNS,
+        ignore_patterns=IGNORE_PATTERNS,
         tqdm_class=None if progress else partial(tqdm, disable=True),
     )
     try:
-        _persistently(fetch)
+        _retry_on_reset(fetch)
     except Exception as error:  # as in _fetch
         problem = _cause(error)
-        raise _explained(problem, name, revision) from problem
+        raise _as_penstock_error(problem, name, revision) from problem
 
 
 def _fetch(
@@ -143,30 +143,32 @@ def _fetch(
         token=token,
         cache_dir=cache_dir,
         allow_patterns=list(files),
-        ignore_patterns=UNWANTED,
+        ignore_patterns=IGNORE_PATTERNS,
         tqdm_class=None if progress else partial(tqdm, disable=True),
     )
     try:
         if not COMMIT.fullmatch(revision):  # which nothing can change; of others, a silent hub must not keep us waiting
             HfApi().model_info(name, revision=revision or None, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        return Path(_persistently(download))
+        return Path(_retry_on_reset(download))
     except Exception as error:  # HTTP, TLS, xet and file systems have no error in common
         problem = _cause(error)
     try:
         folder = Path(download(local_files_only=True))
     except (OSError, ValueError):
-        raise _explained(problem, name, revision) from problem
+        raise _as_penstock_error(problem, name, revision) from problem
     if not isinstance(problem, OfflineModeIsEnabled):
-        logger.warning("%s is taken from the cache, as last fetched. %s", name, _explained(problem, name, revision))
+        logger.warning(
+            "%s is taken from the cache, as last fetched. %s", name, _as_penstock_error(problem, name, revision)
+        )
     return folder
 
 
-def _persistently(download: Callable[[], str]) -> str:
+def _retry_on_reset(download: Callable[[], str]) -> str:
     """Retry when a connection is reset; the library itself resumes after other failures only.
 
     Whole files are not fetched again, and no file has its name before it is whole.
     """
-    for pause in PAUSES:
+    for pause in RETRY_DELAYS:
         try:
             return download()
         except Exception as error:  # the class of the library's HTTP client, which changed between its versions
@@ -195,7 +197,7 @@ def _cause(error: Exception) -> Exception:
     return error
 
 
-def _explained(problem: Exception, name: str, revision: str) -> PenstockError:
+def _as_penstock_error(problem: Exception, name: str, revision: str) -> PenstockError:
     from huggingface_hub import constants, errors
 
     hub, code, field = constants.ENDPOINT, Code.INVALID, "model"

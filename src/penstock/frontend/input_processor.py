@@ -56,7 +56,7 @@ REASONING_LIMITS = ("reasoning_max_tokens", "response_max_tokens")
 
 
 @lru_cache(16)
-def _forms(options: ModelOptions, template: str) -> ResponseFormats:
+def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
     reads_tools = re.search(r"\btools\b", template) is not None  # a template that does not read them would ignore them
     tools = tool_call_format(options.tool_call_parser, template) if reads_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
@@ -92,7 +92,7 @@ class InputProcessor:
 
     def response_formats(self, template: str | None = None) -> ResponseFormats:
         """The formats of tool calls and reasoning under a chat template; None is the model's own."""
-        return _forms(self._options, self.tokenizer.template_source or "" if template is None else template)
+        return _response_formats(self._options, self.tokenizer.template_source or "" if template is None else template)
 
     def default_sampling(self) -> SamplingParams:
         """The sampling parameters of ``generation_config.json``, with ``override_generation_config`` applied."""
@@ -131,14 +131,14 @@ class InputProcessor:
             if (value := getattr(sampling, field)) is not None and value is not False:
                 raise PenstockError(Code.UNSUPPORTED, f"{field}: none are given here (enable_logprob)", field)
         for field in LOGPROB_FIELDS[:2]:
-            if (getattr(sampling, field) or 0) > (most := self._options.max_logprobs):
-                raise invalid(field, f"must be at most {most} here (max_logprobs)", most)
+            if (getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
+                raise invalid(field, f"must be at most {maximum} here (max_logprobs)", maximum)
         text, token_ids = self._prompt(prompt)
         parser_config = prompt.get("parser_config") if isinstance(prompt, Mapping) else None
         words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
-        internal_logprobs = sampling.told > sampling.n and sampling.logprobs is None
+        internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # to choose the best n of best_of
         reasoning_span = self._reasoning_span(sampling, parser_config)
@@ -151,12 +151,12 @@ class InputProcessor:
             eos_token_ids=self._defaults.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
-            thought=reasoning_span,
+            reasoning=reasoning_span,
             adapter=adapter,
             pooling=pooling,
         )
         return OutputProcessor(
-            _checked(request),
+            _validated(request),
             text,
             self.tokenizer if sampling.detokenize else None,
             parser_config,
@@ -256,7 +256,7 @@ def _template(given: str | None) -> str | None:
         raise invalid("chat_template", f"{given} cannot be read: {error.strerror}") from error
 
 
-def _checked(request: EngineRequest) -> EngineRequest:
+def _validated(request: EngineRequest) -> EngineRequest:
     """The request after a round trip through msgpack, which checks the types of all fields.
 
     Raises ``PenstockError`` (``invalid``) where a value is not of its field's type.

@@ -95,7 +95,7 @@ class LLM:
                 self._input_processor.request(str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter)
             )
             if processors[-1].request.sampling.guided_decoding:
-                self.engine.learn(self._input_processor.vocabulary)
+                self.engine.set_vocabulary(self._input_processor.vocabulary)
             self.engine.check(processors[-1].request)
         return self._run(processors, use_tqdm)
 

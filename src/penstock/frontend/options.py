@@ -34,14 +34,14 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    found = translated(compat, {name: value for name, value in plain.items() if value is not None})
+    result = translate_options(compat, {name: value for name, value in plain.items() if value is not None})
     of_model, of_engine = ([field.name for field in fields(schema)] for schema in (ModelOptions, EngineOptions))
-    for name in found:
+    for name in result:
         if name not in (*of_model, *of_engine):
             raise invalid(name, f"no such option{did_you_mean(name, (*of_model, *of_engine))}")
-    own = _struct({name: found.pop(name) for name in of_model if name in found}, ModelOptions)
+    own = _struct({name: result.pop(name) for name in of_model if name in result}, ModelOptions)
     folder = resolve(model, revision=own.revision, token=own.hf_token or None, cache_dir=own.download_dir or None)
-    return own, _struct(found | {"model": str(folder)}, EngineOptions)
+    return own, _struct(result | {"model": str(folder)}, EngineOptions)
 
 
 def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
@@ -53,7 +53,7 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
         raise invalid(path.rstrip("`") or "options", words) from error
 
 
-def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def translate_options(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Translate another system's options, with its defaults; by default vLLM's.
 
     What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
@@ -78,13 +78,13 @@ def translated(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
             if source:
                 ignored[source] = "it is for servers"
         else:
-            options[name] = _converted(name, value) if isinstance(value, str) and source in theirs else value
+            options[name] = _convert_text(name, value) if isinstance(value, str) and source in theirs else value
     for name, why in ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
     return options
 
 
-def _converted(name: str, text: str) -> Any:
+def _convert_text(name: str, text: str) -> Any:
     """A text value in the option's type."""
     try:
         return convert(text, settings()[name].annotated, strict=False)

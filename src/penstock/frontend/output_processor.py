@@ -37,13 +37,13 @@ class OutputProcessor:
         self._with_logprobs = with_logprobs
         self.request = request
         self._tokenizer = tokenizer
-        count = sampling.told
+        count = sampling.num_returned
         self._texts = [_SequenceText(request, tokenizer, parser_config) if tokenizer else None for _ in range(count)]
         self._sequences = [CompletionOutput(index) for index in range(count)]
         """All sequences; with ``best_of``, ``output`` gets the best ``n`` of them once all have ended."""
         for output, text in zip(self._sequences, self._texts, strict=True):
             output.message = text.parser.message if text and text.parser else None
-        chosen = self._sequences if sampling.told == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
+        chosen = self._sequences if count == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
         self.output = RequestOutput(request.request_id, prompt, request.prompt, chosen)
         if sampling.logprobs is not None:
             for output in self._sequences:
@@ -62,7 +62,7 @@ class OutputProcessor:
             return None  # ended by a stop string while the engine had computed another step
         output.token_ids += delta.token_ids
         if delta.token_ids or delta.embedding:
-            self._note_times(delta)
+            self._record_times(delta)
         if delta.embedding:
             self.output.embedding = delta.embedding
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.cached_tokens)
@@ -94,18 +94,23 @@ class OutputProcessor:
             output.finish_reason, output.failure = delta.finished, delta.failure
             if delta.stop_token not in self.request.eos_token_ids:
                 output.stop_reason = delta.stop_token
-        if len(self._sequences) > len(self.output.outputs) and all(made.finished for made in self._sequences):
-            self._choose()
+        if len(self._sequences) > len(self.output.outputs) and all(
+            completion.finished for completion in self._sequences
+        ):
+            self._select_best()
         return stop
 
-    def _choose(self) -> None:
+    def _select_best(self) -> None:
         """Put the ``n`` likeliest sequences into the output, the best first; a failed one comes before all others."""
-        self.output.num_discarded_tokens = sum(len(made.token_ids) for made in self._sequences)
-        ranked = sorted(self._sequences, key=lambda made: (made.failure is None, -(made.cumulative_logprob or 0.0)))
-        for index, made in enumerate(ranked[: len(self.output.outputs)]):
-            logprobs = made.logprobs if self._with_logprobs else None
-            self.output.outputs[index] = replace(made, index=index, logprobs=logprobs)
-            self.output.num_discarded_tokens -= len(made.token_ids)
+        self.output.num_discarded_tokens = sum(len(completion.token_ids) for completion in self._sequences)
+        ranked = sorted(
+            self._sequences,
+            key=lambda completion: (completion.failure is None, -(completion.cumulative_logprob or 0.0)),
+        )
+        for index, completion in enumerate(ranked[: len(self.output.outputs)]):
+            logprobs = completion.logprobs if self._with_logprobs else None
+            self.output.outputs[index] = replace(completion, index=index, logprobs=logprobs)
+            self.output.num_discarded_tokens -= len(completion.token_ids)
 
     def fail(self, failure: Failure) -> None:
         """End every open sequence with a failure."""
@@ -113,19 +118,19 @@ class OutputProcessor:
             if not output.finished:
                 output.finish_reason, output.failure = FinishReason.ERROR, failure
 
-    def _note_times(self, delta: TokenDelta) -> None:
+    def _record_times(self, delta: TokenDelta) -> None:
         times = self.output.times
         times.last_token = time.monotonic()
         if times.first_token is None:
             times.first_token, times.queued = times.last_token, delta.queued
 
     def _position(self, found: Sequence[EngineLogprob]) -> PositionLogprobs:
-        def spelled(token_id: int) -> str:
+        def decode(token_id: int) -> str:
             return self._tokenizer.decode_token(token_id) if self._tokenizer else ""
 
         position: PositionLogprobs = {}
         for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in found):
-            position.setdefault(token_id, Logprob(logprob, rank, spelled(token_id)))
+            position.setdefault(token_id, Logprob(logprob, rank, decode(token_id)))
         return position
 
 
@@ -191,8 +196,8 @@ class _SequenceText:
     def _count_reasoning_tokens(self, token_ids: list[int]) -> int:
         """Counts by the tokens' bytes: a step may add several tokens, and the end marker may span several."""
         size = len(self._vocabulary)
-        spelled = [self._vocabulary[token] if token < size else b"" for token in token_ids]
-        before, _, _ = b"".join(spelled).partition(self._reasoning_end)
-        lengths = itertools.accumulate(map(len, spelled))
+        decode = [self._vocabulary[token] if token < size else b"" for token in token_ids]
+        before, _, _ = b"".join(decode).partition(self._reasoning_end)
+        lengths = itertools.accumulate(map(len, decode))
         complete = len(before) + len(self._reasoning_end)
         return min(sum(length < complete for length in lengths) + 1, len(token_ids))

@@ -172,6 +172,6 @@ class Score:
         if failure:
             raise PenstockError.of(failure)
         token_ids = output.prompt_token_ids[start:]
-        told = (output.prompt_logprobs or [])[start:]
-        found = [(position or {})[token_id] for position, token_id in zip(told, token_ids, strict=True)]
-        return cls(token_ids, [f.logprob for f in found], all(f.rank == 1 for f in found))
+        positions = (output.prompt_logprobs or [])[start:]
+        logprobs = [(position or {})[token_id] for position, token_id in zip(positions, token_ids, strict=True)]
+        return cls(token_ids, [f.logprob for f in logprobs], all(f.rank == 1 for f in logprobs))

@@ -10,7 +10,7 @@ from penstock.core import Code, PenstockError, PoolingParams
 from penstock.core.errors import invalid
 
 MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-KINDS = {"last": "last", "lasttoken": "last", "mean": "mean"}
+POOLING_TYPES = {"last": "last", "lasttoken": "last", "mean": "mean"}
 """Values of ``pooling_mode`` in newer files."""
 FIELD = "pooling_type"
 KNOWN = ("Transformer", "Pooling", "Normalize")
@@ -45,8 +45,8 @@ def _mode(folder: Path) -> str:
         raise invalid("model", f"{folder} has no config.json that says how it pools")
     names = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     newer = config.get("pooling_mode")
-    if isinstance(newer, str) and newer in KINDS:
-        return KINDS[newer]
+    if isinstance(newer, str) and newer in POOLING_TYPES:
+        return POOLING_TYPES[newer]
     if newer is not None or len(names) != 1 or names[0] not in MODES:
         words = (
             f"{folder} asks for pooling by {newer or ', '.join(names) or 'nothing'}; last token and mean are supported"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.ops import Batch, KVSpec
+from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
 from .linear import ColumnParallelLinear
@@ -14,10 +15,10 @@ from .norm import RMSNorm
 
 
 class AttentionLayer(Protocol):
-    """What a decoder layer needs of its attention, of whatever kind."""
+    """The interface of attention layers."""
 
     def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
-        """What this layer keeps in the KV cache."""
+        """This layer's entry of the KV cache."""
         ...
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
@@ -61,25 +62,27 @@ class Attention:
     ) -> None:
         self._ops = context.ops
         self._group = context.group
-        self._dtype = str(context.dtype).removeprefix("torch.")
+        self._dtype = context.dtype
         self._rope = rope
         self._head_dim = head_dim
         self._window = window
-        heads = (num_heads, num_kv_heads, num_kv_heads)
-        own_heads = [context.group.shard_size(count) for count in heads]
-        self._num_kv_heads = own_heads[1]
-        self._sizes = [count * head_dim for count in own_heads]
-        names, outputs = [f"{name}.{part}_proj" for part in "qkv"], [count * head_dim for count in heads]
-        self._qkv = ColumnParallelLinear(context, names, hidden_size, outputs, qkv_bias)
+        queries, keys = (heads * head_dim for heads in shard_heads(context.group, num_heads, num_kv_heads))
+        self._queries = queries
+        self._num_kv_heads = keys.size // head_dim
+        self._sizes = [queries.size, keys.size, keys.size]
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self._qkv = ColumnParallelLinear(context, names, hidden_size, [queries, keys, keys], qkv_bias)
+        shards = [shard_outputs(context.group, hidden_size)]
         self._output = ColumnParallelLinear(
-            context, [f"{name}.o_proj"], num_heads * head_dim, [hidden_size], output_bias, gather_output=True
+            context, [f"{name}.o_proj"], num_heads * head_dim, shards, output_bias, gather_output=True
         )
         self._qk_norms = None
         if qk_norm_eps is not None:
             self._qk_norms = [RMSNorm(context, f"{name}.{part}_norm", head_dim, qk_norm_eps) for part in "qk"]
 
     def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
-        return KVSpec(self._num_kv_heads, self._head_dim, self._dtype, block_size, quantized, self._window)
+        dtype = str(self._dtype).removeprefix("torch.")
+        return KVSpec(self._num_kv_heads, self._head_dim, dtype, block_size, quantized, self._window)
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
         metadata, lora_slots = batch.attention, batch.lora_slots
@@ -92,5 +95,10 @@ class Attention:
         if logits_only:
             q = self._ops.index_select(q, batch.logits_indices)
             metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots
-        out = self._ops.attention(q, cache, metadata, self._head_dim**-0.5, self._window)
-        return self._output(self._group.all_gather(out.flatten(1)), lora_slots)
+        attended = self._group.all_gather(
+            lambda out: self._ops.attention(q, cache, metadata, self._head_dim**-0.5, self._window, out),
+            q.shape[0],
+            self._queries,
+            self._dtype,
+        )
+        return self._output(attended, lora_slots)

@@ -1,4 +1,4 @@
-"""What layers are built with: backend, rank, source of weights, and formats."""
+"""The build context of layers: backend, rank, weights, and quantization scheme."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import Format, Scheme
 from penstock.ops import Ops
-from penstock.parallel import SINGLE_RANK, Group
+from penstock.parallel import SINGLE_RANK, Group, Shard
 from penstock.quant import Matrix
 
 from .lora import LoRALayer, LoRATarget
@@ -61,7 +61,7 @@ class BuildContext:
     ops: Ops
     weights: Weights
     dtype: torch.dtype
-    """To compute in."""
+    """Dtype of the computation."""
     device: torch.device
     max_len: int
     """Tokens that a sequence may have."""
@@ -91,14 +91,14 @@ class BuildContext:
             )
         return self._rope_tables[key]
 
-    def lora(self, names: list[str], inputs: int, outputs: list[int]) -> LoRALayer | None:
+    def lora(self, names: list[str], inputs: int, shards: list[Shard]) -> LoRALayer | None:
         """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""
         if not self.max_loras:
             return None
         layer, offset = LoRALayer(self.ops, self.max_loras), 0
-        for name, size in zip(names, outputs, strict=True):
-            self.lora_targets[name] = LoRATarget(layer, inputs, size, offset)
-            offset += size
+        for name, own in zip(names, shards, strict=True):
+            self.lora_targets[name] = LoRATarget(layer, inputs, own, offset)
+            offset += own.size
         return layer
 
     def matrix(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.parallel import Shard, shard_outputs
+
 from .context import BuildContext
 
 
@@ -15,7 +17,7 @@ class ColumnParallelLinear:
     Args:
         names: of the checkpoint's matrices, without ``.weight`` and ``.bias``.
         inputs: size of the input.
-        outputs: rows of each matrix.
+        shards: this rank's outputs of each matrix.
         gather_output: whether every rank gets the outputs of all ranks; for a single matrix.
     """
 
@@ -24,22 +26,21 @@ class ColumnParallelLinear:
         context: BuildContext,
         names: list[str],
         inputs: int,
-        outputs: list[int],
+        shards: list[Shard],
         bias: bool = False,
         gather_output: bool = False,
     ) -> None:
-        group = context.group
-
         def read(kind: str, *rest: int) -> list[Tensor]:
-            matrices = zip(names, outputs, strict=True)
-            return [context.take(f"{name}.{kind}", size, *rest, rows=group.shard(size)) for name, size in matrices]
+            matrices = zip(names, shards, strict=True)
+            return [context.take(f"{name}.{kind}", own.total, *rest, rows=own.rows) for name, own in matrices]
 
         self._ops = context.ops
-        self._group = group
-        self._gather = gather_output
-        self._lora = context.lora(names, inputs, outputs)
-        own_outputs = sum(group.shard_size(size) for size in outputs)
+        self._group = context.group
+        self._dtype = context.dtype
+        self._gathered = shards[0] if gather_output else None
+        self._lora = context.lora(names, inputs, shards)
         bias_tensor = torch.cat(read("bias")) if bias else None
+        own_outputs = sum(own.size for own in shards)
         self._matrix = context.matrix(
             "+".join(names), inputs, own_outputs, context.scheme.layers, lambda: read("weight", inputs), bias_tensor
         )
@@ -50,35 +51,61 @@ class ColumnParallelLinear:
         Args:
             lora_slots: ``[tokens]`` int32, LoRA slot of each row, -1 for none; None where no row has an adapter.
         """
-        out = self._matrix.linear(x)
-        if lora_slots is not None and self._lora is not None:
-            out = self._lora(out, x, lora_slots)
-        return self._group.all_gather(out) if self._gather else out
+        if self._gathered is None:
+            return self._own_outputs(x, lora_slots)
+        return self._group.all_gather(
+            lambda out: self._own_outputs(x, lora_slots, out), x.shape[0], self._gathered, self._dtype
+        )
 
-    def silu_and_mul(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
-        """SiLU of the first of two merged matrices' outputs times the second's. A row without an adapter has the same
-        bits with ``lora_slots`` as without."""
+    def _own_outputs(self, x: Tensor, lora_slots: Tensor | None, out: Tensor | None = None) -> Tensor:
+        product = self._matrix.linear(x, out=out)
+        if lora_slots is None or self._lora is None:
+            return product
+        return self._lora(product, x, lora_slots)
+
+    def silu_and_mul(self, x: Tensor, lora_slots: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """SiLU of the first of two merged matrices' outputs times the second's, of this rank's outputs. A row without
+        an adapter has the same bits with ``lora_slots`` as without.
+
+        Args:
+            out: where to write the result.
+        """
         if lora_slots is None:
-            return self._matrix.linear_silu_and_mul(x)
-        return self._ops.silu_and_mul(self(x, lora_slots))
+            return self._matrix.linear_silu_and_mul(x, out)
+        return self._ops.silu_and_mul(self(x, lora_slots), out)
 
 
 class Embedding:
-    """A vocabulary's matrix: embeds token ids, and, as a language model head, gives logits."""
+    """A vocabulary's matrix: embeds token ids, and, as a language model head, gives logits. Ranks split the
+    vocabulary."""
 
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
-        def read() -> list[Tensor]:
-            return [context.take(f"{name}.weight", vocab_size, hidden_size)]
+        self._ops = context.ops
+        self._group = context.group
+        self._shard = own = shard_outputs(context.group, vocab_size)
+        self._hidden_size = hidden_size
+        self._dtype = context.dtype
 
-        self._matrix = context.matrix(name, hidden_size, vocab_size, context.scheme.head, read)
+        def read() -> list[Tensor]:
+            return [context.take(f"{name}.weight", vocab_size, hidden_size, rows=own.rows)]
+
+        self._matrix = context.matrix(name, hidden_size, own.size, context.scheme.head, read)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden]``."""
-        return self._matrix.embedding(token_ids)
+        """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change."""
+        rows = self._group.merge_rows(
+            lambda out: self._matrix.embedding(token_ids, self._shard.first, out),
+            token_ids.shape[0],
+            self._hidden_size,
+            self._dtype,
+        )
+        return rows if self._group.size == 1 else self._ops.clone(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
-        return self._matrix.linear(hidden, out_float32=True)
+        return self._group.all_gather(
+            lambda out: self._matrix.linear(hidden, True, out), hidden.shape[0], self._shard, torch.float32
+        )
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
         """``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing all logits.
@@ -86,4 +113,17 @@ class Embedding:
         Args:
             bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.
         """
-        return self._matrix.argmax(hidden, bitmask)
+        if self._group.size == 1:
+            return self._matrix.argmax(hidden, bitmask)[0]
+        own, rows, size = self._shard, hidden.shape[0], self._group.size
+        words = None if bitmask is None else bitmask[:, own.first // 32 : -(-own.end // 32)]
+
+        def best(out: Tensor | None) -> Tensor:
+            token_ids, logits = self._matrix.argmax(hidden, words)
+            pairs = torch.stack((logits.double(), (token_ids + own.first).double()), 1)  # whole numbers up to 2**53
+            return pairs if out is None else out.copy_(pairs)
+
+        shard = Shard(2 * self._group.rank, 2 * self._group.rank + 2, 2 * size)
+        logits, token_ids = self._group.all_gather(best, rows, shard, torch.float64).view(rows, size, 2).unbind(-1)
+        largest = logits.amax(1, keepdim=True)  # of equal ones the lowest token, as on one rank
+        return token_ids.where(logits == largest, float("inf")).amin(1).nan_to_num(posinf=0.0).long()

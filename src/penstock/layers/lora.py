@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.ops import LoRAWeights, Ops
+from penstock.parallel import Shard
 
 
 class LoRALayer:
@@ -46,6 +47,7 @@ class LoRATarget:
 
     layer: LoRALayer
     inputs: int
-    outputs: int
+    shard: Shard
+    """The rank's outputs of the matrix."""
     offset: int
-    """Index of the matrix's first output among the layer's outputs."""
+    """Index of the first of them among the layer's outputs."""

@@ -6,12 +6,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.parallel import shard_outputs
+
 from .context import BuildContext
 from .linear import ColumnParallelLinear
 
 
 class MLPLayer(Protocol):
-    """What a decoder layer needs of its feed-forward part, dense or of experts."""
+    """The interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots`` as of ``ColumnParallelLinear``."""
@@ -29,11 +31,17 @@ class GatedMLP:
         self, context: BuildContext, name: str, hidden_size: int, intermediate_size: int, bias: bool = False
     ) -> None:
         self._group = context.group
+        self._dtype = context.dtype
+        self._shard = shard_outputs(context.group, intermediate_size)
         gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self._gate_up = ColumnParallelLinear(context, gate_up, hidden_size, [intermediate_size] * 2, bias)
+        self._gate_up = ColumnParallelLinear(context, gate_up, hidden_size, [self._shard] * 2, bias)
+        shards = [shard_outputs(context.group, hidden_size)]
         self._down = ColumnParallelLinear(
-            context, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias, gather_output=True
+            context, [f"{name}.down_proj"], intermediate_size, shards, bias, gather_output=True
         )
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        return self._down(self._group.all_gather(self._gate_up.silu_and_mul(x, lora_slots)), lora_slots)
+        activations = self._group.all_gather(
+            lambda out: self._gate_up.silu_and_mul(x, lora_slots, out), x.shape[0], self._shard, self._dtype
+        )
+        return self._down(activations, lora_slots)

@@ -25,7 +25,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_model_len: int
-    """Longest sequence that the model is good for, with its positions extended as ``rope_parameters`` say."""
+    """Longest sequence that the model supports, with positions extended by ``rope_parameters``."""
     max_position_embeddings: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
@@ -35,9 +35,9 @@ class ModelConfig:
     num_mtp_layers: int
     """Layers for multi-token prediction behind the others (``num_nextn_predict_layers``)."""
     dtype: torch.dtype
-    """Of the checkpoint."""
+    """Dtype of the checkpoint."""
     quantization: str
-    """To quantize to at load where the user asks for nothing else, a name of ``SCHEMES``."""
+    """Quantization that the checkpoint asks for, a name of ``SCHEMES``; the option ``quantization`` overrides it."""
     windows: tuple[int, ...]
     """Sliding window of each layer; 0 is full attention."""
     raw: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What the engine knows of a model, whatever its family."""
+"""The interface of models: what the engine calls, for every family."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Model(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
-    """That it computes in."""
+    """Dtype of the computation."""
     max_len: int
     """Tokens that a sequence may have."""
     weights_version: str
@@ -46,7 +46,7 @@ class Model(Protocol):
     mtp_heads: Sequence[MTPHead]
 
     def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:
-        """What each layer keeps in the KV cache, those of ``mtp_heads`` last."""
+        """The KV cache entry of each layer, those of ``mtp_heads`` last."""
         ...
 
     def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:

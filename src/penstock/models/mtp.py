@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.layers import BuildContext, ColumnParallelLinear, Embedding, RMSNorm
 from penstock.ops import Batch
+from penstock.parallel import shard_outputs
 
 from .config import ModelConfig
 from .layer import DecoderLayer
@@ -35,7 +36,8 @@ class DecoderMTPHead:
         self._embedding = embedding
         self._token_norm = RMSNorm(context, f"{name}.enorm", size, eps)
         self._state_norm = RMSNorm(context, f"{name}.hnorm", size, eps)
-        self._projection = ColumnParallelLinear(context, [f"{name}.eh_proj"], 2 * size, [size], gather_output=True)
+        shards = [shard_outputs(context.group, size)]
+        self._projection = ColumnParallelLinear(context, [f"{name}.eh_proj"], 2 * size, shards, gather_output=True)
         self.layer = make_layer(number)
         self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
 

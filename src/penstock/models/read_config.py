@@ -1,4 +1,4 @@
-"""Reads a checkpoint's ``config.json``, and refuses what no code here computes."""
+"""Reads a checkpoint's ``config.json``, and refuses unsupported features."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .model import Model
 
 @dataclass(frozen=True)
 class Family:
-    """How models of some architectures are configured and built. A module a family, which ``FAMILIES`` lists."""
+    """A family of models: how its architectures are configured and built. Each module of ``models/`` has one."""
 
     architectures: tuple[str, ...]
     """Values of ``architectures`` in ``config.json``, with their head: ``LlamaForCausalLM``."""
@@ -30,12 +30,12 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Make a family known; it replaces others of the same architectures."""
+    """Register a family; it replaces families of the same architectures."""
     _FAMILIES.update(dict.fromkeys(family.architectures, family))
 
 
 def unregister(family: Family) -> None:
-    """Forget a family."""
+    """Remove a registered family."""
     for architecture in family.architectures:
         del _FAMILIES[architecture]
 

@@ -31,11 +31,11 @@ class Batch:
     slot_mapping: Tensor
     """``[tokens]`` int64: where each token's key and value are stored, ``block * block_size + offset``."""
     attention: AttentionMetadata
-    """Of all tokens."""
+    """Metadata for attention of all tokens."""
     logits_indices: Tensor
     """``[rows]`` int64: indices of the tokens whose hidden states are returned."""
     logits_attention: AttentionMetadata
-    """Of those tokens alone."""
+    """Metadata for attention of the tokens in ``logits_indices`` alone."""
     lora_slots: Tensor | None = None
     """``[tokens]`` int32: LoRA slot of each token, -1 for none; None where no token has one."""
     logits_lora_slots: Tensor | None = None

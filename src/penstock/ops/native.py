@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 from pathlib import Path
 
 from penstock.core import Code, PenstockError
+from penstock.version import __version__
 
 from . import _kernels
 
@@ -25,7 +25,7 @@ def set_up() -> None:
 
     Raises ``PenstockError`` (``unsupported``) where ``PENSTOCK_ISA`` names one that cannot run here.
     """
-    if problem := misfit():
+    if problem := outdated_warning():
         logger.warning("%s", problem)
     if name := os.environ.get(VARIABLE):
         try:
@@ -34,7 +34,7 @@ def set_up() -> None:
             raise PenstockError(Code.UNSUPPORTED, f"{VARIABLE}={name}: {error}", VARIABLE) from error
 
 
-def misfit() -> str | None:
+def outdated_warning() -> str | None:
     """A warning, with what to run, for kernels of other sources or another version, or without this machine's fastest
     instruction set. None where the kernels are up to date."""
     built, sources = getattr(_kernels, "SOURCES", "unknown"), hash_of_sources(SOURCES)
@@ -42,9 +42,9 @@ def misfit() -> str | None:
         return (
             "The CPU kernels were built from other sources than those in csrc/: run `make` or `pip install -e .` again."
         )
-    own, version = sys.modules["penstock"].__version__, getattr(_kernels, "VERSION", "")
-    if version and version != own:
-        return f"The CPU kernels are of version {version}, and penstock is {own}: install it again."
+    version = getattr(_kernels, "VERSION", "")
+    if version and version != __version__:
+        return f"The CPU kernels are of version {version}, and penstock is {__version__}: install it again."
     fastest = _kernels.available()[-1]
     if fastest != (possible := getattr(_kernels, "MACHINE", [fastest])[-1]) and VARIABLE not in os.environ:
         return (

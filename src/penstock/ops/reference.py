@@ -86,35 +86,43 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
     groups = weight.split(format.group_size or weight.shape[1], 1)
     if len(groups) > 1:
         return torch.cat([_quantize_dequantize(group, replace(format, group_size=0)) for group in groups], 1)
-    most = weight.abs().amax(1, keepdim=True)
-    scale = most / 127
+    maximum = weight.abs().amax(1, keepdim=True)
+    scale = maximum / 127
     if format.bits == 4:
-        scale = torch.where((weight == most).any(1, keepdim=True), -most, most) / 8
-    inverse = torch.where(most > MIN_MAGNITUDE, 1 / scale, 0)
+        scale = torch.where((weight == maximum).any(1, keepdim=True), -maximum, maximum) / 8
+    inverse = torch.where(maximum > MIN_MAGNITUDE, 1 / scale, 0)
     return (weight * inverse).round().clamp(max=7 if format.bits == 4 else 127) * scale
 
 
-def linear(x: Tensor, matrix: Matrix, out_float32: bool = False) -> Tensor:
+def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
     """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
     Where the format quantizes activations, each row is divided by its largest magnitude over 127 and rounded.
+
+    Args:
+        out: where to write the result, which is returned; its rows are contiguous, and may lie apart. This holds for
+            every op with an ``out``.
     """
     if not matrix.format.bits:
-        out = F.linear(x, matrix.weight, matrix.bias)
-        return out.float() if out_float32 else out
+        product = F.linear(x, matrix.weight, matrix.bias)
+        return _write(product.float() if out_float32 else product, out)
     given = x.float()
     if matrix.format.activation_bits:
-        most = given.abs().amax(1, keepdim=True)
-        inverse = torch.full_like(most, 127) / most  # a Python number over a tensor would be rounded twice
-        given = (given * torch.where(most > MIN_MAGNITUDE, inverse, 0)).round() * (most / 127)
-    out = F.linear(given, matrix.weight, matrix.bias)
-    return out if out_float32 else out.to(x.dtype)
+        maximum = given.abs().amax(1, keepdim=True)
+        inverse = torch.full_like(maximum, 127) / maximum  # a Python number over a tensor would be rounded twice
+        given = (given * torch.where(maximum > MIN_MAGNITUDE, inverse, 0)).round() * (maximum / 127)
+    product = F.linear(given, matrix.weight, matrix.bias)
+    return _write(product if out_float32 else product.to(x.dtype), out)
 
 
-def linear_silu_and_mul(x: Tensor, matrix: Matrix) -> Tensor:
+def _write(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half (SwiGLU;
     Shazeer, 2020)."""
-    return silu_and_mul(linear(x, matrix))
+    return silu_and_mul(linear(x, matrix), out)
 
 
 LoRASlots = list[Sequence[LoRAWeights]]
@@ -156,15 +164,17 @@ def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Ten
     return wide.to(out.dtype)
 
 
-def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> Tensor:
-    """Index of the largest output of ``linear``, the lowest of equal ones: ``[tokens, in]`` to ``[tokens]`` int64.
+def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Index of the largest output of ``linear``, the lowest of equal ones, and that output: ``[tokens, in]`` to
+    ``[tokens]`` int64 and ``[tokens]`` float32.
 
     Args:
         bitmask: ``[tokens, ceil(outputs / 32)]`` int32, a bit for each output that may be chosen, the lowest bit
-            first; at least one bit a token is set.
+            first. Where none is set for a token, the output is minus infinity.
     """
     logits = linear(x, matrix, out_float32=True)
-    return (logits if bitmask is None else apply_bitmask(logits, bitmask)).argmax(-1)
+    largest, index = (logits if bitmask is None else apply_bitmask(logits, bitmask)).max(-1)
+    return index, largest
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -174,9 +184,18 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
 
 
-def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
-    """Rows ``token_ids`` (``[tokens]`` int64) of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``."""
-    return matrix.weight[token_ids].to(matrix.dtype)
+def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:
+    """Rows ``token_ids`` (``[tokens]`` int64) of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``.
+
+    Args:
+        first: token id of the matrix's first row. Rows of ``out`` whose token id is of none of its rows are not
+            written.
+    """
+    if out is None:
+        return matrix.weight[token_ids - first].to(matrix.dtype)
+    own = (token_ids >= first) & (token_ids < first + len(matrix.weight))
+    out[own] = matrix.weight[token_ids[own] - first].to(matrix.dtype)
+    return out
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
@@ -185,6 +204,11 @@ def index_select(x: Tensor, rows: Tensor) -> Tensor:
     After its first ``index_select``, a captured step must compute with that number of rows only.
     """
     return x[rows]
+
+
+def clone(x: Tensor) -> Tensor:
+    """A copy of ``[tokens, size]``."""
+    return x.clone()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -216,10 +240,10 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``[tokens, 2 * size]``, gate then up, to ``silu(gate) * up`` of ``[tokens, size]``."""
     gate, up = gate_up.chunk(2, -1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    return _write((F.silu(gate.float()) * up.float()).to(gate_up.dtype), out)
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> KVCache:
@@ -250,9 +274,9 @@ def store_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """The last dimension as int8, and its float32 scale viewed as four int8."""
-    most = x.float().abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > MIN_MAGNITUDE, torch.full_like(most, 127) / most, 0)
-    return (x.float() * inverse).round().to(torch.int8), (most / 127).view(torch.int8)
+    maximum = x.float().abs().amax(-1, keepdim=True)
+    inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, 127) / maximum, 0)
+    return (x.float() * inverse).round().to(torch.int8), (maximum / 127).view(torch.int8)
 
 
 def _dequantize(part: Tensor) -> Tensor:
@@ -262,8 +286,15 @@ def _dequantize(part: Tensor) -> Tensor:
     return part[..., :-SCALE_BYTES].float() * part[..., -SCALE_BYTES:].contiguous().view(torch.float32)
 
 
-def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, window: int = 0) -> Tensor:
-    """Causal attention of every query over its own sequence's cached keys and values; ``[tokens, heads, head_dim]``.
+def attention(
+    q: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
 
     Over a quantized cache, a backend may quantize queries and softmax weights to 8 bits, too.
 
@@ -274,7 +305,7 @@ def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: floa
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[3]
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape[0], heads * dim) if out is None else out
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
@@ -288,7 +319,7 @@ def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: floa
         if window:
             hidden |= at <= position - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("kgts,skd->tkgd", weights, v).reshape(-1, heads, dim).to(q.dtype)
+        out[rows] = torch.einsum("kgts,skd->tkgd", weights, v).flatten(1).to(q.dtype)
     return out
 
 

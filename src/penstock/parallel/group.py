@@ -1,46 +1,145 @@
-"""A tensor-parallel group: ranks that split the outputs of a model's matrices among them."""
+"""A tensor-parallel group: ranks that split the outputs of a model's matrices among them.
+
+Matrices are split by outputs alone (column parallel). Every output is one sum over all inputs on one rank, so that
+results have the same bits at every size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+
+PANEL = 64
+"""Outputs that kernels compute together. Shares are whole panels where there are enough of them."""
+FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
-class Group:
-    """One rank's view of its group.
+class Shard:
+    """A rank's share of ``total`` outputs: those from ``first`` to ``end``."""
 
-    Matrices are split by outputs alone (column parallel). Every output is one sum over all inputs on one rank, so that
-    results have the same bits at every size.
-    """
+    first: int
+    end: int
+    total: int
+
+    def __mul__(self, width: int) -> Shard:
+        """The outputs of so many heads, each ``width`` wide."""
+        return Shard(self.first * width, self.end * width, self.total * width)
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """``first`` and ``end``, as of ``BuildContext.take``."""
+        return self.first, self.end
+
+
+class Group(Protocol):
+    """One rank's view of its group. Every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+    ) -> Tensor:
+        """``[rows, shard.size]`` of each rank to ``[rows, shard.total]`` on every rank, which nobody may change.
+
+        Args:
+            compute: returns this rank's share. It may be given where to write it.
+            shard: this rank's.
+        """
+        ...
+
+    def merge_rows(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        """``[rows, width]``, of which each rank computes some rows, to all of them on every rank, which nobody may
+        change.
+
+        Args:
+            compute: writes this rank's rows to where it is told, and leaves the others as they are. With None it
+                returns all rows, which are then all this rank's.
+        """
+        ...
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all that ranks compute together, one step after the other. An error in one rank's step is an error
+        in all ranks'.
+
+        Raises ``RankFailedError`` where the step has failed on another rank.
+        """
+        ...
+
+
+class RankFailedError(RuntimeError):
+    """The step has failed on another rank."""
+
+
+@dataclass(frozen=True)
+class SingleRank:
+    """A group of one."""
 
     rank: int = 0
     size: int = 1
 
-    def shard(self, total: int) -> tuple[int, int]:
-        """First and end of this rank's share of ``total`` outputs or heads.
+    def all_gather(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+    ) -> Tensor:
+        return compute(None)
 
-        Raises ``PenstockError`` (``invalid``) where the ranks' shares would differ.
-        """
-        if total % self.size:
-            raise invalid("tensor_parallel_size", f"{total} heads or outputs do not divide by {self.size}", self.size)
-        share = total // self.size
-        return self.rank * share, (self.rank + 1) * share
+    def merge_rows(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        return compute(None)
 
-    def shard_size(self, total: int) -> int:
-        """Size of this rank's share of ``total`` outputs or heads."""
-        first, end = self.shard(total)
-        return end - first
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """``[tokens, share]`` of each rank to ``[tokens, total]`` on every rank."""
-        if self.size > 1:
-            raise PenstockError(Code.UNSUPPORTED, "only one rank is supported", "tensor_parallel_size")
-        return x
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        yield
 
 
-SINGLE_RANK = Group()
+SINGLE_RANK = SingleRank()
+
+
+def shard_outputs(group: Group, total: int) -> Shard:
+    """A rank's share of a matrix's outputs, or of a vocabulary.
+
+    Raises ``PenstockError`` (``invalid``) where there are fewer than ranks.
+    """
+    if total < group.size:
+        raise invalid(FIELD, f"{group.size} ranks cannot share {total} outputs", total)
+    unit = PANEL if total >= PANEL * group.size else 1
+    units = -(-total // unit)
+    first, end = (min(units * rank // group.size * unit, total) for rank in (group.rank, group.rank + 1))
+    return Shard(first, end, total)
+
+
+def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard, Shard]:
+    """A rank's share of attention heads: queries, and the keys and values that they attend to. Where there are fewer
+    of the latter than ranks, several ranks keep the same ones.
+
+    Raises ``PenstockError`` (``invalid``) where no such shares are equal.
+    """
+    rank, size = group.rank, group.size
+    if size <= num_kv_heads:
+        first, end = (num_kv_heads * number // size for number in (rank, rank + 1))
+        queries = num_heads // num_kv_heads
+        return Shard(first * queries, end * queries, num_heads), Shard(first, end, num_kv_heads)
+    if size % num_kv_heads or num_heads % size:
+        words = f"{size} ranks cannot share {num_heads} heads, {num_heads // num_kv_heads} to a key and value"
+        raise invalid(FIELD, words, size)
+    first = rank * num_kv_heads // size
+    queries = num_heads // size
+    return Shard(rank * queries, (rank + 1) * queries, num_heads), Shard(first, first + 1, num_kv_heads)

@@ -15,11 +15,11 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The object in a checkpoint's ``config.json``. Raises ``PenstockError`` (``invalid``) where there is none."""
     path = folder / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint") from error
     except (ValueError, RecursionError) as error:
         raise invalid("model", f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise invalid("model", f"{path} does not hold an object")
-    return found
+    return result

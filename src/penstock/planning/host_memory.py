@@ -1,4 +1,4 @@
-"""How much memory the host has free, with the limits of containers."""
+"""Free memory of the host, within the limits of its container."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """Limit and usage, in the second and the first version of control groups."""
 FREE_SHARE = 0.5
-"""Of the host's free memory that a cache on the host takes by default."""
+"""Share of the host's free memory that a KV cache on the host takes by default."""
 
 
 def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What the machine or the container has free, whichever is less."""
+    """Free bytes of the machine or of the container, whichever is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     for limit, usage in CGROUPS:
         try:
-            most, used = ((control_group / name).read_text().strip() for name in (limit, usage))
+            maximum, used = ((control_group / name).read_text().strip() for name in (limit, usage))
         except OSError:
             continue
-        if most != "max":
-            free = min(free, int(most) - int(used) + _reclaimable(control_group / usage))
+        if maximum != "max":
+            free = min(free, int(maximum) - int(used) + _reclaimable(control_group / usage))
     return max(free, 0)
 
 
@@ -30,5 +30,5 @@ def _reclaimable(usage: Path) -> int:
         lines = (usage.parent / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
-    found = dict(line.split() for line in lines if line)
-    return sum(int(found.get(f"total_{kind}_file", found.get(f"{kind}_file", 0))) for kind in ("inactive", "active"))
+    result = dict(line.split() for line in lines if line)
+    return sum(int(result.get(f"total_{kind}_file", result.get(f"{kind}_file", 0))) for kind in ("inactive", "active"))

@@ -51,7 +51,7 @@ def kv_specs(
     mtp: bool = False,
     ranks: int = 1,
 ) -> list[KVSpec]:
-    """What each layer of a model keeps in the KV cache of one rank.
+    """The KV cache entry of each layer of a model, on one rank.
 
     Args:
         kv_cache_dtype: as the option: ``auto`` or ``int8``.

@@ -1,4 +1,4 @@
-"""What an attention layer keeps of each token in the KV cache, and how many bytes that takes."""
+"""The KV cache entry of an attention layer, and its size in bytes."""
 
 from __future__ import annotations
 

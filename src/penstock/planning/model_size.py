@@ -24,7 +24,7 @@ class ModelSize:
     max_model_len: int
     """Longest sequence that the model is good for, in tokens."""
     dtype: str
-    """Of the checkpoint."""
+    """Dtype of the checkpoint."""
     num_layers: int
     layer_weights: int
     """Parameters of all layers' matrices together."""

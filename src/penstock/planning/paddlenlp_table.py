@@ -11,7 +11,7 @@ from penstock.planning.model_size import model_size_of
 MEMORY = 80 * 2**30
 """Bytes of a GPU in the table."""
 GPUS = 8
-"""Of a node in the table."""
+"""GPUs of a node in the table."""
 LENGTH = 8192
 """Tokens of the longest sequence of the table's models."""
 RESERVE = 17.9e9

@@ -14,8 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock import __version__
 from penstock.core import Code, Failure, PenstockError
+from penstock.version import __version__
 
 from .dialects import anthropic, fastdeploy, kserve, openai, paddlenlp, responses
 from .dialects.bladellm import BladeLLM
@@ -109,10 +109,10 @@ def build(
 
 def _add_document(app: FastAPI, strict: bool, root: str) -> None:
     """Serve the OpenAPI document, which is built with its first request, in a thread so as not to block the loop."""
-    making = asyncio.Lock()
-    made = b""
+    building = asyncio.Lock()
+    encoded = b""
 
-    def make() -> bytes:
+    def build() -> bytes:
         document = app.openapi()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for prefix, types in SCHEMAS.items():
@@ -122,10 +122,10 @@ def _add_document(app: FastAPI, strict: bool, root: str) -> None:
         return msgspec.json.encode(document)
 
     async def described() -> Response:
-        nonlocal made
-        async with making:
-            made = made or await asyncio.to_thread(make)
-        return Response(made, media_type="application/json")
+        nonlocal encoded
+        async with building:
+            encoded = encoded or await asyncio.to_thread(build)
+        return Response(encoded, media_type="application/json")
 
     app.add_api_route("/openapi.json", described, include_in_schema=False, response_class=Response)
 
@@ -141,11 +141,11 @@ def _add_health_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return Response()
 
     async def version() -> Response:
-        found: dict[str, Any] = {"version": __version__}
+        result: dict[str, Any] = {"version": __version__}
         for service in registry:
             if engine := service.gateway.engine.engine:
-                found |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
-        return JSONResponse(found)
+                result |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
+        return JSONResponse(result)
 
     async def metrics() -> Response:
         return Response(registry.metrics.page(registry.engines), media_type=CONTENT_TYPE_LATEST)

@@ -42,18 +42,18 @@ async def generate(
     given = (options.pop("timeout", None), service.timeout)
     timeout = min([each for each in given if each is not None], default=None)
     stream = service.gateway.generate(
-        prompt, sampling, record.request_id, timeout=timeout, arrived=record.begun, **options
+        prompt, sampling, record.request_id, timeout=timeout, arrived=record.arrived, **options
     )
     metrics, counted, last = service.metrics, 0, None
     final_only = service.options.disable_streaming
     async with aclosing(stream) as outputs:
         async for output in outputs:
-            for made in output.outputs:
-                if made.failure or made.finish_reason == FinishReason.CANCELLED:
-                    raise PenstockError.of(made.failure or CANCELLED)
+            for completion in output.outputs:
+                if completion.failure or completion.finish_reason == FinishReason.CANCELLED:
+                    raise PenstockError.of(completion.failure or CANCELLED)
             if output.embedding:
                 metrics.record_first_token(output)
-            tokens = sum([len(made.token_ids) for made in output.outputs]) + output.num_discarded_tokens
+            tokens = sum([len(completion.token_ids) for completion in output.outputs]) + output.num_discarded_tokens
             if tokens > counted:
                 if not counted:
                     metrics.record_first_token(output)
@@ -114,7 +114,7 @@ class SequenceDelta(NamedTuple):
 
 
 class SequenceCursor:
-    """How much of a sequence has been sent."""
+    """The position in a sequence up to which it has been sent."""
 
     __slots__ = ("finished", "positions", "text", "tokens")
 
@@ -122,12 +122,12 @@ class SequenceCursor:
         self.text = self.tokens = self.positions = 0
         self.finished = False
 
-    def advance(self, made: CompletionOutput) -> SequenceDelta | None:
+    def advance(self, completion: CompletionOutput) -> SequenceDelta | None:
         """What was added since the last call; None where nothing was."""
-        if self.finished or (len(made.token_ids) == self.tokens and not made.finished):
+        if self.finished or (len(completion.token_ids) == self.tokens and not completion.finished):
             return None
-        positions = made.logprobs[self.positions :] if made.logprobs else []
-        piece = SequenceDelta(made.text[self.text :], made.token_ids[self.tokens :], positions)
-        self.text, self.tokens, self.finished = len(made.text), len(made.token_ids), made.finished
+        positions = completion.logprobs[self.positions :] if completion.logprobs else []
+        piece = SequenceDelta(completion.text[self.text :], completion.token_ids[self.tokens :], positions)
+        self.text, self.tokens, self.finished = len(completion.text), len(completion.token_ids), completion.finished
         self.positions += len(positions)
         return piece

@@ -16,24 +16,24 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from penstock.config.options import EngineOptions
 from penstock.config.profiles import DerivedMetric
 from penstock.core import Failure, SamplingParams
-from penstock.engine.service import wire
+from penstock.engine.service.messages import Stats
 from penstock.frontend.outputs import RequestOutput
 
-FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-SEQUENCES = (1, 2, 5, 10, 20, 50, 100)
-OF_CACHE = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+SEQUENCE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
+CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
 """Options in ``cache_config_info``."""
-PLAIN = ("counter", "gauge")
+SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
 LABELS = ["model_name"]
-Engines = Mapping[str, tuple[wire.Stats, EngineOptions]]
+Engines = Mapping[str, tuple[Stats, EngineOptions]]
 """By model: the last statistics of its engine, and its options."""
 
 
-SAME_IN_VLLM = (
+SAME_NAME_IN_VLLM = (
     "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info num_preemptions "
     "prefix_cache_queries prefix_cache_hits prompt_tokens generation_tokens request_success "
     "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens request_params_n "
@@ -43,7 +43,7 @@ SAME_IN_VLLM = (
     "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
     "spec_decode_num_accepted_tokens_per_pos"
 ).split()
-VLLM = {f"vllm:{name}": name for name in SAME_IN_VLLM} | {
+VLLM_NAMES = {f"vllm:{name}": name for name in SAME_NAME_IN_VLLM} | {
     "vllm:gpu_cache_usage_perc": "kv_cache_usage_perc",
     "vllm:time_per_output_token_seconds": "inter_token_latency_seconds",
 }
@@ -59,7 +59,7 @@ class Metrics:
 
     def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None) -> None:
         self._others = dict(others or {})
-        self.more: list[Callable[[Engines], Iterable[Metric]]] = []
+        self.dialect_metrics: list[Callable[[Engines], Iterable[Metric]]] = []
         """Further metrics of dialects, computed from the engines' statistics."""
 
         def counter(name: str, about: str, *more: str) -> Counter:
@@ -77,57 +77,71 @@ class Metrics:
             "prefix_cache_hits", "Prompt tokens found in the prefix cache, which were not computed again."
         )
         self.requests = counter("requests", "Requests received, whatever became of them.")
-        self.hit_requests = counter(
+        self.cache_hit_requests = counter(
             "prefix_cache_hit_requests", "Requests some of whose prompt tokens were found in the prefix cache."
         )
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
         )
-        self.between = histogram(
-            "inter_token_latency_seconds", "Seconds between two consecutive tokens of a request.", PER_TOKEN
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Seconds between two consecutive tokens of a request.", PER_TOKEN_BUCKETS
         )
-        self.per_token = histogram(
+        self.time_per_output_token = histogram(
             "request_time_per_output_token_seconds",
             "A request's mean seconds per token after its first, one observation a request.",
-            PER_TOKEN,
+            PER_TOKEN_BUCKETS,
         )
-        self.whole = histogram(
-            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", WHOLE
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", REQUEST_BUCKETS
         )
-        self.queued = histogram(
-            "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled.", WHOLE
+        self.queue_time = histogram(
+            "request_queue_time_seconds",
+            "Seconds from a request's arrival until it was first scheduled.",
+            REQUEST_BUCKETS,
         )
-        self.ran = histogram(
+        self.inference_time = histogram(
             "request_inference_time_seconds",
             "Seconds from when a request was first scheduled to its last token.",
-            WHOLE,
+            REQUEST_BUCKETS,
         )
-        self.prefilled = histogram(
-            "request_prefill_time_seconds", "Seconds from when a request was first scheduled to its first token.", WHOLE
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds",
+            "Seconds from when a request was first scheduled to its first token.",
+            REQUEST_BUCKETS,
         )
-        self.decoded = histogram(
-            "request_decode_time_seconds", "Seconds from a request's first token to its last.", WHOLE
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "Seconds from a request's first token to its last.", REQUEST_BUCKETS
         )
-        self.asked_for = histogram("request_params_max_tokens", "The max_tokens of requests that give one.", TOKENS)
-        self.sequences = histogram("request_params_n", "The n of requests: answers asked for.", SEQUENCES)
-        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of each finished request.", TOKENS)
-        self.generations = histogram(
-            "request_generation_tokens", "Tokens generated for each finished request, over all its sequences.", TOKENS
+        self.params_max_tokens = histogram(
+            "request_params_max_tokens", "The max_tokens of requests that give one.", TOKEN_BUCKETS
         )
-        self.longest = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest sequence of each finished request.", TOKENS
+        self.params_n = histogram("request_params_n", "The n of requests: answers asked for.", SEQUENCE_BUCKETS)
+        self.prompt_lengths = histogram(
+            "request_prompt_tokens", "Prompt tokens of each finished request.", TOKEN_BUCKETS
         )
-        self.success = counter(
+        self.generation_lengths = histogram(
+            "request_generation_tokens",
+            "Tokens generated for each finished request, over all its sequences.",
+            TOKEN_BUCKETS,
+        )
+        self.max_generation_lengths = histogram(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest sequence of each finished request.",
+            TOKEN_BUCKETS,
+        )
+        self.request_success = counter(
             "request_success", "Sequences that finished, by reason (stop: ended by itself; length).", "finished_reason"
         )
-        self.failures = Counter(
+        self.request_failures = Counter(
             "penstock:request_failures", "Requests that ended with an error, by its code.", ["code"]
         )
         self.event_loop_holds = Counter(
             "penstock:event_loop_holds", "Times an API process's event loop was held for more than 50 ms; see its log."
         )
-        self.responses = Counter("penstock:http_responses", "HTTP responses, by route and status.", ["path", "status"])
-        self.open = Gauge(
+        self.http_responses = Counter(
+            "penstock:http_responses", "HTTP responses, by route and status.", ["path", "status"]
+        )
+        self.open_requests = Gauge(
             "penstock:num_requests_open",
             "Requests now in an HTTP process: being read, waiting or answered.",
             LABELS,
@@ -139,17 +153,17 @@ class Metrics:
         return ModelMetrics(self, model)
 
     def record_failure(self, failure: Failure) -> None:
-        self.failures.labels(code=failure.code.value).inc()
+        self.request_failures.labels(code=failure.code.value).inc()
 
     def page(self, engines: Engines) -> bytes:
         """The page of ``/metrics``."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
-        registry.register(_Engines(engines))
+        registry.register(_EngineMetrics(engines))
         others = CollectorRegistry()
-        others.register(_Others(registry, {**VLLM, **self._others}, engines))
-        for collect in self.more:
-            others.register(_More(collect, engines))
+        others.register(_AliasedMetrics(registry, {**VLLM_NAMES, **self._others}, engines))
+        for collect in self.dialect_metrics:
+            others.register(_DialectMetrics(collect, engines))
         page: bytes = generate_latest(registry) + generate_latest(others)
         return page
 
@@ -163,29 +177,29 @@ class ModelMetrics:
         self._cache_queries = metrics.cache_queries.labels(model)
         self._cache_hits = metrics.cache_hits.labels(model)
         self._requests = metrics.requests.labels(model)
-        self._hit_requests = metrics.hit_requests.labels(model)
-        self._first_token = metrics.first_token.labels(model)
-        self._between = metrics.between.labels(model)
-        self._per_token = metrics.per_token.labels(model)
-        self._whole = metrics.whole.labels(model)
-        self._queued = metrics.queued.labels(model)
-        self._ran = metrics.ran.labels(model)
-        self._prefilled = metrics.prefilled.labels(model)
-        self._decoded = metrics.decoded.labels(model)
-        self._asked_for = metrics.asked_for.labels(model)
-        self._sequences = metrics.sequences.labels(model)
-        self._longest = metrics.longest.labels(model)
-        self._prompts = metrics.prompts.labels(model)
-        self._generations = metrics.generations.labels(model)
-        self._success = partial(metrics.success.labels, model)
-        self.open = metrics.open.labels(model)
+        self._cache_hit_requests = metrics.cache_hit_requests.labels(model)
+        self._time_to_first_token = metrics.time_to_first_token.labels(model)
+        self._inter_token_latency = metrics.inter_token_latency.labels(model)
+        self._time_per_output_token = metrics.time_per_output_token.labels(model)
+        self._e2e_latency = metrics.e2e_latency.labels(model)
+        self._queue_time = metrics.queue_time.labels(model)
+        self._inference_time = metrics.inference_time.labels(model)
+        self._prefill_time = metrics.prefill_time.labels(model)
+        self._decode_time = metrics.decode_time.labels(model)
+        self._params_max_tokens = metrics.params_max_tokens.labels(model)
+        self._params_n = metrics.params_n.labels(model)
+        self._max_generation_lengths = metrics.max_generation_lengths.labels(model)
+        self._prompt_lengths = metrics.prompt_lengths.labels(model)
+        self._generation_lengths = metrics.generation_lengths.labels(model)
+        self._request_success = partial(metrics.request_success.labels, model)
+        self.open_requests = metrics.open_requests.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
         """Count a request when it arrives."""
         self._requests.inc()
-        self._sequences.observe(sampling.n)
+        self._params_n.observe(sampling.n)
         if sampling.max_tokens is not None:
-            self._asked_for.observe(sampling.max_tokens)
+            self._params_max_tokens.observe(sampling.max_tokens)
 
     def record_first_token(self, output: RequestOutput) -> None:
         """Record a request's first token."""
@@ -194,36 +208,38 @@ class ModelMetrics:
         self._prompt_tokens.inc(prompt)
         self._cache_queries.inc(prompt)
         self._cache_hits.inc(output.num_cached_tokens)
-        self._hit_requests.inc(bool(output.num_cached_tokens))
-        self._first_token.observe(times.first_token - times.arrived)
-        self._queued.observe(times.queued)
+        self._cache_hit_requests.inc(bool(output.num_cached_tokens))
+        self._time_to_first_token.observe(times.first_token - times.arrived)
+        self._queue_time.observe(times.queued)
 
     def record_tokens(self, tokens: int, seconds: float | None, sequences: int) -> None:
         """Some tokens more of a request's sequences together, after so many seconds; None where they are the first."""
         self._generation_tokens.inc(tokens)
         if seconds is not None:
-            self._between.observe(seconds / max(tokens / sequences, 1))
+            self._inter_token_latency.observe(seconds / max(tokens / sequences, 1))
 
     def record_finish(self, output: RequestOutput) -> None:
         """Record a finished request."""
-        times, tokens = output.times, sum(len(made.token_ids) for made in output.outputs)
-        for made in output.outputs:
-            self._success(made.finish_reason).inc()
-        self._prompts.observe(len(output.prompt_token_ids))
-        self._generations.observe(tokens)
-        self._longest.observe(max((len(made.token_ids) for made in output.outputs), default=0))
+        times, tokens = output.times, sum(len(completion.token_ids) for completion in output.outputs)
+        for completion in output.outputs:
+            self._request_success(completion.finish_reason).inc()
+        self._prompt_lengths.observe(len(output.prompt_token_ids))
+        self._generation_lengths.observe(tokens)
+        self._max_generation_lengths.observe(
+            max((len(completion.token_ids) for completion in output.outputs), default=0)
+        )
         if times.first_token is not None and times.last_token is not None:
-            self._whole.observe(times.last_token - times.arrived)
+            self._e2e_latency.observe(times.last_token - times.arrived)
             began = times.arrived + times.queued
-            self._ran.observe(times.last_token - began)
-            self._prefilled.observe(times.first_token - began)
-            self._decoded.observe(times.last_token - times.first_token)
-            each = max(len(made.token_ids) for made in output.outputs)
+            self._inference_time.observe(times.last_token - began)
+            self._prefill_time.observe(times.first_token - began)
+            self._decode_time.observe(times.last_token - times.first_token)
+            each = max(len(completion.token_ids) for completion in output.outputs)
             if each > 1:
-                self._per_token.observe((times.last_token - times.first_token) / (each - 1))
+                self._time_per_output_token.observe((times.last_token - times.first_token) / (each - 1))
 
 
-class _More:
+class _DialectMetrics:
     """Metrics that a dialect computes."""
 
     def __init__(self, collect: Callable[[Engines], Iterable[Metric]], engines: Engines) -> None:
@@ -234,7 +250,7 @@ class _More:
         return self._collect(self._engines)
 
 
-class _Others:
+class _AliasedMetrics:
     """Metrics under other systems' names, and those derived from ours."""
 
     def __init__(self, registry: CollectorRegistry, names: Mapping[str, str | DerivedMetric], engines: Engines) -> None:
@@ -251,7 +267,9 @@ class _Others:
                 figure = figures.setdefault(family, Metric(family, own.help, "gauge"))
                 labels = {label: label} if label else {}
                 for model, (_, options) in self._engines.items():
-                    figure.add_sample(family, {"model_name": model, **labels}, own.value(_totals(ours, model), options))
+                    figure.add_sample(
+                        family, {"model_name": model, **labels}, own.value(_current_values(ours, model), options)
+                    )
             elif found := ours.get(own):
                 renamed = Metric(name, found.documentation, found.type)
                 renamed.samples = [s._replace(name=name + s.name.removeprefix(found.name)) for s in found.samples]
@@ -259,23 +277,23 @@ class _Others:
         yield from figures.values()
 
 
-def _totals(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
+def _current_values(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
     """The values of a model's counters and gauges."""
     return {
-        name: sum(sample.value for sample in found.samples if sample.labels.get("model_name", model) == model)
-        for name, found in ours.items()
-        if found.type in PLAIN
+        name: sum(sample.value for sample in result.samples if sample.labels.get("model_name", model) == model)
+        for name, result in ours.items()
+        if result.type in SINGLE_VALUE_TYPES
     }
 
 
-class _Engines:
+class _EngineMetrics:
     """The engines' statistics as metrics."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        gauges: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
+        gauges: dict[str, tuple[str, Callable[[Stats], float]]] = {
             "num_requests_running": ("Sequences that the engine is computing now.", lambda stats: stats.running),
             "num_requests_waiting": ("Sequences that wait to be scheduled.", lambda stats: stats.waiting),
             "kv_cache_usage_perc": (
@@ -297,7 +315,7 @@ class _Engines:
                 lambda stats: stats.longest_step,
             ),
         }
-        drafts: dict[str, tuple[str, Callable[[wire.Stats], float]]] = {
+        drafts: dict[str, tuple[str, Callable[[Stats], float]]] = {
             "spec_decode_num_drafts": (
                 "Drafts: times that tokens were proposed for a sequence by speculative decoding.",
                 lambda stats: stats.drafts,
@@ -316,14 +334,14 @@ class _Engines:
             for model, (stats, _) in self._engines.items():
                 gauge.add_metric([model], figure(stats))
             yield gauge
-        cache = [*OF_CACHE, "num_gpu_blocks"]
+        cache = [*CACHE_OPTIONS, "num_gpu_blocks"]
         info = GaugeMetricFamily(
             "penstock:cache_config_info",
             "Settings of the KV cache, as labels; the value is 1.",
             labels=[*LABELS, *cache],
         )
         for model, (stats, options) in self._engines.items():
-            info.add_metric([model, *(str(getattr(options, name)) for name in OF_CACHE), str(stats.blocks)], 1)
+            info.add_metric([model, *(str(getattr(options, name)) for name in CACHE_OPTIONS), str(stats.blocks)], 1)
         yield info
         preemptions = CounterMetricFamily(
             "penstock:num_preemptions",

@@ -1,5 +1,5 @@
-"""Text and tokens: encoding, decoding as tokens come, stop strings, chat templates, and answers taken
-apart. No torch."""
+"""Text and tokens: tokenizers, incremental detokenization, stop strings, chat templates, and parsers of answers. No
+torch."""
 
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer

@@ -22,7 +22,7 @@ Field = bytes | int
 
 
 class Kind(IntEnum):
-    """Of a piece."""
+    """The type of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -90,13 +90,13 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
 def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
     """The merges of SentencePiece's BPE: any two pieces that form a piece, the best first."""
     rank = {piece.text: i for i, piece in enumerate(pieces) if piece.kind in (Kind.NORMAL, Kind.USER_DEFINED)}
-    found = []
+    result = []
     for piece in pieces:
         if piece.kind is not Kind.NORMAL:
             continue
         halves = ((piece.text[:cut], piece.text[cut:]) for cut in range(1, len(piece.text)))
-        found += [(-piece.score, rank[a], rank[b], a, b) for a, b in halves if a in rank and b in rank]
-    return [(a, b) for *_, a, b in sorted(found)]
+        result += [(-piece.score, rank[a], rank[b], a, b) for a, b in halves if a in rank and b in rank]
+    return [(a, b) for *_, a, b in sorted(result)]
 
 
 # --- Protocol buffers: just what is read above -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ def convert(data: bytes) -> Tokenizer:
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         if len(token) > 1:
-            left, right = _halves(ranks, token)
+            left, right = _last_merge(ranks, token)
             merges.append((decode_token(left), decode_token(right)))
     vocabulary = {decode_token(token): rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
@@ -40,7 +40,7 @@ def convert(data: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _halves(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
+def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
     """The last merge that forms a token: merge by lower ranks until two parts are left."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:

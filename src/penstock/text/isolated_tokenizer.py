@@ -88,7 +88,7 @@ def check(folder: Path, chat_template: str | None = None, limits: Limits | None 
 
     Raises ``PenstockError`` (``invalid``) with one sentence where they cannot be used, or not within the limits.
     """
-    mark = _mark(folder, chat_template)
+    mark = _passed_marker(folder, chat_template)
     with contextlib.suppress(OSError):
         if mark.lstat().st_uid in (os.geteuid(), 0):
             return
@@ -196,7 +196,7 @@ class _Process:
         self._process.wait()
 
 
-def _mark(folder: Path, chat_template: str | None) -> Path:
+def _passed_marker(folder: Path, chat_template: str | None) -> Path:
     """The file whose presence says that this content has passed."""
     digest = hashlib.sha256(f"{tokenizers.__version__} {Limits()} {chat_template!r}".encode())
     for path in files.parts(folder):
@@ -249,7 +249,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
 
 
 def _try_template(tokenizer: Tokenizer) -> None:
-    """It may refuse the conversation, but not need all memory for it."""
+    """Render a probe conversation. The template may refuse it; running out of memory is an error."""
     try:
         tokenizer.render(PROBE_MESSAGES)
     except PenstockError as error:
@@ -266,17 +266,17 @@ def _send(connection: socket.socket, message: bytes) -> None:
 
 def _receive(connection: socket.socket) -> bytes:
     """Raises ``OSError`` where the other end is closed."""
-    return bytes(_exactly(connection, int.from_bytes(_exactly(connection, 8), "little")))
+    return bytes(_receive_exactly(connection, int.from_bytes(_receive_exactly(connection, 8), "little")))
 
 
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    found = bytearray(size)
-    view = memoryview(found)
+def _receive_exactly(connection: socket.socket, size: int) -> bytearray:
+    result = bytearray(size)
+    view = memoryview(result)
     while view:
         if not (count := connection.recv_into(view)):
             raise ConnectionResetError("the other end is closed")
         view = view[count:]
-    return found
+    return result
 
 
 if __name__ == "__main__":

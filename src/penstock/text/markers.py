@@ -13,7 +13,7 @@ class MarkerSplit(NamedTuple):
     before: str
     """Without the whitespace before the marker."""
     gap: str
-    """That whitespace."""
+    """The whitespace before the marker."""
     marker: str | None
     """None where the text has none."""
     rest: str

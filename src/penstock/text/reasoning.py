@@ -102,12 +102,12 @@ class ReasoningParser:
         if self.stage is Stage.AFTER:
             return ReasoningSplit("", self._take_answer())
         self._strip_newlines()
-        found = split_at_marker(self._held, [self._form.end_marker], last, space="\n")
-        self._held = found.rest
-        if found.marker is None:
-            return ReasoningSplit(found.before, "")
+        result = split_at_marker(self._held, [self._form.end_marker], last, space="\n")
+        self._held = result.rest
+        if result.marker is None:
+            return ReasoningSplit(result.before, "")
         self.stage, self._skip_newlines = Stage.AFTER, True
-        return ReasoningSplit(found.before, self._take_answer())
+        return ReasoningSplit(result.before, self._take_answer())
 
     def _read_start(self, last: bool) -> bool:
         """Look for the start marker. False where more text is needed."""

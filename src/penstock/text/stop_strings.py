@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .markers import partial_match_length
 
 
-class Found(NamedTuple):
+class StopResult(NamedTuple):
     text: str
     """Text to pass on."""
     stop: str | None
@@ -24,24 +24,24 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._held = ""
+        self._held_back = ""
 
-    def add(self, text: str, last: bool = False) -> Found:
+    def add(self, text: str, last: bool = False) -> StopResult:
         """Process a piece. With ``last`` nothing is held back any more."""
-        text, self._held = self._held + text, ""
+        text, self._held_back = self._held_back + text, ""
         if not self._stops:
-            return Found(text, None)
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
+            return StopResult(text, None)
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
             # The one that ends first, so that the result does not depend on the pieces; of several, the longest.
-            at, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            return Found(text[: at + len(stop)] if self._include else text[:at], stop)
+            at, stop = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
+            return StopResult(text[: at + len(stop)] if self._include else text[:at], stop)
         if not last:
             keep = max([partial_match_length(text, stop) for stop in self._stops])
-            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        return Found(text, None)
+            text, self._held_back = text[: len(text) - keep], text[len(text) - keep :]
+        return StopResult(text, None)
 
     def skip(self, text: str) -> str:
         """Pass a piece on without looking for stop strings, as before ``min_tokens``."""
-        text, self._held = self._held + text, ""
+        text, self._held_back = self._held_back + text, ""
         return text

@@ -134,9 +134,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(files.read(path))
+        result = json.loads(files.read(path))
     except (ValueError, RecursionError) as error:
         raise invalid("tokenizer", f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise invalid("tokenizer", f"{path} does not hold an object")
-    return found
+    return result

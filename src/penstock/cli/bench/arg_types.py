@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-PROMISES = ("ttft", "tpot", "e2el")  # what a single request can be held to
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")  # what a single request can be held to
 
 
-def integer_from(least: int) -> Callable[[str], int]:
+def integer_from(minimum: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}")
         return value
 
     return integer
@@ -44,10 +44,10 @@ def pair_of(mark: str) -> Callable[[str], tuple[str, str]]:
     return pair
 
 
-def promise(text: str) -> tuple[str, float]:
+def goodput_limit(text: str) -> tuple[str, float]:
     metric, limit = pair_of(":")(text)
-    if metric not in PROMISES:
-        raise argparse.ArgumentTypeError(f"{metric} is none of {', '.join(PROMISES)}")
+    if metric not in GOODPUT_METRICS:
+        raise argparse.ArgumentTypeError(f"{metric} is none of {', '.join(GOODPUT_METRICS)}")
     return metric, number(limit)
 
 

@@ -86,7 +86,7 @@ class Client:
         Returns:
             The samples in the order of the requests.
         """
-        begun = time.perf_counter() + AHEAD  # so that the first ones are ready as well
+        started = time.perf_counter() + AHEAD  # so that the first ones are ready as well
         samples = [Sample(request.input_len) for request in requests]
         queue = iter(zip(requests, samples, strict=True))
 
@@ -94,11 +94,11 @@ class Client:
             free = 0.0
             for request, sample in queue:
                 sample.due = max(request.at, free)
-                await _sleep_until(begun + sample.due - AHEAD)
+                await _sleep_until(started + sample.due - AHEAD)
                 body = self._encode(request)
-                await _sleep_until(begun + sample.due)
-                await self._measure(body, sample, begun)
-                free = time.perf_counter() - begun
+                await _sleep_until(started + sample.due)
+                await self._measure(body, sample, started)
+                free = time.perf_counter() - started
                 tell(sample)
 
         await asyncio.gather(*[work() for _ in range(min(concurrency or len(requests), len(requests)))])
@@ -112,26 +112,26 @@ class Client:
             content = {"prompt": prompts.ids(request.pieces, self._seed, self._vocab_size)}
         return msgspec.json.encode(self._body | content | {"max_tokens": request.output_len})
 
-    async def _measure(self, body: bytes, sample: Sample, begun: float) -> None:
-        sample.sent = time.perf_counter() - begun
+    async def _measure(self, body: bytes, sample: Sample, started: float) -> None:
+        sample.sent = time.perf_counter() - started
         try:
             async with self._session.post(self.url, data=body) as response:
                 if response.status == 200:
-                    await _listen(response, sample, begun)
+                    await _listen(response, sample, started)
                 else:
                     sample.outcome = Outcome.REFUSED if response.status in (429, 503) else Outcome.FAILED
                     sample.reason = f"{response.status} {error_message(await response.read())}"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             sample.outcome, sample.reason = Outcome.FAILED, _told(error)
         if sample.outcome is not Outcome.OK:
-            sample.last = time.perf_counter() - begun
+            sample.last = time.perf_counter() - started
 
 
-async def _listen(response: aiohttp.ClientResponse, sample: Sample, begun: float) -> None:
+async def _listen(response: aiohttp.ClientResponse, sample: Sample, started: float) -> None:
     """Read the answer to its end, which is a finish reason: a stream that stops without one failed."""
     reader, finished = EventReader(), False
     async for received in response.content.iter_any():
-        now = time.perf_counter() - begun
+        now = time.perf_counter() - started
         for payload in reader.feed(received):
             if payload == DONE:
                 continue
@@ -159,7 +159,7 @@ def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
     for choice in chunk.choices:
         finished |= choice.finish_reason is not None
         sample.last = now
-        if choice.says or (finished and not sample.chunks):  # an answer whose tokens are no text ends all the same
+        if choice.has_text or (finished and not sample.chunks):  # an answer whose tokens are no text ends all the same
             sample.chunks.append(now)
     return finished
 

@@ -32,14 +32,19 @@ def run(args: argparse.Namespace) -> int:
 
     options = options_of(args) | {"enable_prefix_caching": False}
     llm = LLM(options.pop("model"), **options)
-    figures = (latency if args.kind == "latency" else throughput)(llm, args)
+    results = (latency if args.kind == "latency" else throughput)(llm, args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    figures = {"bench": args.kind, "kernels": llm.engine.info.fingerprint, **figures, "peak_memory_gib": peak}
+    results = {
+        "bench": args.kind,
+        "kernels": llm.engine.info.fingerprint,
+        **results,
+        "peak_memory_gib": peak,
+    }
     if args.json:
-        json.dump(figures, sys.stdout, indent=1)
+        json.dump(results, sys.stdout, indent=1)
         print()
     else:
-        for name, value in figures.items():
+        for name, value in results.items():
             print(f"{name:<22} {value:,.4g}" if isinstance(value, float) else f"{name:<22} {value}")
     return 0
 
@@ -84,6 +89,6 @@ def _timed(llm: LLM, sequences: int, input_len: int, output_len: int, show: bool
     rng, vocabulary = Random(0), llm.engine.info.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(input_len)] for _ in range(sequences)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=show)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started

@@ -37,7 +37,7 @@ def draw(samples: Sequence[Sample], goodput: Mapping[str, float], title: str, pa
     for column, metric in enumerate(PANELS):
         _distribution(figure.add_subplot(grid[0, column]), metric, latencies(good, metric), goodput.get(metric))
     above = figure.add_subplot(grid[1, :])
-    _course(above, figure.add_subplot(grid[2, :], sharex=above), good)
+    _plot_over_time(above, figure.add_subplot(grid[2, :], sharex=above), good)
     figure.savefig(path, dpi=120)
 
 
@@ -48,7 +48,7 @@ def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | Non
     axes.set_ylabel(f"share of {things}")
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    _bare(axes)
+    _style_axes(axes)
     if not values.any():
         axes.set_title(f"{title}\nnone", loc="left", fontsize="medium")
         return
@@ -72,7 +72,7 @@ def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | Non
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
-def _course(above: Any, below: Any, good: Sequence[Sample]) -> None:
+def _plot_over_time(above: Any, below: Any, good: Sequence[Sample]) -> None:
     """Running requests and output rate over time."""
     moments, counts = running(good)
     above.step(moments, counts, where="post", color=LINE, linewidth=1)
@@ -86,12 +86,12 @@ def _course(above: Any, below: Any, good: Sequence[Sample]) -> None:
     below.set_xlabel("seconds since the load began")
     below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     for axes in (above, below):
-        _bare(axes)
+        _style_axes(axes)
         axes.set_ylim(bottom=0)
     below.set_xlim(0, max(moments[-1], len(rates) * width))
 
 
-def _bare(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=QUIET, alpha=0.25, linewidth=0.6)
 

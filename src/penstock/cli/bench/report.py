@@ -45,12 +45,12 @@ def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
     return rates
 
 
-def meets(sample: Sample, goodput: Mapping[str, float]) -> bool:
+def meets_goodput(sample: Sample, goodput: Mapping[str, float]) -> bool:
     """Whether an answer kept every promise, given in milliseconds by metric."""
     return all(getattr(sample, metric) * 1e3 <= limit for metric, limit in goodput.items())
 
 
-def figures(
+def compute_results(
     samples: Sequence[Sample], percentiles: Sequence[float], metrics: Sequence[str], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     """The results by name. Throughput is over the time until the last request ended.
@@ -64,29 +64,29 @@ def figures(
     good = [sample for sample in samples if sample.outcome is Outcome.OK]
     outcomes = Counter(sample.outcome for sample in samples)
     seconds = max(sample.last for sample in samples)
-    taken, made = sum(s.input_tokens for s in good), sum(s.output_tokens for s in good)
-    found: dict[str, Any] = {
+    input_tokens, output_tokens = sum(s.input_tokens for s in good), sum(s.output_tokens for s in good)
+    result: dict[str, Any] = {
         "duration": seconds,
         "completed": len(good),
         "refused": outcomes[Outcome.REFUSED],
         "failed": outcomes[Outcome.FAILED],
         "errors": dict(Counter(s.reason for s in samples if s.reason).most_common()),
         "without_usage": sum(not s.counted for s in good),
-        "total_input_tokens": taken,
+        "total_input_tokens": input_tokens,
         "total_cached_tokens": sum(s.cached_tokens for s in good),
-        "total_output_tokens": made,
+        "total_output_tokens": output_tokens,
         "request_throughput": len(good) / seconds,
-        "output_throughput": made / seconds,
-        "total_token_throughput": (taken + made) / seconds,
+        "output_throughput": output_tokens / seconds,
+        "total_token_throughput": (input_tokens + output_tokens) / seconds,
         "max_output_tokens_per_s": token_rate(good, 1.0).max(),
         "max_concurrent_requests": int(running(good)[1].max()),
         "p99_send_lag_ms": float(np.percentile([(s.sent - s.due) * 1e3 for s in samples], 99)),
     }
     if goodput:
-        found["request_goodput"] = sum(meets(sample, goodput) for sample in good) / seconds
+        result["request_goodput"] = sum(meets_goodput(sample, goodput) for sample in good) / seconds
     for metric in metrics:
-        found |= _summary(metric, latencies(good, metric), percentiles)
-    return found
+        result |= _summary(metric, latencies(good, metric), percentiles)
+    return result
 
 
 def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
@@ -113,10 +113,10 @@ def _overview(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     refused, failed = (f", {found[name]:,} {name}" if found[name] else "" for name in ("refused", "failed"))
     cached = f", {found['total_cached_tokens']:,} of them cached" if found["total_cached_tokens"] else ""
     goodput = f", {found['request_goodput']:,.2f} within limits" if "request_goodput" in found else ""
-    best, most = found["max_output_tokens_per_s"], found["max_concurrent_requests"]
+    best, maximum = found["max_output_tokens_per_s"], found["max_concurrent_requests"]
     return [
         ("model", found["model_id"]),
-        ("requests", f"{found['completed']:,} ok{refused}{failed}, at most {most:,} running"),
+        ("requests", f"{found['completed']:,} ok{refused}{failed}, at most {maximum:,} running"),
         ("duration", f"{found['duration']:,.2f} s"),
         ("input", f"{found['total_input_tokens']:,} tokens{cached}"),
         ("output", f"{found['total_output_tokens']:,} tokens"),

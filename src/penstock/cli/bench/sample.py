@@ -9,7 +9,7 @@ import msgspec
 
 
 class Outcome(StrEnum):
-    """How a request ended."""
+    """The outcome of a request."""
 
     OK = "ok"
     REFUSED = "refused"  # 429 or 503: the server is full and says so
@@ -17,7 +17,7 @@ class Outcome(StrEnum):
 
 
 class Sample(msgspec.Struct):
-    """One request as its client saw it. Moments are in seconds since the load began."""
+    """The measurements of one request. Times are in seconds since the load began."""
 
     input_tokens: int
     due: float = 0.0

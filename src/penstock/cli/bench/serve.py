@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"penstock bench: none of {len(samples):,} requests succeeded: {samples[0].reason}", file=sys.stderr)
         return 1
     goodput = dict(args.goodput)
-    measured = report.figures(samples, args.metric_percentiles, args.percentile_metrics, goodput)
+    measured = report.compute_results(samples, args.metric_percentiles, args.percentile_metrics, goodput)
     found = _conditions(args, model, requests) | measured | {"client_cpu": busy}
     if args.json != STANDARD_OUTPUT:
         print(report.table(found, args.metric_percentiles, args.percentile_metrics))
@@ -107,9 +107,9 @@ async def _load(args: argparse.Namespace, requests: list[Request]) -> tuple[str,
         model = await client.find_model()
         await _warm_up(client, requests, args)
         with tqdm(total=len(requests), desc="requests", unit="request", disable=None) as bar:
-            worked, begun = time.process_time(), time.perf_counter()
+            worked, started = time.process_time(), time.perf_counter()
             samples = await client.send_all(requests, args.max_concurrency, lambda _: bar.update())
-            busy = (time.process_time() - worked) / (time.perf_counter() - begun)
+            busy = (time.process_time() - worked) / (time.perf_counter() - started)
     return model, samples, busy
 
 

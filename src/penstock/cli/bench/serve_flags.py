@@ -89,9 +89,9 @@ def _add_lengths(group: argparse._ArgumentGroup) -> None:
         "--max-input-len": (0, 0, "clip the trace's prompts to this; 0 does not"),
         "--max-output-len": (0, 0, "clip the trace's outputs to this; 0 does not"),
     }
-    for flag, (least, default, about) in lengths.items():
+    for flag, (minimum, default, about) in lengths.items():
         words = f"{about} (default: {default})"
-        group.add_argument(flag, type=values.integer_from(least), default=default, metavar="TOKENS", help=words)
+        group.add_argument(flag, type=values.integer_from(minimum), default=default, metavar="TOKENS", help=words)
     group.add_argument(
         "--random-range-ratio",
         type=values.share,
@@ -142,7 +142,7 @@ def _add_report(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--goodput",
         nargs="+",
-        type=values.promise,
+        type=values.goodput_limit,
         default=[],
         metavar="METRIC:MS",
         help="count requests within all these milliseconds, as in ttft:500 tpot:50 e2el:2000",

@@ -29,7 +29,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def says(self) -> bool:
+    def has_text(self) -> bool:
         """Whether the chunk has text; a chat's first chunk often has a role alone."""
         delta = self.delta
         return bool(
@@ -38,7 +38,7 @@ class Choice(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How many of the prompt's tokens came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int | None = None
 

@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     first, *others = starts
     median = {name: statistics.median(start[name] for start in others) for name in first} if others else None
     if args.json:
-        figures = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts}
-        json.dump(figures, sys.stdout, indent=1)
+        results = {"bench": "startup", "first_s": first, "median_of_others_s": median, "starts_s": starts}
+        json.dump(results, sys.stdout, indent=1)
         print()
         return 0
     print(f"{'seconds until':<16}{'first':>8}" + (f"{f'median of {len(others)} more':>20}" if median else ""))
@@ -74,10 +74,14 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 def _start(flags: list[str]) -> dict[str, float]:
     """Seconds from the command until the port answers, the engine is ready, and the first token arrives."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with tempfile.TemporaryFile() as log, Server(flags, log) as server:
-        moments = {"http": server.wait_for(200, 503), "ready": server.wait_for(200), "first_token": server.speak()}
-    return {name: moment - begun for name, moment in moments.items()}
+        moments = {
+            "http": server.wait_for(200, 503),
+            "ready": server.wait_for(200),
+            "first_token": server.request_token(),
+        }
+    return {name: moment - started for name, moment in moments.items()}
 
 
 class Server:
@@ -125,7 +129,7 @@ class Server:
             time.sleep(PAUSE)
         raise self._failure(f"ended with status {self._process.returncode} before it was ready")
 
-    def speak(self) -> float:
+    def request_token(self) -> float:
         """Request one token; returns the time at which it came."""
         with closing(self._connect(None)) as connection:
             connection.request("GET", "/v1/models")

@@ -55,7 +55,7 @@ def random_requests(
     All prompts begin with the same ``prefix_len`` tokens, which come on top of ``input_len``.
     """
     rng = np.random.default_rng(seed)
-    inputs, outputs = (_spread(rng, length, range_ratio, count) for length in (input_len, output_len))
+    inputs, outputs = (_random_lengths(rng, length, range_ratio, count) for length in (input_len, output_len))
     prefix: tuple[Piece, ...] = ((0, prefix_len),) if prefix_len else ()
     return [
         Request((*prefix, (name, wanted)), asked)
@@ -63,7 +63,7 @@ def random_requests(
     ]
 
 
-def _spread(rng: np.random.Generator, length: int, ratio: float, count: int) -> list[int]:
+def _random_lengths(rng: np.random.Generator, length: int, ratio: float, count: int) -> list[int]:
     low, high = math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
     lengths: list[int] = rng.integers(max(low, 1), high, count, endpoint=True).tolist()
     return lengths
@@ -90,12 +90,12 @@ def read_trace(
         raise invalid("dataset_path", f"{path} is neither a Mooncake JSONL nor an Azure CSV trace: {error}") from error
     if not rows:
         raise invalid("dataset_path", f"{path} has no rows")
-    begun = rows[0].at
+    started = rows[0].at
     return [
         Request(
-            _clip(row.pieces, max_input_len or row.input_len),
+            _truncate(row.pieces, max_input_len or row.input_len),
             min(row.output_len, max_output_len or row.output_len),
-            (row.at - begun) / speedup,
+            (row.at - started) / speedup,
         )
         for row in rows
     ]
@@ -112,7 +112,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[Request]:
     decoder = msgspec.json.Decoder(_MooncakeRow)
     for line in lines:
         row = decoder.decode(line)
-        pieces = _clip([(name, BLOCK) for name in row.hash_ids], row.input_length)
+        pieces = _truncate([(name, BLOCK) for name in row.hash_ids], row.input_length)
         yield Request(pieces, max(row.output_length, 1), row.timestamp / 1000)
 
 
@@ -122,7 +122,7 @@ def _azure(lines: Iterable[str]) -> Iterator[Request]:
         yield Request(((name, int(row["ContextTokens"])),), max(int(row["GeneratedTokens"]), 1), at)
 
 
-def _clip(pieces: Iterable[Piece], length: int) -> tuple[Piece, ...]:
+def _truncate(pieces: Iterable[Piece], length: int) -> tuple[Piece, ...]:
     """As many of the pieces as make up ``length`` tokens, the last one cut."""
     kept: list[Piece] = []
     for name, tokens in pieces:

@@ -31,7 +31,7 @@ def _undo(session: Session, rest: str) -> None:
 
 
 def _retry(session: Session, rest: str) -> None:
-    session.ask(session.conversation.again())
+    session.ask(session.conversation.last_question())
 
 
 def _set(session: Session, rest: str) -> None:
@@ -53,11 +53,13 @@ def _load(session: Session, rest: str) -> None:
 
 
 def _info(session: Session, rest: str) -> None:
-    tally, of = session.tally, f" of {session.backend.context}" if session.backend.context else ""
+    statistics, of = session.statistics, f" of {session.backend.context}" if session.backend.context else ""
     used = "unknown" if session.used is None else f"{session.used}{of} tokens after the last answer"
     session.terminal.tell(f"{'model':<10}{session.backend.about}")
     session.terminal.tell(f"{'context':<10}{used}")
-    session.terminal.tell(f"{'answers':<10}{tally.answers}, {tally.tokens} tokens, {tally.speed:.1f} tokens/s")
+    session.terminal.tell(
+        f"{'answers':<10}{statistics.answers}, {statistics.tokens} tokens, {statistics.speed:.1f} tokens/s"
+    )
 
 
 def _exit(session: Session, rest: str) -> None:

@@ -62,7 +62,7 @@ class Conversation:
         del self._turns[asked[-1] :]
         return question
 
-    def again(self) -> str:
+    def last_question(self) -> str:
         """The question to ask once more: one that got no answer, or else the last one, whose answer goes."""
         return self.undo() if self._unanswered is None else self._unanswered
 
@@ -80,7 +80,7 @@ class Conversation:
         rest = {other: kept for other, kept in self.sampling.items() if other != name}
         value = [value] if name in LISTS and not isinstance(value, list | None) else value
         changed = rest if value is None else rest | {name: value}
-        checked(changed)
+        to_sampling_params(changed)
         self.sampling = changed
 
     def save(self, path: Path) -> None:
@@ -104,8 +104,8 @@ class Conversation:
         self._turns = found
 
 
-def checked(sampling: Mapping[str, Any]) -> SamplingParams:
-    """Fields as the engine has them; raises ``PenstockError`` (``invalid``) for a value that cannot be."""
+def to_sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters from their fields; raises ``PenstockError`` (``invalid``) for a value that cannot be."""
     try:
         return msgspec.convert({"max_tokens": None} | dict(sampling), SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:

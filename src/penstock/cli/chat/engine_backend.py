@@ -11,7 +11,7 @@ from penstock.core import PenstockError
 from penstock.frontend.async_llm import AsyncLLM
 
 from .backend import Answer, ContextFull
-from .conversation import Message, checked
+from .conversation import Message, to_sampling_params
 
 
 class Engine:
@@ -41,14 +41,16 @@ class Engine:
         await self._llm.close()
 
     async def answer(self, messages: list[Message], sampling: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
-        given = checked(sampling)
+        given = to_sampling_params(sampling)
         changes = {"max_tokens": None} | {name: getattr(given, name) for name in sampling}
         stream = self._llm.chat(messages, self._llm.get_default_sampling_params().replace(**changes))
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                (made,) = output.outputs
-                if made.failure and made.failure.field == "prompt":
-                    raise ContextFull(made.failure.message)
-                if made.failure:
-                    raise PenstockError.of(made.failure)
-                yield Answer(made.text, made.finish_reason, len(output.prompt_token_ids), len(made.token_ids))
+                (completion,) = output.outputs
+                if completion.failure and completion.failure.field == "prompt":
+                    raise ContextFull(completion.failure.message)
+                if completion.failure:
+                    raise PenstockError.of(completion.failure)
+                yield Answer(
+                    completion.text, completion.finish_reason, len(output.prompt_token_ids), len(completion.token_ids)
+                )

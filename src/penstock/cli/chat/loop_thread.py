@@ -15,66 +15,66 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """The loop and what lives in it.
+    """An event loop in a thread, with an async context manager that is entered in it.
 
     Args:
-        life: entered when this is entered, and left with it. What entering raises is raised here.
+        context: entered in the loop when this is entered, and left with it. Its errors are raised here.
     """
 
-    def __init__(self, life: AbstractAsyncContextManager[Any]) -> None:
-        self._life = life
+    def __init__(self, context: AbstractAsyncContextManager[Any]) -> None:
+        self._context = context
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="background", daemon=True)
-        self._begun: Future[None] = Future()
+        self._entered: Future[None] = Future()
 
     def __enter__(self) -> Self:
-        self._living = self._loop.create_task(self._live())
+        self._task = self._loop.create_task(self._run_context())
         self._thread.start()
         try:
-            self._begun.result()
+            self._entered.result()
         except BaseException:
-            self._end()
+            self._stop()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._stop()
 
     def stream(self, pieces: AsyncGenerator[T, None]) -> Stream[T]:
-        """What a generator yields in the loop."""
+        """Iterate in this thread over an async generator that runs in the loop."""
         return Stream(self._loop, pieces)
 
-    async def _live(self) -> None:
+    async def _run_context(self) -> None:
         try:
-            async with self._life:
-                self._begun.set_result(None)
+            async with self._context:
+                self._entered.set_result(None)
                 await asyncio.Event().wait()  # until it is cancelled
         except BaseException as error:
-            if self._begun.done():
+            if self._entered.done():
                 raise
-            self._begun.set_exception(error)
+            self._entered.set_exception(error)
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._living)
+            self._loop.run_until_complete(self._task)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
-    def _end(self) -> None:
-        with suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._living.cancel)
+    def _stop(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
 
 class Stream(Generic[T]):
-    """Pieces as they come from the loop. Leaving ends what makes them."""
+    """Iterates over an async generator in the loop's thread; leaving the context manager cancels it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pieces: AsyncGenerator[T, None]) -> None:
-        self._news: SimpleQueue[tuple[T] | None] = SimpleQueue()
-        self._pump = asyncio.run_coroutine_threadsafe(self._run(pieces), loop)
-        self._pump.add_done_callback(lambda _: self._news.put(None))
+        self._queue: SimpleQueue[tuple[T] | None] = SimpleQueue()
+        self._producer = asyncio.run_coroutine_threadsafe(self._run(pieces), loop)
+        self._producer.add_done_callback(lambda _: self._queue.put(None))
 
     def __enter__(self) -> Self:
         return self
@@ -86,21 +86,21 @@ class Stream(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Raises what the generator raises."""
-        while (piece := self._news.get()) is not None:
+        while (piece := self._queue.get()) is not None:
             yield piece[0]
         if not self.stopped:
-            self._pump.result()
+            self._producer.result()
 
     def stop(self) -> None:
-        """End it now, from whatever thread or signal handler."""
-        self._pump.cancel()
+        """Cancel the generator; may be called in any thread or signal handler."""
+        self._producer.cancel()
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped before its end."""
-        return self._pump.cancelled()
+        """Whether the generation was interrupted."""
+        return self._producer.cancelled()
 
     async def _run(self, pieces: AsyncGenerator[T, None]) -> None:
         async with aclosing(pieces):
             async for piece in pieces:
-                self._news.put((piece,))
+                self._queue.put((piece,))

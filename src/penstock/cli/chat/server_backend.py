@@ -20,7 +20,7 @@ TO_CONNECT = 10.0
 """Seconds. An answer may take any time."""
 
 
-class Listed(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """A model that a server has; some tell its context."""
 
     id: str
@@ -28,11 +28,11 @@ class Listed(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    data: list[Listed]
+    data: list[ModelCard]
 
 
-class Reason(msgspec.Struct):
-    """Why a request was refused, as far as servers agree on it."""
+class ServerError(msgspec.Struct):
+    """The error of a server, in the fields that servers agree on."""
 
     message: str = ""
     param: str | None = None
@@ -44,7 +44,7 @@ class Reason(msgspec.Struct):
 
 
 class Refused(msgspec.Struct):
-    error: Reason
+    error: ServerError
 
 
 class Server:
@@ -94,7 +94,7 @@ class Server:
                 async for answer in _read(response):
                     yield answer
         except httpx2.HTTPError as error:
-            raise _silent(self._url, error) from error
+            raise _no_answer_error(self._url, error) from error
 
     async def _find_model(self) -> None:
         try:
@@ -103,7 +103,7 @@ class Server:
                 raise _refusal(response.content, response)
             listed = msgspec.json.decode(response.content, type=Models).data
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise _silent(self._url, error) from error
+            raise _no_answer_error(self._url, error) from error
         except msgspec.MsgspecError as error:
             raise invalid("url", f"{self._url} lists no models: does it end as it should, with /v1?") from error
         known = {model.id: model.max_model_len for model in listed}
@@ -121,11 +121,11 @@ async def _read(response: httpx2.Response) -> AsyncGenerator[Answer, None]:
         for payload in reader.feed(received):
             if payload == DONE:
                 return
-            answer = _grown(answer, payload)
+            answer = _append_chunk(answer, payload)
             yield answer
 
 
-def _grown(answer: Answer, payload: bytes) -> Answer:
+def _append_chunk(answer: Answer, payload: bytes) -> Answer:
     try:
         chunk = decode_chunk(payload)
     except msgspec.MsgspecError as error:
@@ -146,12 +146,12 @@ def _refusal(body: bytes, response: httpx2.Response) -> Exception:
     try:
         reason = msgspec.json.decode(body, type=Refused).error
     except msgspec.MsgspecError:
-        reason = Reason()
+        reason = ServerError()
     if reason.context_is_full:
         return ContextFull(message)
     code = {401: Code.UNAUTHORIZED, 404: Code.NOT_FOUND, 503: Code.UNAVAILABLE}.get(response.status_code, Code.INVALID)
     return PenstockError(code, f"{response.url} answered {response.status_code}: {message}")
 
 
-def _silent(url: str, error: Exception) -> PenstockError:
+def _no_answer_error(url: str, error: Exception) -> PenstockError:
     return PenstockError(Code.UNAVAILABLE, f"{url} does not answer: {error or type(error).__name__}")

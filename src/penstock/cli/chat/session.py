@@ -20,7 +20,7 @@ FULL = "the context is full; /undo drops the last turn, /clear begins anew"
 
 
 @dataclass
-class Tally:
+class SessionStatistics:
     """Statistics of the session."""
 
     answers: int = 0
@@ -34,7 +34,7 @@ class Tally:
 
 
 class Command(NamedTuple):
-    """What a line that begins with a slash does."""
+    """The command of a line that begins with a slash."""
 
     takes: str
     """Its argument, for the help."""
@@ -60,7 +60,7 @@ class Session:
         self.backend = backend
         self.conversation = conversation
         self.terminal = terminal
-        self.tally = Tally()
+        self.statistics = SessionStatistics()
         self.used: int | None = None
         """Tokens of the context after the last answer; None where unknown."""
         self.leaving = False
@@ -87,7 +87,7 @@ class Session:
     def ask(self, question: str) -> None:
         """Ask and print the answer as it comes; raises ``PenstockError`` where there is none, or not all of it."""
         messages = self.conversation.ask(question)
-        answer, said, begun = Answer(), 0, time.monotonic()
+        answer, said, started = Answer(), 0, time.monotonic()
         stream = self._loop_thread.stream(self.backend.answer(messages, self.conversation.sampling))
         try:
             with stream, self.terminal.interruptible(stream.stop):
@@ -100,23 +100,23 @@ class Session:
             if said or answer.finish_reason:
                 self.terminal.tell("")
                 self.conversation.answered(answer.text)
-                self._note(answer, time.monotonic() - begun)
+                self._note(answer, time.monotonic() - started)
             elif stream.stopped:
                 self.terminal.tell("")
 
     def _note(self, answer: Answer, seconds: float) -> None:
         tokens = answer.output_tokens
         if tokens is not None:
-            self.tally.answers += 1
-            self.tally.tokens += tokens
-            self.tally.seconds += seconds
+            self.statistics.answers += 1
+            self.statistics.tokens += tokens
+            self.statistics.seconds += seconds
             self.used = (answer.prompt_tokens or 0) + tokens
             self.terminal.note(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s")
-        most = self.conversation.sampling.get("max_tokens", math.inf)
-        if answer.finish_reason == "length" and (tokens is None or tokens < most):
+        maximum = self.conversation.sampling.get("max_tokens", math.inf)
+        if answer.finish_reason == "length" and (tokens is None or tokens < maximum):
             self.terminal.complain(FULL)
         elif answer.finish_reason == "length":
-            self.terminal.note(f"cut at max_tokens {most}")
+            self.terminal.note(f"cut at max_tokens {maximum}")
 
     def _command(self, line: str) -> None:
         name, _, rest = line.removeprefix("/").partition(" ")

@@ -15,7 +15,7 @@ PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-SPIN = 0.1
+SPINNER_DELAY = 0.1
 """Seconds between its frames."""
 HISTORY = 1000
 """Lines that are kept."""
@@ -83,7 +83,7 @@ class Terminal:
         def spin() -> None:
             for frame in cycle(SPINNER):
                 print(f"\r{DIM}{frame} {what}{NORMAL}", end="", flush=True)
-                if done.wait(SPIN):
+                if done.wait(SPINNER_DELAY):
                     break
             print("\r\x1b[K", end="", flush=True)
 

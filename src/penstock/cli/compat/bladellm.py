@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.config.profiles.bladellm import ONE_DEVICE
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.planning.model_size import QUANT_METHOD, quantization_of
@@ -28,7 +27,7 @@ FORMATS = {
     ("weight_only_quant", 4, "true"): "wint4-g32",
     ("act_and_weight_quant", 8, "false"): "w8a8",
 }
-"""By mode, bits, and whether scales are for blocks."""
+"""(mode, bits, block-wise scales) → ``--quantization``."""
 UNUSED = {
     "calib_data": "minmax looks at no data",
     "calib_data_file": "minmax looks at no data",
@@ -53,7 +52,7 @@ def quantize() -> int:
 def split() -> int:
     """Write a folder that links to the checkpoint; returns the exit status."""
     parser = _parser("blade_llm_split", "Lead to a checkpoint, which needs no splitting before it is served.")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="1; a model runs on one device")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="any: nothing is split in advance (1)")
     return _told(parser, _split)
 
 
@@ -87,18 +86,16 @@ def _quantize(args: argparse.Namespace) -> None:
     for name, why in UNUSED.items():
         if getattr(args, name) is not None:
             print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
-    _lead(args, FORMATS[kind])
+    _link_checkpoint(args, FORMATS[kind])
     print(f"{args.output_dir}: weights are rounded to {FORMATS[kind]} when they are loaded")
 
 
 def _split(args: argparse.Namespace) -> None:
-    if args.tensor_parallel_size != 1:
-        raise _not_yet("tensor_parallel_size", str(args.tensor_parallel_size), f"1 is: {ONE_DEVICE}")
-    _lead(args)
-    print(f"{args.output_dir}: leads to the checkpoint, which needs no splitting")
+    _link_checkpoint(args)
+    print(f"{args.output_dir}: leads to the checkpoint, of which each rank reads its own part (--tensor_parallel_size)")
 
 
-def _lead(args: argparse.Namespace, quantization: str = "") -> None:
+def _link_checkpoint(args: argparse.Namespace, quantization: str = "") -> None:
     """Fill the folder with links, and a configuration that names the quantization."""
     from penstock.frontend.hub import resolve
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock import __version__
 from penstock.core.errors import invalid
 from penstock.planning.model_size import model_size_of
+from penstock.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,12 @@ SAME = (
     *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "intermediate_size"),
 )
-"""What a checkpoint of Hugging Face and one of TensorRT-LLM say under the same name."""
+"""Fields that Hugging Face's and TensorRT-LLM's ``config.json`` have in common."""
 
 
-def described(checkpoint: Path, dtype: str, quant_algo: str | None, kv_cache_quant_algo: str | None) -> dict[str, Any]:
+def pretrained_config(
+    checkpoint: Path, dtype: str, quant_algo: str | None, kv_cache_quant_algo: str | None
+) -> dict[str, Any]:
     """A ``pretrained_config`` for a checkpoint of Hugging Face.
 
     Raises ``PenstockError`` (``invalid``) where its folder holds none.
@@ -92,23 +94,23 @@ def converted(folder: Path) -> dict[str, Any]:
 def settings_of(engine: Path) -> dict[str, Any]:
     """Settings here by what the folder of an engine says; those of TensorRT's own say limits alone."""
     config = _read(engine) or {}
-    built, found = config.get("build_config", {}), {}
+    built, result = config.get("build_config", {}), {}
     if "checkpoint" in (ours := config.get("pretrained_config", {})):
         quantization = ours["quantization"]
         if "FP8" in quantization.values():
             logger.warning("%s asks for FP8, which is not supported: 8-bit integers are used (w8a8, int8)", engine)
-        found = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
-        found["quantization"] = QUANTIZATION[quantization["quant_algo"]]
-        found["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
-    found |= {ours: built[theirs] for theirs, ours in LIMITS.items() if built.get(theirs)}
+        result = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
+        result["quantization"] = QUANTIZATION[quantization["quant_algo"]]
+        result["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
+    result |= {ours: built[theirs] for theirs, ours in LIMITS.items() if built.get(theirs)}
     length = built.get("max_seq_len") or (built.get("max_input_len") or 0) + (built.get("max_output_len") or 0)
-    return found | ({"max_model_len": length} if length else {})
+    return result | ({"max_model_len": length} if length else {})
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where it cannot be read."""
     try:
-        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        result = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None

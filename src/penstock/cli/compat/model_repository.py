@@ -53,8 +53,8 @@ class File:
 
     def text(self, key: str) -> str:
         """A parameter, empty where the template is not filled in."""
-        found = self.config.parameters[key].string_value if key in self.config.parameters else ""
-        return "" if found.startswith("${") else found
+        result = self.config.parameters[key].string_value if key in self.config.parameters else ""
+        return "" if result.startswith("${") else result
 
     @property
     def over(self) -> list[str]:
@@ -64,7 +64,7 @@ class File:
         return [step.model_name for step in self.config.ensemble_scheduling.step]
 
 
-def expanded(arguments: list[str]) -> list[str]:
+def expand_arguments(arguments: list[str]) -> list[str]:
     """The arguments with ``--model-repository`` replaced by the flags of its files, before all others, which override
     them.
 
@@ -83,7 +83,7 @@ def expanded(arguments: list[str]) -> list[str]:
 
 
 def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) -> Flags:
-    """Settings by name. Raises ``PenstockError`` as ``expanded`` does.
+    """Settings by name. Raises ``PenstockError`` as ``expand_arguments`` does.
 
     Args:
         engines: expected names of the engines, separated by commas.
@@ -92,32 +92,32 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) 
     if not (paths := sorted(repository.glob("*/config.pbtxt"))):
         return _checkpoints(repository)
     files = [_file(path) for path in paths]
-    over = _put_together(repository, files)
+    over = _group_by_engine(repository, files)
     for name in filter(None, engines.split(",")):
         if name not in over:
             raise invalid("tensorrt_llm_model_name", f"{repository} has no engine {name!r}; it has {', '.join(over)}")
-    found = {name: _settings(own) for name, own in over.items()}
-    if list(found) == [ENGINE] and all(file.name == file.kind for file in files):
-        return found[ENGINE]
-    shared = {key for flags in found.values() for key in flags if settings()[key].section == "server"}
+    result = {name: _settings(own) for name, own in over.items()}
+    if list(result) == [ENGINE] and all(file.name == file.kind for file in files):
+        return result[ENGINE]
+    shared = {key for flags in result.values() for key in flags if settings()[key].section == "server"}
     together = Found()
-    for name, flags in found.items():
+    for name, flags in result.items():
         together.add({key: flags[key] for key in shared if key in flags}, f"{repository / name}")
     models = {
         name: {key: value for key, value in flags.items() if key not in (*shared, *overridden)}
         | {"kserve": {file.name: file.kind for file in over[name]}}
-        for name, flags in found.items()
+        for name, flags in result.items()
     }
     return together.flags | {"models": json.dumps(models)}
 
 
 def _checkpoints(repository: Path) -> Flags:
-    """Of a folder with a folder for each checkpoint of Hugging Face."""
-    found = {path.parent.name: str(path.parent) for path in sorted(repository.glob("*/config.json"))}
-    if not found:
+    """The flags for a folder of Hugging Face checkpoints, one folder each."""
+    result = {path.parent.name: str(path.parent) for path in sorted(repository.glob("*/config.json"))}
+    if not result:
         words = f"{repository} holds no folder with a config.pbtxt, nor one with a checkpoint (config.json)"
         raise invalid("model_repository", words)
-    return {"models": json.dumps(found)}
+    return {"models": json.dumps(result)}
 
 
 def _file(path: Path) -> File:
@@ -139,8 +139,8 @@ def _file(path: Path) -> File:
     return File(path, config, name, kind)
 
 
-def _put_together(repository: Path, files: list[File]) -> dict[str, list[File]]:
-    """By engine: its own file and those of the models that use it."""
+def _group_by_engine(repository: Path, files: list[File]) -> dict[str, list[File]]:
+    """Engine → its ``config.pbtxt`` and those of the models that use it."""
     over = {file.name: [file] for file in files if file.kind == ENGINE}
     if not over:
         raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
@@ -162,16 +162,16 @@ def _put_together(repository: Path, files: list[File]) -> dict[str, list[File]]:
 
 def _settings(files: list[File]) -> dict[str, Any]:
     """The settings of an engine's file and those of the models that use it."""
-    found = Found()
+    result = Found()
     for file in files:
-        _add(found, file)
-    engine, tokenizer = found.flags.pop("engine_dir", None), found.flags.get("tokenizer")
+        _add(result, file)
+    engine, tokenizer = result.flags.pop("engine_dir", None), result.flags.get("tokenizer")
     if engine is None:
         raise invalid(str(files[0].path), "does not say where its engine is (gpt_model_path)")
     built = settings_of(Path(engine))
     if "model" not in built:
         built["model"] = _checkpoint(Path(engine), tokenizer)
-    return built | found.flags
+    return built | result.flags
 
 
 def _add(found: Found, file: File) -> None:

@@ -27,9 +27,9 @@ from ..parser import Parser
 
 MODEL_NAME = "model_name"
 MODELS = "/models/"
-"""Where models are where ``MODEL_DIR`` says nothing."""
+"""Default of ``MODEL_DIR``."""
 LAST_LINES = 20
-"""Of the log, which are shown where the server does not start."""
+"""Lines of the log that are printed where the server does not start."""
 PATIENCE = 300.0
 """Seconds that a server gets to end."""
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-R1/weight_only_int4"
@@ -37,7 +37,7 @@ MPI = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
 )
-"""What ``mpirun`` of Open MPI and of MPICH tells each rank: its number on its node, how many are there, and in all."""
+"""Environment variables of Open MPI and MPICH: rank on the node, ranks on the node, and ranks in all."""
 
 
 def start_server() -> int:
@@ -48,7 +48,9 @@ def start_server() -> int:
     args = parser.parse_args()
     if args.model_name and sys.argv[1] != args.model_name:
         parser.error("the model's name comes before all options")
-    return _told(parser, lambda: _once_a_node(lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:])))
+    return _print_errors(
+        parser, lambda: _run_on_first_rank(lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:]))
+    )
 
 
 def stop_server() -> int:
@@ -56,7 +58,7 @@ def stop_server() -> int:
     parser = _parser("stop_server", "Stop the servers that start_server has started.")
     parser.add_argument("timeout", nargs="?", type=float, default=PATIENCE, help="seconds that they get to end")
     args = parser.parse_args()
-    return _told(parser, lambda: _once_a_node(lambda: _stop(args.timeout)))
+    return _print_errors(parser, lambda: _run_on_first_rank(lambda: _stop(args.timeout)))
 
 
 def download_model() -> int:
@@ -73,14 +75,14 @@ def download_model() -> int:
         help="ignored: MTP layers are part of their model's checkpoint",
     )
     args = parser.parse_args()
-    return _told(parser, lambda: _download(args))
+    return _print_errors(parser, lambda: _download(args))
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
     return Parser(prog=name, description=about, allow_abbrev=False)
 
 
-def _told(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
+def _print_errors(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
     try:
         return work()
     except PenstockError as error:
@@ -93,10 +95,10 @@ def _told(parser: argparse.ArgumentParser, work: Callable[[], int]) -> int:
 # --- Under mpirun -----------------------------------------------------------------------------------------------------
 
 
-def _once_a_node(work: Callable[[], int]) -> int:
-    """Of the ranks that ``mpirun`` has started here, by default one a core, the first does the work.
+def _run_on_first_rank(work: Callable[[], int]) -> int:
+    """Do the work on the first of the ranks that ``mpirun`` has started on this node; the others return 0 at once.
 
-    It may use all cores that ``mpirun`` may, which binds each rank to some.
+    The first rank may use all cores that ``mpirun`` may, which binds each rank to some.
 
     Raises ``PenstockError`` (``unsupported``) where there are several nodes.
     """
@@ -135,7 +137,7 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     with file.open("wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     print(f"Starting, with the log in {file}", flush=True)
-    with _remembered(server):
+    with _registered(server):
         while not _ready(options):
             try:
                 status = server.wait(0.1)
@@ -152,10 +154,10 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _remembered(server: subprocess.Popen[bytes]) -> Iterator[None]:
+def _registered(server: subprocess.Popen[bytes]) -> Iterator[None]:
     """For ``stop_server``, which may be called before it is ready. Who gives up waiting ends the server."""
     note = _notes() / str(server.pid)
-    note.write_text(_birth(server.pid))
+    note.write_text(_process_start_time(server.pid))
     try:
         yield
     except BaseException:
@@ -200,7 +202,9 @@ def _ready(options: ServerOptions) -> bool:
 
 def _stop(timeout: float) -> int:
     notes = sorted(_notes().iterdir())
-    stopped = [_end(int(note.name), timeout) for note in notes if note.read_text() == _birth(int(note.name))]
+    stopped = [
+        _end(int(note.name), timeout) for note in notes if note.read_text() == _process_start_time(int(note.name))
+    ]
     for note in notes:
         note.unlink(missing_ok=True)
     print("\n".join(stopped) if stopped else "Nothing runs that start_server has started.")
@@ -229,7 +233,7 @@ def _notes() -> Path:
     return folder
 
 
-def _birth(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """When a process began, in ticks of the kernel's; nothing where there is none of this number."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -21,30 +21,30 @@ Flags = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Meaning:
+class ParameterTranslation:
     """The translation of one parameter."""
 
     flags: Callable[[str], Flags] = lambda text: {}
     """Converts a value to our settings. Raises ``ValueError`` where it is wrong."""
     why: str = ""
-    """Why it has no effect."""
+    """Reason why it has no effect, for the log."""
 
 
-def setting(name: str, read: Callable[[str], Any] = str) -> Meaning:
-    return Meaning(lambda text: {name: read(text)})
+def setting(name: str, read: Callable[[str], Any] = str) -> ParameterTranslation:
+    return ParameterTranslation(lambda text: {name: read(text)})
 
 
-def no_meaning(why: str) -> Meaning:
-    return Meaning(why=why)
+def ignored_parameter(why: str) -> ParameterTranslation:
+    return ParameterTranslation(why=why)
 
 
-def must_be(allowed: tuple[str, ...], why: str) -> Meaning:
+def must_be(allowed: tuple[str, ...], why: str) -> ParameterTranslation:
     def read(text: str) -> Flags:
         if text.lower() not in allowed:
             raise ValueError(f"{why}; possible is {' or '.join(allowed)}")
         return {}
 
-    return Meaning(read)
+    return ParameterTranslation(read)
 
 
 def _blocks(text: str) -> int:
@@ -59,20 +59,20 @@ def _decoding(text: str) -> Flags:
 
 TOKENIZER = {
     "tokenizer_dir": setting("tokenizer"),
-    "tokenizer_type": no_meaning("the type is recognized in the tokenizer's files"),
+    "tokenizer_type": ignored_parameter("the type is recognized in the tokenizer's files"),
 }
-PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
+PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
     "ensemble": {},
     "preprocessing": TOKENIZER
     | {
         "add_special_tokens": must_be(("true",), "the tokenizer's special tokens are always added"),
-        "engine_dir": no_meaning("the vocabulary's size is the tokenizer's"),
+        "engine_dir": ignored_parameter("the vocabulary's size is the tokenizer's"),
     },
     "postprocessing": TOKENIZER
     | {"skip_special_tokens": must_be(("true",), "special tokens are never part of the text")},
     "tensorrt_llm_bls": {
         "accumulate_tokens": setting("accumulate_tokens", switched),
-        "tensorrt_llm_model_name": Meaning(),  # whose engine it is over, which is seen where models are put together
+        "tensorrt_llm_model_name": ParameterTranslation(),  # the model of its engine, see _group_by_engine
         "tensorrt_llm_draft_model_name": must_be((), "a draft model is given with --speculative-config"),
     },
     "tensorrt_llm": {
@@ -85,10 +85,12 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
         "enable_kv_cache_reuse": setting("enable_prefix_caching", switched),
         "exclude_input_in_output": setting("exclude_input_in_output", switched),
         "max_beam_width": setting("max_beam_width"),
-        "decoding_mode": Meaning(_decoding),
+        "decoding_mode": ParameterTranslation(_decoding),
         **dict.fromkeys(
             ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
-            no_meaning("the draft length adapts to the acceptance rate, up to the limit of --speculative-config"),
+            ignored_parameter(
+                "the draft length adapts to the acceptance rate, up to the limit of --speculative-config"
+            ),
         ),
         "medusa_choices": must_be((), "Medusa is not supported; see --speculative-config"),
         "eagle_choices": must_be((), "EAGLE is not supported; see --speculative-config"),
@@ -99,13 +101,13 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
         "normalize_log_probs": must_be(("true",), "logprobs are always normalized"),
         **dict.fromkeys(
             ("kv_cache_onboard_blocks", "enable_trt_overlap", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
-            no_meaning("it is for TensorRT-LLM's executor"),
+            ignored_parameter("it is for TensorRT-LLM's executor"),
         ),
         **dict.fromkeys(
             ("iter_stats_max_iterations", "request_stats_max_iterations", "recv_poll_period_ms"),
-            no_meaning("statistics are in /metrics"),
+            ignored_parameter("statistics are in /metrics"),
         ),
-        "cancellation_check_period_ms": no_meaning("disconnects are noticed at once"),
+        "cancellation_check_period_ms": ignored_parameter("disconnects are noticed at once"),
         **dict.fromkeys(
             (
                 "lora_cache_optimal_adapter_size",
@@ -113,8 +115,8 @@ PARAMETERS: Mapping[str, Mapping[str, Meaning]] = {
                 "lora_cache_gpu_memory_fraction",
                 "lora_cache_host_memory_bytes",
             ),
-            no_meaning("--max-loras and --max-lora-rank limit adapters"),
+            ignored_parameter("--max-loras and --max-lora-rank limit adapters"),
         ),
     },
 }
-"""By model and the key that the parameter has in its ``config.pbtxt``."""
+"""(model, key in ``config.pbtxt``) → parameter."""

@@ -64,7 +64,7 @@ class Document(msgspec.Struct, kw_only=True):
     metadata: Metadata = msgspec.field(default_factory=Metadata)
 
 
-def expanded(arguments: list[str]) -> list[str]:
+def expand_arguments(arguments: list[str]) -> list[str]:
     """The arguments of ``penstock serve`` with ``--service-json`` replaced by the flags of its document, before all
     others, which override them.
 
@@ -73,17 +73,17 @@ def expanded(arguments: list[str]) -> list[str]:
     """
     parser = Parser(prog="penstock serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--service-json", "--service_json")
-    found, rest = parser.parse_known_args(arguments[1:])
-    if found.service_json is None:
+    result, rest = parser.parse_known_args(arguments[1:])
+    if result.service_json is None:
         return arguments
-    return [arguments[0], *_arguments(_read(Path(found.service_json))), *rest]
+    return [arguments[0], *_arguments(_read(Path(result.service_json))), *rest]
 
 
 def _read(path: Path) -> Document:
     try:
         text = COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
         given: Any = msgspec.json.decode(text)
-        found = msgspec.convert(given, Document)
+        result = msgspec.convert(given, Document)
     except (OSError, ValueError) as error:
         raise invalid("service_json", f"{path} cannot be used: {error}") from error
     parts = [("", given, Document), ("metadata.", given.get("metadata", {}), Metadata)]
@@ -91,7 +91,7 @@ def _read(path: Path) -> Document:
     for where, part, schema in parts:
         for name in part.keys() - set(schema.__struct_fields__):
             _say(f"{where}{name}", "it is for EAS")
-    return found
+    return result
 
 
 def _arguments(document: Document) -> list[str]:
@@ -118,7 +118,7 @@ def _arguments(document: Document) -> list[str]:
 
 
 def _options() -> argparse.ArgumentParser:
-    """Those of the command that the rest of the document depends on."""
+    """Options of the command line on which other fields of the document depend."""
     parser = Parser(prog="penstock serve: containers[0].command", add_help=False, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=PROFILE.defaults["port"])
     parser.add_argument("--model", default="")
@@ -142,23 +142,23 @@ def _check(storage: Storage) -> None:
 
 def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     """Flags that limit the server to the service's resources."""
-    found = []
+    result = []
     cores = len(os.sched_getaffinity(0))
     if metadata.cpu > cores:
         _say("metadata.cpu", f"{metadata.cpu} cores are asked for, and {cores} are here")
     elif metadata.cpu:
-        found += ["--threads", str(metadata.cpu)]
+        result += ["--threads", str(metadata.cpu)]
     if metadata.gpu == 0:
-        found += ["--device", "cpu"]
+        result += ["--device", "cpu"]
     if metadata.memory:
-        found += _memory(metadata, model, share)
+        result += _memory(metadata, model, share)
     if metadata.instance > 1:
         _say("metadata.instance", "one server is one instance: start as many behind a load balancer")
     if (metadata.gpu or 0) > 1:
         _say("metadata.gpu", "a model runs on one device")
     if metadata.resource:
         _say("metadata.resource", "it is a group of machines of EAS")
-    return found
+    return result
 
 
 def _memory(metadata: Metadata, model: str, share: float) -> list[str]:

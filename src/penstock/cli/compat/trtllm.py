@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock import __version__
 from penstock.config.settings import did_you_mean
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
+from penstock.version import __version__
 
 from . import engine_folder
 
@@ -153,13 +153,13 @@ def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo:
         raise invalid("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
     for name in ("tp_size", "pp_size"):
         _check_only(name, getattr(args, name), "1", ONE_DEVICE)
-    found = engine_folder.described(args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo)
+    found = engine_folder.pretrained_config(args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo)
     engine_folder.write(args.output_dir, found)
     return f"{args.output_dir} names the checkpoint {args.model_dir}, which is served as it is: nothing is converted"
 
 
 def _build(args: argparse.Namespace) -> str:
-    found = engine_folder.converted(args.checkpoint_dir)
+    result = engine_folder.converted(args.checkpoint_dir)
     limits = {name: getattr(args, name) for name in BUILD_LIMITS}
     for name, limit in limits.items():
         if limit is not None and limit < 1:
@@ -175,11 +175,11 @@ def _build(args: argparse.Namespace) -> str:
     config = {
         "version": __version__,
         "about": engine_folder.ABOUT,
-        "pretrained_config": found,
+        "pretrained_config": result,
         "build_config": built,
     }
     engine_folder.write(args.output_dir, config)
-    return f"{args.output_dir} is an engine_dir for the checkpoint {found['checkpoint']}: nothing is compiled"
+    return f"{args.output_dir} is an engine_dir for the checkpoint {result['checkpoint']}: nothing is compiled"
 
 
 def _check_only(name: str, value: str, possible: str, why: str) -> None:

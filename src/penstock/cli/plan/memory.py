@@ -42,12 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--activation-memory", type=float, default=0.0, metavar="GIB", help="to keep free besides for activations (0)"
     )
-    own.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="that share the model (1)")
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("input_len", "output_len", "extend_ratio", "tensor_parallel_size"):
+    for name in ("input_len", "output_len", "extend_ratio"):
         if not getattr(args, name) > 0:
             raise invalid(name, "must be above 0", 0)
     found = plan(args, configure(args).configuration)
@@ -78,7 +77,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
     mtp = bool(speculative and speculative.method == "mtp")
     quantization = size.quantization if options.quantization == "none" else options.quantization
-    ranks = args.tensor_parallel_size
+    ranks = options.tensor_parallel_size
     weights = weight_bytes(size, quantization, options.dtype, mtp) // ranks
     token = bytes_per_token(kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks))
     longest = options.max_model_len or size.max_model_len

@@ -27,7 +27,7 @@ from penstock.serve.models.service import ModelService
 
 from ..flags import add_options, configure
 from ..served_models import DEMO
-from .files import Results, Survey, check_input, requests, survey
+from .files import BatchState, Results, check_input, requests, survey
 from .work import Work
 
 
@@ -54,26 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where every line has a successful result, of this run or an earlier one."""
     configuration = configure(args, "run-batch").configuration
-    at_once = most_at_once(configuration.engine) if args.at_once is None else args.at_once
+    at_once = max_concurrency(configuration.engine) if args.at_once is None else args.at_once
     if at_once < 1:
         raise invalid("max_concurrency", f"must be at least 1, is {at_once}", 1)
     check_input(args.input_file)
     with Results(args.output_file) as results:
-        found = survey(requests(args.input_file), results)
-        if not found.left:
-            words = f"all {found.skipped} lines have their result, {found.failed} of them no good one"
+        result = survey(requests(args.input_file), results)
+        if not result.left:
+            words = f"all {result.skipped} lines have their result, {result.failed} of them no good one"
             print(f"penstock run-batch: {words}", file=sys.stderr)
-            return int(found.failed > 0)
-        good = asyncio.run(_answer(configuration, args.input_file, results, found, min(at_once, found.left)))
-    return int(found.failed > 0 or not good)
+            return int(result.failed > 0)
+        good = asyncio.run(_answer(configuration, args.input_file, results, result, min(at_once, result.left)))
+    return int(result.failed > 0 or not good)
 
 
-def most_at_once(options: EngineOptions) -> int:
+def max_concurrency(options: EngineOptions) -> int:
     """Number of concurrent requests that keeps the engine busy within its queue."""
     return options.max_num_seqs + min(options.max_num_seqs, options.max_waiting)
 
 
-async def _answer(configuration: Configuration, path: Path, results: Results, found: Survey, at_once: int) -> bool:
+async def _answer(configuration: Configuration, path: Path, results: Results, found: BatchState, at_once: int) -> bool:
     """Whether every line got a successful result."""
     async with _engine(configuration) as (service, watch):
         with tqdm(total=found.left, desc="requests", unit="request") as bar:
@@ -82,13 +82,13 @@ async def _answer(configuration: Configuration, path: Path, results: Results, fo
                 results.add(custom_id, response, error)
                 bar.update()
 
-            work, begun = Work(service, watch, tell), time.monotonic()
+            work, started = Work(service, watch, tell), time.monotonic()
             left = (line for line in requests(path) if results.find(line) is None)
             try:
                 await work.run(left, at_once)
             finally:
                 bar.close()
-                print(_summary(work, found, time.monotonic() - begun), file=sys.stderr)
+                print(_summary(work, found, time.monotonic() - started), file=sys.stderr)
     return work.failed == 0 and not work.stopped
 
 
@@ -115,7 +115,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
         await gateway.close()
 
 
-def _summary(work: Work, found: Survey, seconds: float) -> str:
+def _summary(work: Work, found: BatchState, seconds: float) -> str:
     facts = f"{work.answered} answered, {work.failed} failed, {found.skipped} skipped"
     if found.failed:
         facts += f" ({found.failed} of them failed earlier)"

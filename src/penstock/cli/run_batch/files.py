@@ -71,7 +71,7 @@ class Results:
             raise invalid("output_file", f"{self._path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._take_up()
+            self._read_existing()
         except BlockingIOError as error:
             self._file.close()
             raise invalid("output_file", f"{self._path} is being written by another run") from error
@@ -101,7 +101,7 @@ class Results:
         except OSError as failed:
             raise invalid("output_file", f"{self._path} cannot be written: {failed.strerror}") from failed
 
-    def _take_up(self) -> None:
+    def _read_existing(self) -> None:
         self._file.seek(0)
         whole = 0
         for number, text in enumerate(self._file, 1):
@@ -127,7 +127,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Survey:
+class BatchState:
     """The lines of a batch by state."""
 
     left: int
@@ -137,10 +137,10 @@ class Survey:
     """and those of them whose result is not a good one."""
 
 
-def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> Survey:
+def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> BatchState:
     """Read all lines and compare them with the results."""
     counts = Counter(map(results.find, lines))
-    return Survey(left=counts[None], skipped=counts[True] + counts[False], failed=counts[False])
+    return BatchState(left=counts[None], skipped=counts[True] + counts[False], failed=counts[False])
 
 
 def check_input(path: Path) -> None:

@@ -81,7 +81,7 @@ class Work:
             self._once.log(request_id, "batch", record.unknown)
             if _is(record.failure, Code.UNAVAILABLE):
                 deaths += 1
-                if not await self._engine_is_back():
+                if not await self._engine_restarted():
                     return None
                 if deaths < TRIES:
                     continue
@@ -92,7 +92,7 @@ class Work:
             self.tokens += record.facts.get("output", 0)
             return BatchResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
 
-    async def _engine_is_back(self) -> bool:
+    async def _engine_restarted(self) -> bool:
         """Wait for the engine's restart; False where it is gone."""
         ready = asyncio.ensure_future(self._service.gateway.engine.ready())
         await asyncio.wait({ready, self._watch}, return_when=asyncio.FIRST_COMPLETED)

@@ -55,8 +55,8 @@ class Alias:
 
     def settings(self, text: str) -> Mapping[str, Any]:
         """The settings for a value. Raises ``ValueError`` where it is wrong."""
-        found = self.read(text)
-        return found if isinstance(found, Mapping) else {self.to: found}
+        result = self.read(text)
+        return result if isinstance(result, Mapping) else {self.to: result}
 
 
 def ignored(why: str, switch: bool = False, short: str = "") -> Alias:
@@ -162,5 +162,5 @@ def load(name: str) -> Profile | None:
         return None
     if name not in NAMES:
         raise invalid("compat", f"{name!r} is none of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
-    found: Profile = import_module(f"{__name__}.{name.replace('-', '_')}").PROFILE
-    return found
+    result: Profile = import_module(f"{__name__}.{name.replace('-', '_')}").PROFILE
+    return result

@@ -19,7 +19,7 @@ def _speculative(given: Mapping[str, str]) -> Settings:
         "prompt_lookup_max": given.get("--ngram_prompt_lookup_max"),
         "prompt_lookup_min": given.get("--ngram_prompt_lookup_min"),
     }
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, text in numbers.items():
         if text is None:
             continue
@@ -27,10 +27,10 @@ def _speculative(given: Mapping[str, str]) -> Settings:
             raise invalid(f"--{name}", "goes with --speculative-model only")
         if not text.isdecimal():
             raise invalid(f"--{name}", f"{text!r} is no number")
-        found[name] = int(text)
+        result[name] = int(text)
     if model is not None:
-        found |= {"method": "ngram"} if model == "[ngram]" else {"method": "draft_model", "model": model}
-        yield "speculative_config", json.dumps(found), "--speculative_model"
+        result |= {"method": "ngram"} if model == "[ngram]" else {"method": "draft_model", "model": model}
+        yield "speculative_config", json.dumps(result), "--speculative_model"
 
 
 PROFILE = Profile(

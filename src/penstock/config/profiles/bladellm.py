@@ -27,14 +27,14 @@ def _speculative(given: Mapping[str, str]) -> Settings:
             raise invalid(name, f"does not go with --decode_algo {algorithm}")
     if not method:
         return
-    found: dict[str, Any] = {"method": method}
+    result: dict[str, Any] = {"method": method}
     if model := given.get("--draft.model"):
-        found["model"] = model
+        result["model"] = model
     if gamma := given.get("--gamma"):
         if not gamma.isdecimal():
             raise invalid("--gamma", f"{gamma!r} is no number of tokens")
-        found["num_speculative_tokens"] = int(gamma)
-    yield "speculative_config", json.dumps(found), "--decode_algo"
+        result["num_speculative_tokens"] = int(gamma)
+    yield "speculative_config", json.dumps(result), "--decode_algo"
 
 
 PROFILE = Profile(
@@ -43,7 +43,7 @@ PROFILE = Profile(
     defaults={"port": 8081, "kv_cache_free_memory_fraction": 0.85},
     flags={
         "tokenizer_dir": Alias("tokenizer"),
-        "tensor_parallel_size": only_value("1", ONE_DEVICE),
+        "tensor_parallel_size": Alias("tensor_parallel_size"),
         "pipeline_parallel_size": only_value("1", ONE_DEVICE),
         "max_gpu_memory_utilization": Alias("kv_cache_free_memory_fraction"),
         "preempt_strategy": Alias(

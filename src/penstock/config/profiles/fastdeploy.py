@@ -32,10 +32,10 @@ def _number(given: Mapping[str, str], name: str, usual: int) -> int:
 
 def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
     length = _number(given, "max_model_len", LENGTH)
-    found = {"max_num_batched_tokens": length}
+    result = {"max_num_batched_tokens": length}
     if given.get("--enable_chunked_prefill") == "true":
-        found["long_prefill_token_threshold"] = int(length * LONG)
-    return found
+        result["long_prefill_token_threshold"] = int(length * LONG)
+    return result
 
 
 def _waiting(text: str) -> float:
@@ -48,7 +48,7 @@ def _swap(text: str) -> Mapping[str, Any]:
     return {"swap_space": float(text), "preemption_mode": "swap"}
 
 
-def _greeting(blocks: int, options: EngineOptions) -> str:
+def _ready_message(blocks: int, options: EngineOptions) -> str:
     admitting = int(blocks * options.kv_cache_ratio)
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
 
@@ -75,7 +75,7 @@ PROFILE = Profile(
         "engine_worker_queue_port": ignored("the engine uses a Unix socket, not a port"),
         "cache_queue_port": ignored("the KV cache is in the engine process"),
         "max_model_len": Alias("max_model_len"),
-        "tensor_parallel_size": only_value("1", ONE_DEVICE),
+        "tensor_parallel_size": Alias("tensor_parallel_size"),
         "data_parallel_size": only_value("1", ONE_DEVICE),
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
@@ -141,5 +141,5 @@ PROFILE = Profile(
         "fastdeploy:generation_tokens": "generation_tokens",
         "fastdeploy:request_success": "request_success",
     },
-    ready_message=_greeting,
+    ready_message=_ready_message,
 )

@@ -32,14 +32,14 @@ def model_named(name: str) -> Mapping[str, Any]:
         raise ValueError("a name is org/model or org/model/format")
     if re.search(r"-\d+nodes$", parts[1]):
         raise ValueError("models in parts for several machines are not supported yet")
-    found: dict[str, Any] = {"model": f"{parts[0]}/{parts[1].removesuffix('-MTP')}"}
+    result: dict[str, Any] = {"model": f"{parts[0]}/{parts[1].removesuffix('-MTP')}"}
     if parts[1].endswith("-MTP"):
-        found["speculative_config"] = '{"method": "mtp"}'
+        result["speculative_config"] = '{"method": "mtp"}'
     if len(parts) == 3:
         if parts[2] not in FORMATS:
             raise ValueError(f"weights as {parts[2]} are not supported yet, only {', '.join(FORMATS)}")
-        found["quantization"] = FORMATS[parts[2]]
-    return found
+        result["quantization"] = FORMATS[parts[2]]
+    return result
 
 
 def _switch(text: str) -> bool:
@@ -48,10 +48,10 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
-def _at_most(most: int) -> Callable[[str], int]:
+def _at_most(maximum: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not 1 <= int(text) <= most:
-            raise ValueError(f"must be from 1 to {most}")
+        if not 1 <= int(text) <= maximum:
+            raise ValueError(f"must be from 1 to {maximum}")
         return int(text)
 
     return read
@@ -69,8 +69,8 @@ def _http_port(text: str) -> int:
     return -1 if text == "-1" else _port(text)
 
 
-def _elsewhere(read: Callable[[str], object] = str) -> Alias:
-    """What other code acts on; here it is only read."""
+def _handled_elsewhere(read: Callable[[str], object] = str) -> Alias:
+    """An alias without an option: its value is checked here, and other code acts on it."""
 
     def settings(text: str) -> Mapping[str, Any]:
         read(text)
@@ -119,11 +119,11 @@ def _count(given: Mapping[str, str], name: str) -> int:
 _names: dict[str, Alias] = {
     "MODEL_DIR": Alias("model"),
     "model_name": Alias(read=model_named),
-    "MP_NUM": _elsewhere(),
-    "MP_NNODE": _elsewhere(),
-    "POD_IPS": _elsewhere(),
-    "POD_0_IP": _elsewhere(),
-    "CUDA_VISIBLE_DEVICES": _elsewhere(),
+    "MP_NUM": _handled_elsewhere(),
+    "MP_NNODE": _handled_elsewhere(),
+    "POD_IPS": _handled_elsewhere(),
+    "POD_0_IP": _handled_elsewhere(),
+    "CUDA_VISIBLE_DEVICES": _handled_elsewhere(),
     "HEALTH_HTTP_PORT": Alias("health_port", _port),
     "SERVICE_GRPC_PORT": Alias("grpc_port", _port),
     "METRICS_HTTP_PORT": Alias("metrics_port", _port),
@@ -140,7 +140,7 @@ _names: dict[str, Alias] = {
     "USE_WARMUP": Alias("use_warmup", _switch),
     "USE_HF_TOKENIZER": Alias("template_text", lambda text: not _switch(text)),
     "USE_CACHE_KV_INT8": Alias("kv_cache_dtype", lambda text: "int8" if _switch(text) else "auto"),
-    "OUTPUT_LOG_TO_CONSOLE": _elsewhere(_switch),
+    "OUTPUT_LOG_TO_CONSOLE": _handled_elsewhere(_switch),
     "tag": ignored("checkpoints are not bound to a version of PaddleNLP"),
 }
 

@@ -28,7 +28,7 @@ GRAPHS = "steps are captured once, for batches of every size"
 ROLES = "separate prefill and decode instances are not supported yet; without this flag one instance does both"
 OF_TEXT = "models are text-only; images and videos are refused in requests"
 NO_CODE = "loading code is not supported"
-EXECUTORS = {"uni": "uni", "mp": "mp", "ray": "uni", "external_launcher": "uni"}
+EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "auto", "external_launcher": "auto"}
 """vLLM's names → ours; the last two place several devices, of which there is one."""
 IN_METRICS = "statistics are in /metrics, not in the log"
 LOGGED = "the log has a line for each request, and never its text"
@@ -36,10 +36,10 @@ LOGGED = "the log has a line for each request, and never its text"
 
 def size(text: str) -> int:
     """A number as vLLM reads it: ``25k`` is 25,000, ``25K`` 25,600. Raises ``ValueError`` where it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
-    if not found or ("." in found[1] and not found[2].islower()):
+    result = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    if not result or ("." in result[1] and not result[2].islower()):
         raise ValueError("it is not a number such as 4096, 4k or 4K")
-    return int(float(found[1]) * UNITS[found[2]]) if "." in found[1] else int(found[1]) * UNITS[found[2]]
+    return int(float(result[1]) * UNITS[result[2]]) if "." in result[1] else int(result[1]) * UNITS[result[2]]
 
 
 def _length(text: str) -> int:
@@ -49,35 +49,35 @@ def _length(text: str) -> int:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except ValueError as error:
         raise ValueError("it is not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ValueError("it is not a JSON object")
-    return found
+    return result
 
 
 def origins(text: str) -> tuple[str, ...]:
     """A list in JSON, or separated by commas."""
     if not text.startswith("["):
         return tuple(text.split(","))
-    found = json.loads(text)
-    return tuple(map(str, found))
+    result = json.loads(text)
+    return tuple(map(str, result))
 
 
 def _structured(text: str) -> Mapping[str, Any]:
-    found = _object(text)
-    backend = one_of(BACKENDS)(str(found.pop("backend", "auto")))
-    if unknown := set(found) - set(OF_BACKENDS):
+    result = _object(text)
+    backend = one_of(BACKENDS)(str(result.pop("backend", "auto")))
+    if unknown := set(result) - set(OF_BACKENDS):
         raise ValueError(f"{min(unknown)} has no counterpart; backend, {' and '.join(OF_BACKENDS)} have")
-    return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in found.items()}
+    return {"guided_decoding_backend": backend} | {OF_BACKENDS[name]: value for name, value in result.items()}
 
 
 def _generation(text: str) -> Mapping[str, Any]:
     """``max_new_tokens`` limits every request, as there."""
-    found = _object(text or "{}")
-    limit = {"max_output_len": found.pop("max_new_tokens")} if "max_new_tokens" in found else {}
-    return {"override_generation_config": json.dumps(found) if found else "", **limit}
+    result = _object(text or "{}")
+    limit = {"max_output_len": result.pop("max_new_tokens")} if "max_new_tokens" in result else {}
+    return {"override_generation_config": json.dumps(result) if result else "", **limit}
 
 
 def _also(table: Mapping[str, str]) -> Callable[[str], str]:
@@ -97,7 +97,7 @@ FLAGS: Mapping[str, Alias] = {
     "structured_outputs_config": Alias(read=_structured),
     "uvicorn_log_level": Alias("log_level", one_of(LEVELS)),
     "allowed_origins": Alias("allowed_origins", origins),
-    "tensor_parallel_size": only_value("1", ONE_DEVICE, short="-tp"),
+    "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
     "pipeline_parallel_size": only_value("1", ONE_DEVICE, short="-pp"),
     "data_parallel_size": only_value("1", ONE_DEVICE, short="-dp"),
     "decode_context_parallel_size": only_value("1", ONE_DEVICE, short="-dcp"),

@@ -1,1 +1,2 @@
-"""Executors: where the workers compute, in the engine's process or in processes of their own."""
+"""Executors, which run the engine's workers: in its own process (``UniProcExecutor``) or in others
+(``MultiprocExecutor``)."""

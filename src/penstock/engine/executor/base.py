@@ -1,4 +1,4 @@
-"""What the engine asks of its workers, wherever they run."""
+"""The interface between the engine and its workers, wherever these run."""
 
 from __future__ import annotations
 
@@ -11,57 +11,62 @@ from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput
 
 
 class StepFailedError(RuntimeError):
-    """A step raised an error in the workers. They can be asked for the next one."""
+    """A step raised an error in the workers, which can compute the next one all the same."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker has died, or does not answer any more: nothing can be computed. The message says which, and why."""
+    """A worker has ended or stopped answering: nothing can be computed any more. The message names it and the cause."""
 
 
 class Executor(Protocol):
-    """The workers: ``load``, ``profile`` and ``init_cache`` once each, in this order, then any number of steps.
+    """The workers. Call ``load``, ``profile`` and ``init_cache`` once each, in this order, then the other methods.
 
-    All but ``submit`` raise ``WorkerLostError`` where a worker is gone; ``submit`` may.
+    Every method but ``close`` raises ``WorkerLostError`` where a worker is gone; where ``submit`` does not, ``collect``
+    does.
     """
 
     def load(self) -> ModelInfo:
-        """Read the checkpoint.
+        """Load the model.
 
-        Raises ``PenstockError`` where it, or an option, does not allow a start.
+        Raises ``PenstockError`` where an option or the checkpoint does not allow it.
         """
         ...
 
     def profile(self) -> MemoryProfile:
-        """What the KV cache may take beside the weights and the largest step."""
+        """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
         ...
 
     def init_cache(self, blocks: int, host_blocks: int) -> None:
-        """Allocate the KV cache. Raises ``PenstockError`` where it cannot have such blocks."""
+        """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
+
+        Raises ``PenstockError`` where that is impossible.
+        """
         ...
 
-    def submit(self, step: StepInput, masks: Future[np.ndarray] | None = None) -> None:
-        """Start a step. Steps are computed one after the other.
+    def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
+        """Start a step. Steps are computed in the order of their submission.
 
         Args:
-            masks: what ``step.masked`` announces, ``[positions, vocabulary / 32]`` int32: for each row that samples,
-                and each of its drafts, a bit for each token that may come.
+            grammar_bitmask: where ``step.has_grammar_bitmask``: ``[positions, vocabulary / 32]`` int32, a bit for
+                each token that may be sampled. The positions are, for each row that samples, the next token's and
+                those after each of its draft tokens.
         """
         ...
 
     def collect(self) -> StepOutput:
-        """Wait for the oldest step that was submitted and not collected. Raises what went wrong in it."""
+        """Wait for the oldest step that was submitted and not collected. Raises the error of a step that failed."""
         ...
 
     def call(self, op: Op) -> Future[Any]:
-        """Have something done after the steps that were submitted; ``wait`` and ``poll`` let the future be done."""
+        """Have something done after the steps submitted so far. The future completes in ``wait`` or ``poll``."""
         ...
 
     def wait(self, future: Future[Any]) -> None:
-        """Until a future of ``call`` is done."""
+        """Block until a future of ``call`` is done."""
         ...
 
     def poll(self) -> None:
-        """Take in what workers have answered, without waiting."""
+        """Complete futures whose answers have come, without waiting."""
         ...
 
     def close(self) -> None:

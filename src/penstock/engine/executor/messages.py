@@ -1,4 +1,4 @@
-"""What an executor and its worker processes say to each other."""
+"""The messages between an executor and its worker process, encoded as MessagePack."""
 
 from __future__ import annotations
 
@@ -15,38 +15,51 @@ from .ring import Descriptors
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a worker process reads on its standard input."""
+    """What a worker process reads on its standard input, as JSON."""
 
     options: EngineOptions
     logs: LogOptions | None
     inbox: Descriptors
     outbox: Descriptors
     parent: int
-    """The executor's process."""
+    """Process id of the executor."""
+    rank: int = 0
+    size: int = 1
+    """Number of ranks."""
+    memory: int | None = None
+    """File descriptor of the memory that ranks share; None for a single rank."""
 
 
-class Load(msgspec.Struct, tag=True): ...
+class Load(msgspec.Struct, tag=True):
+    """``Executor.load``, answered with ``InitReply``."""
 
 
-class Profile(msgspec.Struct, tag=True): ...
+class Profile(msgspec.Struct, tag=True):
+    """``Executor.profile``, answered with ``InitReply``."""
 
 
 class InitCache(msgspec.Struct, tag=True):
+    """``Executor.init_cache``, answered with ``InitReply``."""
+
     blocks: int
     host_blocks: int
 
 
-class Step(msgspec.Struct, tag=True):
-    """``Masks`` follows where the step is masked."""
+class ExecuteStep(msgspec.Struct, tag=True):
+    """``Executor.submit``, answered with ``StepReply``; ``GrammarBitmask`` follows where the step has one."""
 
     step: StepInput
 
 
-class Masks(msgspec.Struct, tag=True):
+class GrammarBitmask(msgspec.Struct, tag=True):
+    """The grammar bitmask of the step before, as in ``Executor.submit``."""
+
     bits: np.ndarray
 
 
 class Call(msgspec.Struct, tag=True):
+    """``Executor.call``, answered with a ``CallReply`` of the same number, perhaps after other messages."""
+
     number: int
     op: Propose | LoadLoRA | UnloadLoRA | DeviceMemory
 
@@ -56,20 +69,21 @@ class Close(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """Something went wrong; the worker's log has the whole of it where it is no ``PenstockError``."""
+    """An error in the worker, whose log has the traceback unless it is a ``PenstockError``."""
 
     words: str
     failure: Failure | None = None
+    """Of a ``PenstockError``."""
 
 
-class Computed(msgspec.Struct, tag=True):
+class StepReply(msgspec.Struct, tag=True):
     """A step's output, or ``failed``."""
 
     output: StepOutput | None = None
     failed: Failed | None = None
 
 
-class Started(msgspec.Struct, tag=True):
+class InitReply(msgspec.Struct, tag=True):
     """The answer to ``Load``, ``Profile`` and ``InitCache``."""
 
     info: ModelInfo | None = None
@@ -77,15 +91,15 @@ class Started(msgspec.Struct, tag=True):
     failed: Failed | None = None
 
 
-class Answer(msgspec.Struct, tag=True):
+class CallReply(msgspec.Struct, tag=True):
     """The answer to ``Call``."""
 
     number: int
-    value: list[list[int]] | int | None = None
+    value: list[list[int] | None] | int | None = None
     failed: Failed | None = None
 
 
-ToWorker = Load | Profile | InitCache | Step | Masks | Call | Close
-FromWorker = Computed | Started | Answer
+ToWorker = Load | Profile | InitCache | ExecuteStep | GrammarBitmask | Call | Close
+FromWorker = StepReply | InitReply | CallReply
 to_worker: msgspec.msgpack.Decoder[Any] = decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[Any] = decoder(FromWorker)

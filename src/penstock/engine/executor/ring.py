@@ -1,7 +1,8 @@
-"""A bounded ring of bytes in shared memory, from one process to another (Linux).
+"""A ring buffer in shared memory that carries messages from one process to another (Linux).
 
-The bytes lie in memory that both map; how many there are, and how many were read, is told by two counters of the kernel
-(``eventfd``). Whoever waits sleeps in ``poll`` beside a descriptor that becomes readable when the other process ends.
+Two kernel counters (``eventfd``) hold the bytes that were written and not yet noticed by the reader, and those that
+were read and not yet noticed by the writer. A process that waits polls its counter, and a descriptor that becomes
+readable when the other process ends.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import time
 
 import msgspec
 
-LONGEST_POLL = 3600.0
-"""Seconds that one system call waits."""
+MAX_POLL = 3600.0
+"""Most seconds of one ``poll``, whose timeout must be finite."""
 HEADER = 8
-"""Bytes before each message: its length."""
+"""Bytes of a message's length, which precedes it, little-endian."""
 
 
 class PeerLostError(RuntimeError):
-    """The process at the other end has ended."""
+    """The process at the other end of the ring has ended."""
 
 
 class Descriptors(msgspec.Struct, frozen=True):
-    """File descriptors of a ring, which the other process inherits."""
+    """File descriptors of a ring. The other process inherits them."""
 
     memory: int
     written: int
@@ -34,7 +35,7 @@ class Descriptors(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls, capacity: int) -> Descriptors:
-        """A ring of so many bytes."""
+        """Create a ring of ``capacity`` bytes."""
         memory = os.memfd_create("penstock-ring", os.MFD_CLOEXEC)
         os.ftruncate(memory, capacity)
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
@@ -49,117 +50,135 @@ class Descriptors(msgspec.Struct, frozen=True):
             os.close(descriptor)
 
 
-class _End:
+class _RingEndpoint:
     """One end of a ring.
 
     Args:
-        mine: counts what this end may use: bytes to read, or room to write.
-        theirs: where this end tells the other what it has used.
-        peer: becomes readable when the other process ends.
+        own_eventfd: counter of bytes that this end may use: bytes to read, or free bytes to write.
+        peer_eventfd: counter to which this end adds the bytes that it has used.
+        available: bytes that this end may use at first.
+        peer: descriptor that becomes readable when the other process ends.
     """
 
-    def __init__(self, descriptors: Descriptors, mine: int, theirs: int, available: int, peer: int) -> None:
+    def __init__(
+        self, descriptors: Descriptors, own_eventfd: int, peer_eventfd: int, available: int, peer: int
+    ) -> None:
         self._memory = mmap.mmap(descriptors.memory, descriptors.capacity)
         self._capacity = descriptors.capacity
-        self._mine = mine
-        self._theirs = theirs
+        self._own_eventfd = own_eventfd
+        self._peer_eventfd = peer_eventfd
         self._available = available
-        self._at = 0
+        self._offset = 0
         self._peer = peer
         self._poll = select.poll()
-        self._poll.register(mine, select.POLLIN)
+        self._poll.register(own_eventfd, select.POLLIN)
         self._poll.register(peer, select.POLLIN)
 
-    def _look(self) -> bool:
-        """Whether there is something to use."""
+    def _has_available(self) -> bool:
+        """Whether there are bytes to use."""
         if not self._available:
             with contextlib.suppress(BlockingIOError):
-                self._available = os.eventfd_read(self._mine)
+                self._available = os.eventfd_read(self._own_eventfd)
         return self._available > 0
 
-    def _await(self, deadline: float, meanwhile: Reader | None = None) -> None:
-        """Until there is something to use. Raises ``TimeoutError`` and ``PeerLostError``."""
-        while not self._look():
+    def _await(self, deadline: float, drain_reader: Reader | None = None) -> None:
+        """Wait for bytes to use, and fetch to ``drain_reader`` then. Raises ``TimeoutError`` and ``PeerLostError``."""
+        while not self._has_available():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
             waited = self._poll
-            if meanwhile:
+            if drain_reader:
                 waited = select.poll()
-                for descriptor in (self._mine, self._peer, meanwhile.descriptor):
+                for descriptor in (self._own_eventfd, self._peer, drain_reader.descriptor):
                     waited.register(descriptor, select.POLLIN)
-            ready = waited.poll(min(left, LONGEST_POLL) * 1000)
-            if meanwhile and meanwhile.take():
+            ready = waited.poll(min(left, MAX_POLL) * 1000)
+            if drain_reader and drain_reader.fetch():
                 continue
             if [descriptor for descriptor, _ in ready] == [self._peer]:
                 raise PeerLostError
 
     def _use(self, count: int) -> None:
-        self._at = (self._at + count) % self._capacity
+        self._offset = (self._offset + count) % self._capacity
         self._available -= count
-        os.eventfd_write(self._theirs, count)
+        os.eventfd_write(self._peer_eventfd, count)
 
     def close(self) -> None:
         self._memory.close()
 
 
-class Writer(_End):
-    """The end that sends messages."""
+class Writer(_RingEndpoint):
+    """The end that sends messages.
+
+    Args:
+        descriptors: of the ring.
+        peer: descriptor that becomes readable when the reader's process ends.
+    """
 
     def __init__(self, descriptors: Descriptors, peer: int) -> None:
         super().__init__(descriptors, descriptors.read, descriptors.written, descriptors.capacity, peer)
 
-    def send(self, message: bytes, deadline: float = float("inf"), meanwhile: Reader | None = None) -> None:
-        """Send one message of any length; one that does not fit is written as it is read.
+    def send(self, message: bytes, deadline: float = float("inf"), drain_reader: Reader | None = None) -> None:
+        """Send one message of any length. One that does not fit into the ring is written in parts, as it is read.
 
         Args:
             deadline: on the monotonic clock.
-            meanwhile: what the other end sends is taken in, so that both cannot wait for each other.
+            drain_reader: this process's reader of the opposite ring, from which bytes are fetched while waiting: else
+                both processes could wait for each other to read.
 
-        Raises ``TimeoutError`` where the other end does not read, and ``PeerLostError``.
+        Raises ``TimeoutError`` where the other end does not read until the deadline, and ``PeerLostError``.
         """
         left = memoryview(len(message).to_bytes(HEADER, "little") + message)
         while left:
-            self._await(deadline, meanwhile)
-            count = min(len(left), self._available, self._capacity - self._at)
-            self._memory[self._at : self._at + count] = left[:count]
+            self._await(deadline, drain_reader)
+            count = min(len(left), self._available, self._capacity - self._offset)
+            self._memory[self._offset : self._offset + count] = left[:count]
             left = left[count:]
             self._use(count)
 
 
-class Reader(_End):
-    """The end that receives messages."""
+class Reader(_RingEndpoint):
+    """The end that receives messages.
+
+    Args:
+        descriptors: of the ring.
+        peer: descriptor that becomes readable when the writer's process ends.
+    """
 
     def __init__(self, descriptors: Descriptors, peer: int) -> None:
         super().__init__(descriptors, descriptors.written, descriptors.read, 0, peer)
         self.descriptor = descriptors.written
         """Readable when there may be a message."""
-        self._got = bytearray()
+        self._buffer = bytearray()
+        """Bytes that were fetched from the ring and not yet returned."""
 
-    def waiting(self) -> bool:
-        """Whether a message has come, be it in part."""
-        return bool(self._got) or self._look()
+    def has_message(self) -> bool:
+        """Whether a message has begun to arrive; ``receive`` may still have to wait for the rest of it."""
+        return bool(self._buffer) or self._has_available()
 
-    def take(self) -> bool:
-        """Take in what there is, so that there is room for more; whether there was any."""
-        if not self._look():
+    def fetch(self) -> bool:
+        """Move bytes from the ring to a buffer of this process, without waiting. Returns whether there were any."""
+        if not self._has_available():
             return False
-        count = min(self._available, self._capacity - self._at)
-        self._got += self._memory[self._at : self._at + count]
+        count = min(self._available, self._capacity - self._offset)
+        self._buffer += self._memory[self._offset : self._offset + count]
         self._use(count)
         return True
 
     def receive(self, deadline: float = float("inf")) -> bytes:
-        """The next message.
+        """Wait for the next message.
 
-        Raises ``TimeoutError`` where there is none until then, and ``PeerLostError``.
+        Args:
+            deadline: on the monotonic clock.
+
+        Raises ``TimeoutError`` where it has not come until then, and ``PeerLostError``.
         """
         while True:
-            if len(self._got) >= HEADER:
-                end = HEADER + int.from_bytes(self._got[:HEADER], "little")
-                if len(self._got) >= end:
-                    message = bytes(self._got[HEADER:end])
-                    del self._got[:end]
+            if len(self._buffer) >= HEADER:
+                end = HEADER + int.from_bytes(self._buffer[:HEADER], "little")
+                if len(self._buffer) >= end:
+                    message = bytes(self._buffer[HEADER:end])
+                    del self._buffer[:end]
                     return message
             self._await(deadline)
-            self.take()
+            self.fetch()

@@ -1,6 +1,6 @@
-"""A worker in a process of its own: ``python -m penstock.engine.executor.worker_process``, which ``Processes`` starts.
+"""The worker process: ``python -m penstock.engine.executor.worker_process``, started by ``MultiprocExecutor``.
 
-It reads ``messages.Start`` on standard input and ends when the process that started it does.
+It reads ``messages.Start`` on standard input, and ends when the process that started it does.
 """
 
 from __future__ import annotations
@@ -15,30 +15,33 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from penstock.config import logs
+from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
+from penstock.ops.cores import cores_of_rank, usable_cores
+from penstock.parallel import SINGLE_RANK, Group
+from penstock.parallel.shared_memory import SPINS, SharedMemoryGroup
 
-from ..step import StepInput, encoder
+from ..step import StepInput, StepOutput, encoder
 from ..worker.worker import Worker
 from .messages import (
-    Answer,
     Call,
+    CallReply,
     Close,
-    Computed,
+    ExecuteStep,
     Failed,
     FromWorker,
+    GrammarBitmask,
     InitCache,
+    InitReply,
     Load,
-    Masks,
     Profile,
     Start,
-    Started,
-    Step,
+    StepReply,
     ToWorker,
     to_worker,
 )
@@ -47,29 +50,30 @@ from .ring import PeerLostError, Reader, Writer
 logger = logging.getLogger(__name__)
 
 
-class Process:
-    """Answers an executor's messages, one after the other."""
+class WorkerProcess:
+    """Answers the messages of an executor in their order."""
 
     def __init__(self, start: Start) -> None:
-        self._worker = Worker(start.options)
+        self._rank = start.rank
+        self._worker = Worker(*_shared_out(start))
         self._parent = start.parent
         parent = os.pidfd_open(start.parent)
         self._reader = Reader(start.inbox, parent)
         self._writer = Writer(start.outbox, parent)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when an adapter has been read."""
+        """``eventfd`` that is readable once an adapter has been read."""
         self._poll = select.poll()
         for descriptor in (self._reader.descriptor, parent, self._wake):
             self._poll.register(descriptor, select.POLLIN)
 
     def run(self) -> None:
-        """Until the executor ends."""
+        """Answer messages until ``Close``, or until the executor's process ends."""
         while True:
-            while not self._reader.waiting():
+            while not self._reader.has_message():
                 self._poll.poll()
                 if self._woken():
                     self._worker.poll()
-                if not self._reader.waiting() and self._parent_ended():
+                if not self._reader.has_message() and self._parent_ended():
                     return
             message = to_worker.decode(self._reader.receive())
             if isinstance(message, Close):
@@ -80,53 +84,55 @@ class Process:
         worker = self._worker
         match message:
             case Load():
-                self._start(lambda: Started(info=worker.load()))
+                self._reply(lambda: InitReply(info=worker.load()), InitReply())
                 gc.collect()
-                gc.freeze()  # what is there now stays, and need not be looked through again and again
+                gc.freeze()  # objects that exist now stay, so that later collections need not visit them
             case Profile():
-                self._start(lambda: Started(profile=worker.profile()))
+                self._reply(lambda: InitReply(profile=worker.profile()), InitReply())
             case InitCache(blocks, host_blocks):
 
-                def init() -> Started:
+                def init() -> InitReply:
                     worker.init_cache(blocks, host_blocks)
-                    return Started()
+                    return InitReply()
 
-                self._start(init)
-            case Step(step):
-                self._send(self._compute(step))
+                self._reply(init, InitReply())
+            case ExecuteStep(step):
+                if self._rank == 0:
+                    self._reply(lambda: StepReply(self._execute(step)), StepReply())
+                    return
+                try:  # rank 0 replies, which has the same output, or fails with this rank
+                    self._execute(step)
+                except Exception as error:
+                    _failed(error)
             case Call(number, op):
                 try:
                     future = worker.call(op)
                 except Exception as error:
-                    self._send(Answer(number, failed=_failed(error)))
-                    return
-                future.add_done_callback(lambda done: self._answered(number, done))
+                    future = Future()
+                    future.set_exception(error)
+                future.add_done_callback(
+                    lambda done: self._reply(lambda: CallReply(number, done.result()), CallReply(number))
+                )
                 for reading in worker.reading:
                     reading.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
 
-    def _compute(self, step: StepInput) -> Computed:
-        masks = _Incoming(self._reader) if step.masked else None
+    def _execute(self, step: StepInput) -> StepOutput:
+        grammar_bitmask = _IncomingBitmask(self._reader) if step.has_grammar_bitmask else None
         try:
-            output = self._worker.execute(step, masks)
-            return Computed(output)
-        except Exception as error:
-            return Computed(failed=_failed(error))
+            return self._worker.execute(step, grammar_bitmask)
         finally:
-            if masks:
-                masks.result()  # were they not waited for, they must not be taken for the next message
+            if grammar_bitmask:
+                grammar_bitmask.result()  # a step that failed before reading them must not leave them behind
 
-    def _start(self, do: Callable[[], Started]) -> None:
+    def _reply(self, make: Callable[[], FromWorker], otherwise: FromWorker) -> None:
+        """Send the message that ``make`` returns. Where it cannot be made, or not be encoded since a value in it has
+        more than ``MAX_VALUE_BYTES``, send ``otherwise`` with the error as its ``failed``."""
         try:
-            self._send(do())
+            message = encoder.encode(make())
         except Exception as error:
-            self._send(Started(failed=_failed(error)))
-
-    def _answered(self, number: int, done: Future[Any]) -> None:
-        error = done.exception()
-        self._send(Answer(number, failed=_failed(error)) if error else Answer(number, done.result()))
-
-    def _send(self, message: FromWorker) -> None:
-        self._writer.send(encoder.encode(message))
+            otherwise.failed = _failed(error)
+            message = encoder.encode(otherwise)
+        self._writer.send(message)
 
     def _woken(self) -> bool:
         try:
@@ -138,8 +144,8 @@ class Process:
         return os.getppid() != self._parent
 
 
-class _Incoming(Future[np.ndarray]):
-    """Masks that follow their step."""
+class _IncomingBitmask(Future[np.ndarray]):
+    """Grammar bitmask, which are the next message after their step. ``result`` reads it."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__()
@@ -148,20 +154,32 @@ class _Incoming(Future[np.ndarray]):
     def result(self, timeout: float | None = None) -> np.ndarray:
         if not self.done():
             message = to_worker.decode(self._reader.receive())
-            assert isinstance(message, Masks)
+            assert isinstance(message, GrammarBitmask)
             self.set_result(message.bits)
         return super().result()
+
+
+def _shared_out(start: Start) -> tuple[EngineOptions, Group]:
+    """The rank's group, and the options with its share of the cores, to which it is bound."""
+    if start.memory is None:
+        return start.options, SINGLE_RANK
+    usable = usable_cores()
+    options = msgspec.structs.replace(start.options, threads=start.options.threads or max(1, usable // start.size))
+    if cores := cores_of_rank(options.cpu_binding, start.rank, start.size):
+        os.sched_setaffinity(0, cores)
+    spins = SPINS if usable >= start.size else 0
+    return options, SharedMemoryGroup(start.memory, start.rank, start.size, spins=spins)
 
 
 def _failed(error: BaseException) -> Failed:
     if isinstance(error, PenstockError):
         return Failed(str(error), error.failure)
-    logger.error("a worker could not do what it was asked", exc_info=error)
+    logger.error("the worker has failed", exc_info=error)
     return Failed(f"{type(error).__name__}: {error}")
 
 
 def _end_with(parent: int) -> None:
-    """End when the executor's process does, whatever is being computed."""
+    """Wait until the executor's process ends, then end this one, in the middle of a step if need be."""
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
     os._exit(1)
@@ -175,7 +193,7 @@ def main() -> None:
         logs.set_up(start.logs, "worker")
     threading.Thread(target=_end_with, args=(start.parent,), daemon=True).start()
     with contextlib.suppress(PeerLostError):
-        Process(start).run()
+        WorkerProcess(start).run()
 
 
 if __name__ == "__main__":

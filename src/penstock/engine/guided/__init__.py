@@ -1,11 +1,12 @@
-"""Guided decoding: which tokens may come next, so that an output has the form that was asked for.
+"""Guided decoding (structured outputs): which tokens a grammar allows next.
 
-``guide.py`` says what a backend gives, a file each has the backends, and ``guides.py`` compiles with the one that was
-chosen. What a backend cannot keep to it refuses by name.
+``backend.py`` defines what a backend provides: compiled grammars, and a guide per sequence that tracks its state. There
+is one file per backend; ``compiler.py`` compiles with the selected one. A backend refuses grammars that it does not
+fully support, with an error that names the unsupported part.
 """
 
-from .guide import Grammar, Guide
-from .guides import Guides, check_backend
-from .masks import Masks
+from .backend import Grammar, Guide
+from .bitmask import BitmaskBuilder
+from .compiler import GrammarCompiler, check_backend
 
-__all__ = ["Grammar", "Guide", "Guides", "Masks", "check_backend"]
+__all__ = ["BitmaskBuilder", "Grammar", "GrammarCompiler", "Guide", "check_backend"]

@@ -1,4 +1,4 @@
-"""Added tokens in what a grammar spells out: each is one token, and not the characters of its text."""
+"""Added tokens of a tokenizer, special tokens among them: their text is always a single token."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .errors import UnsupportedError
-from .structure import Tag
+from .structural_tag import TagFormat
 
 
 class AddedTokens(NamedTuple):
-    """Tokens that were added to a vocabulary, special ones among them: no text is split within one."""
+    """The added tokens of a tokenizer."""
 
     tokens: Mapping[str, int]
-    """By their texts."""
-    ends: frozenset[int]
-    """Those that end sequences."""
+    """Text → token id."""
+    eos_token_ids: frozenset[int]
 
     def split(self, text: str) -> list[str | int]:
-        """Parts of a text, of which none is empty, and the added tokens between them.
+        """Split a text into the ids of its added tokens and the texts between them, none of which is empty.
 
-        Raises ``UnsupportedError`` for a token that ends sequences.
+        Raises ``UnsupportedError`` for an EOS token in the text.
         """
-        parts = re.split(f"({'|'.join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))})", text)
-        found = [self.tokens.get(part, part) for part in (parts if self.tokens else [text]) if part]
-        if end := next((part for part in parts if self.tokens.get(part) in self.ends), None):
-            raise UnsupportedError(f"{end!r} in a text, which ends every output")
-        return found
+        pattern = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
+        parts = [part for part in (re.split(f"({pattern})", text) if self.tokens else [text]) if part]
+        if eos := next((part for part in parts if self.tokens.get(part) in self.eos_token_ids), None):
+            raise UnsupportedError(f"{eos!r} in a text, which ends every output")
+        return [self.tokens.get(part, part) for part in parts]
 
-    def check(self, tags: Iterable[Tag]) -> bool:
+    def are_triggers(self, tags: Iterable[TagFormat]) -> bool:
         """Whether the triggers of tags are added tokens.
 
-        Raises ``UnsupportedError`` where only some are, or a trigger would take such a token apart.
+        Raises ``UnsupportedError`` where only some are, or where a trigger is a part of an added token.
         """
-        found, of_own = set(), set(self.tokens.values())
+        kinds, token_ids = set(), set(self.tokens.values())
         for tag in tags:
-            found.add(tag.trigger in self.tokens)
-            parts = self.split(tag.trigger) + self.split(tag.begin[len(tag.trigger) :])
-            if [part for part in self.split(tag.begin) if part in of_own] != [part for part in parts if part in of_own]:
+            kinds.add(tag.trigger in self.tokens)
+            separately = self.split(tag.trigger) + self.split(tag.begin[len(tag.trigger) :])
+            together = self.split(tag.begin)
+            if [part for part in together if part in token_ids] != [part for part in separately if part in token_ids]:
                 raise UnsupportedError(f"the trigger {tag.trigger!r}, which is part of a token of {tag.begin!r}")
-        if len(found) > 1:
+        if len(kinds) > 1:
             raise UnsupportedError("triggers of which only some are added tokens")
-        return found == {True}
+        return kinds == {True}

@@ -1,16 +1,16 @@
-"""What a grammar cannot ask for, and how others' errors are told."""
+"""Errors of grammars, and limits that both backends share."""
 
 from __future__ import annotations
 
-WHITESPACE = 32
-"""Characters between the parts of JSON, where nothing else is asked for: bounded, or a model might write nothing
-else."""
+MAX_WHITESPACE = 32
+"""Characters of whitespace between the parts of JSON, where a request does not set it. Without a limit, a model may
+generate whitespace until its tokens run out."""
 
 
 class UnsupportedError(ValueError):
-    """A form asks for what a backend cannot keep to; the message names it."""
+    """A grammar needs a feature that the backend does not support; the message names it."""
 
 
-def first_line(words: str) -> str:
-    """What is told of another's error."""
-    return words.strip().partition("\n")[0][:500]
+def first_line(message: str) -> str:
+    """The first line of a library's error message, at most 500 characters."""
+    return message.strip().partition("\n")[0][:500]

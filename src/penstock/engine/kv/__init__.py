@@ -1,1 +1,1 @@
-"""The paged KV cache: blocks, which sequence holds which, prefix caching, and how much memory they take."""
+"""The paged KV cache: its size, the pool of blocks, their allocation to sequences, and prefix caching."""

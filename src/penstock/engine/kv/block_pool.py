@@ -1,4 +1,4 @@
-"""KV blocks: who holds them, which are free, and which still hold a prefix worth finding again."""
+"""The pool of KV blocks: reference counts, free blocks, and the cached prefixes that blocks hold."""
 
 from __future__ import annotations
 
@@ -7,93 +7,101 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Fixed-size blocks with reference counts; what nobody holds is free, oldest first.
+    """Fixed-size blocks with reference counts. Those without references are free, the least recently used first.
 
-    A free block keeps what it was cached for until it is handed out again, so ``free`` counts cached blocks too:
-    the cache takes no room from running sequences.
+    A free block stays cached until it is allocated again: ``free`` counts cached blocks, too, and the cache takes no
+    blocks from running sequences.
+
+    Args:
+        blocks: number of blocks.
+        block_size: tokens in a block.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.total = blocks
         self.block_size = block_size
-        self._holders = [0] * blocks
+        self._ref_counts = [0] * blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._block_of: dict[bytes, int] = {}
         self._prefix_of: list[bytes | None] = [None] * blocks
 
     @property
     def free(self) -> int:
+        """Number of blocks without references."""
         return len(self._free)
 
     @property
     def used(self) -> int:
+        """Number of blocks with references."""
         return self.total - len(self._free)
 
     def ref_count(self, block: int) -> int:
-        return self._holders[block]
+        """Number of references to a block."""
+        return self._ref_counts[block]
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Number of blocks that ``tokens`` tokens take."""
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out blocks, each with one holder; whoever asks has looked at ``free`` before."""
+        """Allocate blocks, each with one reference. Raises ``ValueError`` where fewer are free."""
         if count > len(self._free):
             raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._holders[block] = 1
+            self._ref_counts[block] = 1
             self._forget(block)
         return blocks
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """Become one more holder of each, be it in use or free and cached."""
+        """Add a reference to each block, which may be in use, or free and cached."""
         for block in blocks:
-            if self._holders[block] == 0:
+            if self._ref_counts[block] == 0:
                 del self._free[block]
-            self._holders[block] += 1
+            self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Stop holding blocks that were held in this order.
+        """Remove a reference from each block of a sequence.
 
-        The last ones become free first: of a cached prefix the end is the first to go. Blocks without a cached
-        prefix are handed out before any that has one.
+        Args:
+            blocks: in the order of the tokens. The last ones become free first, so that the end of a cached prefix is
+                evicted before its beginning. Blocks that are not cached are allocated before any that are.
         """
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            assert self._holders[block] >= 0, f"block {block} released more often than held"
-            if self._holders[block] == 0:
+            self._ref_counts[block] -= 1
+            assert self._ref_counts[block] >= 0, f"block {block} released more often than referenced"
+            if self._ref_counts[block] == 0:
                 self._free[block] = None
                 if self._prefix_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
     def cache(self, block: int, prefix: bytes) -> None:
-        """Let ``block``, full and computed, be found by ``prefix``. The first block of a prefix stays the one."""
+        """Cache ``block``, full and computed, under the hash ``prefix``, unless another block already is."""
         if prefix not in self._block_of:
             self._forget(block)
             self._block_of[prefix] = block
             self._prefix_of[block] = prefix
 
     def cached(self, prefixes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of ``prefixes``, from the first on, that is here. They are not held yet."""
-        found = []
+        """The cached blocks of ``prefixes``, up to the first hash that is not cached. No references are added."""
+        blocks = []
         for prefix in prefixes:
             if (block := self._block_of.get(prefix)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def free_among(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody holds, which holding them would take from ``free``."""
-        return sum(self._holders[block] == 0 for block in blocks)
+        """Number of ``blocks`` without references: ``incref`` would lower ``free`` by it."""
+        return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def clear_cache(self) -> None:
-        """Forget every prefix, as new weights demand."""
+        """Remove all blocks from the cache, as after a change of weights."""
         self._block_of.clear()
         self._prefix_of = [None] * self.total
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Forget the prefixes of some."""
+        """Remove blocks from the cache."""
         for block in blocks:
             self._forget(block)
 

@@ -1,4 +1,4 @@
-"""Hashes of prefixes: a chain of them, one for each full block, under which equal prefixes find equal blocks."""
+"""Hashes for prefix caching: one for each full block, of its tokens and of all before them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from array import array
 from collections.abc import Sequence
 
 HASH_BYTES = 16
-"""128 bits: a collision would show one user another's keys and values."""
+"""Length of a hash. 128 bits, since a collision would show one user another's keys and values."""
 
 
 def root(weights: str, adapter: str = "", salt: str = "") -> bytes:
-    """The seed of the chain, ``[HASH_BYTES]``: of all that changes keys and values besides the tokens."""
+    """The hash before the first block, ``HASH_BYTES`` long: of all that changes keys and values besides the tokens.
+
+    Args:
+        weights: version of the weights.
+        adapter: LoRA adapter (``EngineRequest.adapter``).
+        salt: ``EngineRequest.cache_salt``.
+    """
     seed = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in (weights, adapter, salt):
         encoded = part.encode()
@@ -20,11 +26,11 @@ def root(weights: str, adapter: str = "", salt: str = "") -> bytes:
 
 
 def extend(block_hashes: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
-    """Append to ``block_hashes`` the hashes of those full blocks of ``tokens`` that it lacks.
+    """Append the hashes of the full blocks of ``tokens`` that ``block_hashes`` lacks.
 
     Args:
-        block_hashes: so far, the i-th of the first ``(i + 1) * block_size`` tokens.
-        start: the seed of the chain (``root``).
+        block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
+        start: the hash before the first block (``root``); unused where ``block_hashes`` is not empty.
     """
     for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):
         block = array("I", tokens[begin : begin + block_size]).tobytes()

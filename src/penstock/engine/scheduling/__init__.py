@@ -1,1 +1,1 @@
-"""Scheduling: requests wait, run and end; each step is planned here."""
+"""Scheduling: admission, the waiting queue, planning of steps, preemption, and the processing of their outputs."""

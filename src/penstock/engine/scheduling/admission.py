@@ -1,71 +1,83 @@
-"""Admission: which requests are accepted, what they wait for before they are queued, and for how long they may wait."""
+"""Admission: which requests are accepted, how many may wait, and for how long."""
 
 from __future__ import annotations
 
 import bisect
 import math
 import random
+import time
 from collections.abc import Iterator
 
 import msgspec
 
 from penstock.config.options import SchedulerOptions
-from penstock.core import Code, EngineRequest, Failure
+from penstock.core import Code, EngineRequest, Failure, PenstockError
 from penstock.core.errors import invalid, too_long
 
-from ..guided.reasoning import guide_of
+from ..guided.reasoning_guide import make_guide
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.sequence import Sequence
 from .prerequisites import Prerequisite, Prerequisites
+from .running import Running
+from .startable import StartableCount
 from .waiting import Waiting
 
 
 class Admission:
-    """Requests on their way into the queue, and their time limits. The scheduler reports sequences that start
+    """Checks requests, queues them, and enforces their time limits. The scheduler reports sequences that start
     (``started``) or end (``leave``), and requests that have ended (``forget``).
 
     Args:
         device: blocks of the KV cache.
-        room: what sequences take of them.
         waiting: the queue.
     """
 
-    def __init__(self, options: SchedulerOptions, device: BlockPool, room: KVCacheManager, waiting: Waiting) -> None:
+    def __init__(
+        self, options: SchedulerOptions, device: BlockPool, kv: KVCacheManager, waiting: Waiting, running: Running
+    ) -> None:
         self.prerequisites = Prerequisites()
-        """What requests wait for before they are queued."""
+        """First sequences of accepted requests that are not queued yet, and what they need."""
         self._options = options
         self._device = device
-        self._kv = room
+        self._kv = kv
         self._waiting = waiting
+        self._running = running
         self._external_ids: set[str] = set()
         self._deadlines: list[tuple[float, int, str]] = []
-        """Of the requests that have not ended, the next one first: time, order of arrival, id."""
+        """Deadline, order of arrival and id of each request that has one; sorted."""
         self._queue_timeouts: dict[Sequence, None] = {}
-        """Those that wait for their first step, in the order of their arrival, where that may not take for ever."""
+        """With ``max_queue_time``: sequences that had no step yet, as a set in the order of arrival."""
         self._arrivals = 0
+        self._startable: StartableCount | None = None
+        """Waiting sequences that could start at once; None where they have to be counted anew."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences in the queue, those with prerequisites included."""
+        return len(self._waiting) + len(self.prerequisites)
 
     def fitted(self, request: EngineRequest) -> EngineRequest:
-        """The request with ``max_tokens`` that the context has room for.
+        """Check a request. Returns it with ``max_tokens`` lowered to what fits into the context.
 
         Raises ``PenstockError`` (``invalid``) where it can never run.
         """
         options, sampling = self._options, request.sampling
         if not request.prompt:
             raise invalid("prompt", "must hold at least one token")
-        tokens, most = len(request.prompt), options.max_model_len
-        room = most - tokens
+        tokens, limit = len(request.prompt), options.max_model_len
+        room = limit - tokens
         if request.pooling:
             if room < 0:
-                raise too_long("prompt", f"has {tokens} tokens, and at most {most} are taken", tokens, most)
+                raise too_long("prompt", f"has {tokens} tokens, and at most {limit} are taken", tokens, limit)
             room = 1  # of which nothing is used
         if room < 1:
-            raise too_long("prompt", f"has {tokens} tokens, and at most {most - 1} leave room for one", tokens, most)
-        if 0 < (most := options.max_prompt_len) < tokens:
-            raise invalid("prompt", f"has {tokens} tokens, more than max_prompt_len ({most})", most)
-        if 0 < (most := options.max_output_len) < (sampling.max_tokens or 0):
-            raise invalid("max_tokens", f"{sampling.max_tokens} is more than max_output_len ({most})", most)
-        if sampling.width > options.max_num_seqs:
+            raise too_long("prompt", f"has {tokens} tokens, and at most {limit - 1} leave room for one", tokens, limit)
+        if 0 < (limit := options.max_prompt_len) < tokens:
+            raise invalid("prompt", f"has {tokens} tokens, more than max_prompt_len ({limit})", limit)
+        if 0 < (limit := options.max_output_len) < (sampling.max_tokens or 0):
+            raise invalid("max_tokens", f"{sampling.max_tokens} is more than max_output_len ({limit})", limit)
+        if sampling.num_sequences > options.max_num_seqs:
             field = "n" if sampling.best_of is None else "best_of"
             raise invalid(field, f"must be at most max_num_seqs ({options.max_num_seqs})", options.max_num_seqs)
         if request.deadline is not None and not math.isfinite(request.deadline):
@@ -76,30 +88,51 @@ class Admission:
             raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
-        together = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
-        if together and self._kv.worst_case_blocks(request) > self._device.total:
+        all_at_once = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
+        if all_at_once and self._kv.worst_case_blocks(request) > self._device.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
         return request
 
     def sequence(self, request: EngineRequest) -> Sequence:
-        """The first sequence of a request that was ``fitted``.
+        """Make the first sequence of a request that ``fitted`` has returned.
 
-        Raises ``PenstockError`` (``invalid``) where its client's name for it is in use.
+        Raises ``PenstockError`` (``invalid``) where its ``external_id`` is in use.
         """
         if request.external_id in self._external_ids:
             words = f"{request.external_id[:200]!r} already exists: a request of this name has not ended"
             raise invalid("external_id", words)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
-        first.guide = guide_of(request, None)
+        first.guide = make_guide(request, None)
         return first
 
-    def accept(self, first: Sequence, missing: list[Prerequisite]) -> None:
-        """Queue a request's first sequence, once nothing is missing."""
-        if missing:
-            self.prerequisites.add(first, missing)
+    def check_queue(self, first: Sequence) -> None:
+        """Raise ``PenstockError`` (``overloaded``) where the queue is full. Waiting sequences that could start at once,
+        in free batch slots and KV blocks, do not count."""
+        limit = self._options.max_waiting
+        if self.num_waiting < limit:
+            return
+        if self._startable is None:
+            joins = not self._running or self._options.batching_type == "inflight"
+            slots = self._running.num_free_slots if joins else 0
+            self._startable = StartableCount(self._kv, slots, alone=not self._running)
+            for sequence in (*self._waiting, *self.prerequisites):
+                self._startable.add(sequence)
+        if self.num_waiting - self._startable.count - self._startable.fits(first) >= limit:
+            raise PenstockError(Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", limit)
+
+    def forget_startable(self) -> None:
+        """To be called when batch slots or KV blocks were taken or freed: ``check_queue`` counts anew."""
+        self._startable = None
+
+    def accept(self, first: Sequence, prerequisites: list[Prerequisite]) -> None:
+        """Queue a request's first sequence once its prerequisites are done."""
+        if prerequisites:
+            self.prerequisites.add(first, prerequisites)
         else:
             self._waiting.push(first)
+        if self._startable:
+            self._startable.add(first)
         self._arrivals += 1
         request = first.request
         if request.external_id:
@@ -110,9 +143,9 @@ class Admission:
             self._queue_timeouts[first] = None
 
     def admit_ready(self) -> Iterator[tuple[str, Failure]]:
-        """Queue those that miss nothing any more. Yields the requests whose prerequisites have failed, which are to be
-        aborted."""
-        for sequence, failure in self.prerequisites.ready():
+        """Queue sequences whose prerequisites are done. Yields id and failure of requests whose prerequisites failed,
+        which the caller has to abort."""
+        for sequence, failure in self.prerequisites.apply_done():
             if failure:
                 yield sequence.request.request_id, failure
             else:
@@ -120,27 +153,34 @@ class Admission:
                 self._waiting.push(sequence)
 
     def overdue(self, now: float) -> Iterator[tuple[str, Failure]]:
-        """Requests that have waited too long for their first step, and whose deadline has passed; each is to be aborted
-        before the next is asked for."""
-        most = self._options.max_queue_time
-        # They stand in the order of their arrival: nobody behind one who may still wait has waited longer.
-        while (first := next(iter(self._queue_timeouts), None)) and now - first.arrived > most:
-            words = f"the request has waited {most:g} seconds and had no turn"
-            yield first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", most)
+        """Yield id and failure of requests that have waited longer than ``max_queue_time`` for their first step, or
+        whose deadline has passed. The caller has to abort each before it asks for the next.
+
+        Args:
+            now: seconds on the monotonic clock.
+        """
+        limit = self._options.max_queue_time
+        while (first := next(iter(self._queue_timeouts), None)) and now - first.arrived > limit:  # the oldest first
+            words = f"the request has waited {limit:g} seconds and had no turn"
+            yield first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", limit)
         while self._deadlines and self._deadlines[0][0] <= now:
             yield self._deadlines[0][2], Failure(Code.TIMEOUT, "the deadline has passed")
 
-    def started(self, sequence: Sequence) -> None:
-        """A sequence has its first step."""
+    def started(self, sequence: Sequence, cached: int) -> None:
+        """To be called when a sequence gets its first step, with ``cached`` tokens of it found in the prefix cache."""
+        sequence.cached = cached
+        sequence.first_scheduled = time.monotonic()
+        sequence.queued = sequence.first_scheduled - sequence.arrived
         self._queue_timeouts.pop(sequence, None)
 
     def leave(self, sequence: Sequence) -> bool:
-        """A sequence ends, wherever it is. Returns whether it was not queued yet."""
+        """To be called when a sequence ends that does not run. Returns whether it had prerequisites left; otherwise it
+        is in the queue."""
         self._queue_timeouts.pop(sequence, None)
         return self.prerequisites.remove(sequence)
 
     def forget(self, first: Sequence) -> None:
-        """A request has ended; ``first`` is its first sequence."""
+        """To be called when a request has ended, with its first sequence."""
         self._external_ids.discard(first.request.external_id)
         if (deadline := first.request.deadline) is not None:
             del self._deadlines[bisect.bisect_left(self._deadlines, (deadline, first.order))]

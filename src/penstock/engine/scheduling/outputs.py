@@ -1,4 +1,4 @@
-"""What a step brings one sequence: tokens are appended, and it ends where it is time."""
+"""Outputs: what a step sampled is appended to its sequence, and becomes a delta."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..step import Draw
 
 
 def append(sequence: Sequence, draw: Draw) -> TokenDelta:
-    """Append what was drawn, and what alone can come after it. The delta says whether the sequence has ended."""
+    """Append the tokens of a draw, and those that its grammar forces after them. Returns the delta, whose ``finished``
+    says whether the sequence ends; the caller ends it."""
     finished, stop_token, failure = None, None, None
     guide, token_ids = sequence.guide, draw.token_ids
     if draw.failure:
@@ -30,20 +31,20 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
             finished = FinishReason.ERROR
         elif token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
             finished, stop_token = FinishReason.STOP, token
-        elif guide and not guide.take(token):
+        elif guide and not guide.accept_token(token):
             finished, failure = FinishReason.ERROR, guide.failure
-        elif guide and guide.complete:
+        elif guide and guide.is_terminated:
             finished = FinishReason.STOP
-        elif len(sequence.tokens) >= sequence.max_len or (guide and guide.spent):
+        elif len(sequence.tokens) >= sequence.max_len or (guide and guide.token_limit_reached):
             finished = FinishReason.LENGTH
-        elif guide and i == len(token_ids) and _may_jump(sequence) and (forced := guide.forced()):
+        elif guide and i == len(token_ids) and _may_jump(sequence) and (forced := guide.jump_forward_tokens()):
             token_ids += forced
             _replace(sequence)
         if finished:
             del token_ids[i:]
-    for told in (draw.logprobs, draw.logits):
-        if told:
-            del told[len(token_ids) :]
+    for per_token in (draw.logprobs, draw.logits):
+        if per_token:
+            del per_token[len(token_ids) :]
     delta = TokenDelta(
         request_id=sequence.request.request_id,
         sequence=sequence.index,
@@ -65,19 +66,20 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
 
 
 def _replace(sequence: Sequence) -> None:
-    """The next token that is appended is one that the workers have not sampled."""
+    """Mark the next token that is appended as one that the workers did not sample, and have to be sent."""
     first = len(sequence.tokens)
     sequence.replaced = first if sequence.replaced is None else min(sequence.replaced, first)
 
 
 def failed(sequence: Sequence, failure: Failure) -> TokenDelta:
-    """The last delta of a sequence that cannot go on."""
+    """The last delta of a sequence that ends with ``failure``."""
     request_id, finished = sequence.request.request_id, FinishReason.ERROR
     return TokenDelta(request_id=request_id, sequence=sequence.index, finished=finished, failure=failure)
 
 
 def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
-    """Take in hidden states that a vector is made of; the last delta, with the vector, once they are all there."""
+    """Pool hidden states of a prompt, ``[tokens, hidden]`` float32. Returns the delta with the embedding when the whole
+    prompt is computed, None before."""
     assert sequence.pooled is not None
     sequence.pooled.add(states)
     if sequence.num_computed < sequence.prompt_length:
@@ -92,7 +94,8 @@ def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
 
 
 def _may_jump(sequence: Sequence) -> bool:
-    """Whether tokens that alone can come may be appended: nobody waits for what is known of each."""
+    """Whether forced tokens may be appended without being sampled: not where logprobs or logits of each are returned,
+    or a stop string may end the sequence within them."""
     sampling = sequence.request.sampling
-    told = sampling.logprobs is not None or sampling.return_generation_logits
-    return not sequence.num_pending and not told and not sampling.stop
+    returned = sampling.logprobs is not None or sampling.return_generation_logits
+    return not sequence.num_pending and not returned and not sampling.stop

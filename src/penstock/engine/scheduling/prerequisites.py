@@ -1,4 +1,4 @@
-"""What requests wait for before they are queued: a grammar that is compiled, and whatever else comes as a future."""
+"""Prerequisites: futures that a request needs before it is queued, such as a compiled grammar."""
 
 from __future__ import annotations
 
@@ -12,60 +12,63 @@ from ..sequence.sequence import Sequence
 
 
 class Prerequisite(NamedTuple):
-    """Something that a request needs before it can run."""
+    """A future that a request needs before it can run."""
 
     future: Future[Any]
     """Requests may share it. It is cancelled when the last of them ends before it is done."""
     apply: Callable[[Sequence, Any], None]
-    """Called with the request's first sequence and the result."""
+    """Called with the request's first sequence and the future's result."""
 
 
 class Prerequisites:
-    """Sequences that wait for theirs, in the order of their arrival."""
+    """Sequences with prerequisites that are not done, in the order of arrival."""
 
     def __init__(self) -> None:
-        self._missing: dict[Sequence, list[Prerequisite]] = {}
+        self._of: dict[Sequence, list[Prerequisite]] = {}
         self._users: dict[Future[Any], int] = {}
+        """Number of sequences that need a future."""
 
     def __len__(self) -> int:
-        return len(self._missing)
+        return len(self._of)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._missing)
+        return iter(self._of)
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """All that is waited for."""
+        """The futures that sequences wait for, each once."""
         return list(self._users)
 
-    def add(self, sequence: Sequence, missing: list[Prerequisite]) -> None:
-        """A sequence waits for all of these."""
-        self._missing[sequence] = missing
-        for prerequisite in missing:
-            self._users[prerequisite.future] = self._users.get(prerequisite.future, 0) + 1
+    def add(self, sequence: Sequence, prerequisites: list[Prerequisite]) -> None:
+        """Add a sequence that needs all of ``prerequisites``."""
+        self._of[sequence] = prerequisites
+        for future, _ in prerequisites:
+            self._users[future] = self._users.get(future, 0) + 1
 
     def remove(self, sequence: Sequence) -> bool:
-        """A sequence waits no longer. Returns whether it did."""
-        missing = self._missing.pop(sequence, None)
-        for future, _ in missing or ():
+        """Remove a sequence, and cancel futures that have not begun and that no other sequence needs. Returns whether
+        the sequence was here."""
+        prerequisites = self._of.pop(sequence, None)
+        for future, _ in prerequisites or ():
             self._users[future] -= 1
             if not self._users[future]:
                 del self._users[future]
-                future.cancel()  # where it has not begun
-        return missing is not None
+                future.cancel()
+        return prerequisites is not None
 
-    def ready(self) -> Iterator[tuple[Sequence, Failure | None]]:
-        """Sequences whose futures are all done, with what was wrong; they are to be removed by the caller."""
+    def apply_done(self) -> Iterator[tuple[Sequence, Failure | None]]:
+        """Apply the results of sequences whose futures are all done. Yields each with the failure of a future or of its
+        ``apply``, None where all went well; the caller has to ``remove`` it."""
         if not any(future.done() for future in self._users):
             return
-        for sequence, missing in list(self._missing.items()):
-            if all(future.done() for future, _ in missing):
-                yield sequence, _apply(sequence, missing)
+        for sequence, prerequisites in list(self._of.items()):
+            if all(future.done() for future, _ in prerequisites):
+                yield sequence, _apply(sequence, prerequisites)
 
 
-def _apply(sequence: Sequence, missing: list[Prerequisite]) -> Failure | None:
+def _apply(sequence: Sequence, prerequisites: list[Prerequisite]) -> Failure | None:
     try:
-        for future, apply in missing:
+        for future, apply in prerequisites:
             apply(sequence, future.result())
     except PenstockError as error:
         return error.failure

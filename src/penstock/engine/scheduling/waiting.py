@@ -1,4 +1,4 @@
-"""The queue: sequences that wait to be admitted, the best first, however many there are."""
+"""The waiting queue: sequences that are new or were preempted, in scheduling order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from itertools import chain
 from ..sequence.sequence import Sequence
 
 Turn = tuple[int, int, int]
+"""Sort key of a sequence: priority, order of arrival, index in its request."""
 
 
 class Waiting:
-    """Sequences to be admitted, by priority (where it counts), then arrival.
+    """Waiting sequences, sorted by ``turn``.
 
-    Two sorted lists: long prompts stand in a line of their own, so that others may overtake them without a search. What
-    leaves out of turn is taken out at once, which costs a binary search and moving the pointers behind it.
+    Those with many tokens to compute are in a list of their own, so that ``first`` can skip them without a search.
+    Adding or removing a sequence takes a binary search, and moves the pointers behind it.
+
+    Args:
+        by_priority: whether priorities count (``scheduling_policy``); otherwise arrival decides.
+        long_threshold: a sequence is long with more tokens than this left to compute; 0: none is.
     """
 
     def __init__(self, by_priority: bool, long_threshold: int = 0) -> None:
@@ -28,31 +33,33 @@ class Waiting:
         return len(self._short) + len(self._long)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that are not long in turn, then those that are."""
+        """The short ones in order, then the long ones."""
         return chain(self._short, self._long)
 
     def turn(self, sequence: Sequence) -> Turn:
-        """What sequences are ordered by; no two are equal."""
+        """The sort key of a sequence, lowest first; no two are equal."""
         priority = sequence.request.priority if self._by_priority else 0
         return priority, sequence.order, sequence.index
 
     def is_long(self, sequence: Sequence) -> bool:
+        """Whether the sequence has more than ``long_threshold`` tokens left to compute."""
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.num_computed
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._line(sequence), sequence, key=self.turn)
+        """Add a sequence."""
+        insort(self._list_of(sequence), sequence, key=self.turn)
 
     def first(self, with_long: bool) -> Sequence | None:
-        """The next in turn; without ``with_long`` the next that is not long."""
-        heads = [line[0] for line in (self._short, self._long if with_long else []) if line]
+        """The first sequence in order; without ``with_long`` the first short one. None where there is none."""
+        heads = [queue[0] for queue in (self._short, self._long if with_long else []) if queue]
         return min(heads, key=self.turn) if heads else None
 
     def leave(self, sequence: Sequence) -> None:
-        """Take out one that is in the queue. How much of it is computed must be as it was when it was pushed."""
-        line = self._line(sequence)
-        at = bisect_left(line, self.turn(sequence), key=self.turn)
-        assert line[at] is sequence
-        del line[at]
+        """Remove a sequence that is in the queue, with ``num_computed`` unchanged since ``push``."""
+        queue = self._list_of(sequence)
+        at = bisect_left(queue, self.turn(sequence), key=self.turn)
+        assert queue[at] is sequence
+        del queue[at]
 
-    def _line(self, sequence: Sequence) -> list[Sequence]:
+    def _list_of(self, sequence: Sequence) -> list[Sequence]:
         return self._long if self.is_long(sequence) else self._short

@@ -1,1 +1,1 @@
-"""Sequences, what one step computes of them, and searches among them."""
+"""Sequences, the plan of a step, pooling, and beam search."""

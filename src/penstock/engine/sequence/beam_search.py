@@ -1,7 +1,7 @@
-"""Beam search: the likeliest sequences, found by going on with the best of all continuations at each step.
+"""Beam search: the likeliest sequences, found by extending the best beams at each step.
 
-The rules are those of transformers' ``generate`` with ``num_beams``, so that both find the same: which continuations
-are looked at, when a search ends, and that a sequence's log probability is divided by a power of its length.
+The rules are those of transformers' ``generate`` with ``num_beams``, so that both find the same: which candidates are
+considered, when a search ends, and that a sequence's log probability is divided by a power of its length.
 """
 
 from __future__ import annotations
@@ -17,77 +17,82 @@ from ..guided import Guide
 from ..step import Candidates
 from .sequence import Sequence
 
-Path = tuple["Path", Logprob] | None
-"""How likely each token of a beam was: that of the last one, behind those before it."""
+Logprobs = tuple["Logprobs", Logprob] | None
+"""Logprobs of a beam's tokens, as a linked list from the last one back, since beams share beginnings."""
 NEVER = np.float32(-1e9)
-"""The log probability of a beam that only fills a place."""
+"""Log probability of beams that duplicate another: the first step's, and where fewer can be extended than there are."""
 
 
 class Branch(NamedTuple):
-    """How a beam goes on."""
+    """The next state of a beam."""
 
     parent: int
-    """Which beam it comes from."""
+    """Index of the beam that it extends."""
     token: int
+    """The token appended to the parent's."""
     guide: Guide | None
-    path: Path
+    """The grammar's state after ``token``."""
+    logprobs: Logprobs
 
 
-class Found(NamedTuple):
-    """A sequence that has come to its end."""
+class Hypothesis(NamedTuple):
+    """A finished sequence."""
 
     score: np.float32
-    """What it is compared by."""
+    """``logprob`` divided by the power ``length_penalty`` of the length; higher is better."""
     logprob: float
+    """Sum over its tokens."""
     token_ids: list[int]
-    """All that were generated."""
-    path: Path
+    """The output."""
+    logprobs: Logprobs
     stopped: bool
-    """Whether it ended by itself, and not because it is as long as it may be."""
+    """Whether a stop token or its grammar ended it; otherwise ``max_tokens`` did."""
     stop_token: int | None
 
 
 class BeamSearch:
     """The search of one request.
 
-    Its beams are as many sequences, which are all one step further whenever each of them has told what it may go on
-    with.
+    In each step every beam returns its candidates (``add_candidates``). Once all have (``ready``), ``select`` chooses
+    the next beams among them.
+
+    Args:
+        first: the request's first sequence.
     """
 
     def __init__(self, first: Sequence) -> None:
         sampling = first.request.sampling
-        self._width = sampling.width
-        self._power = sampling.length_penalty
-        self._early = sampling.early_stopping
-        self.num_candidates = max(2, 1 + len(first.stops)) * self._width
-        """Continuations that are looked at: enough to go on where the best ones all come to an end."""
-        self._logprobs = [np.float32(0), *[NEVER] * (self._width - 1)]  # before they part all are the same
-        self._paths: list[Path] = [None] * self._width
-        self.guide: Guide | None = None
-        """What the search has begun with, since it has."""
-        self._told: dict[int, Candidates] = {}
-        self.found: list[Found] = []
-        """The best that have come to their end, as many as there are beams at most."""
+        self._num_beams = sampling.num_sequences
+        self._length_penalty = sampling.length_penalty
+        self._early_stopping = sampling.early_stopping
+        self.num_candidates = max(2, 1 + len(first.stops)) * self._num_beams
+        """Number of candidates of each beam: enough to extend all beams when the best candidates are stop tokens."""
+        self._beam_logprobs = [np.float32(0), *[NEVER] * (self._num_beams - 1)]
+        self._token_logprobs: list[Logprobs] = [None] * self._num_beams
+        self._candidates: dict[int, Candidates] = {}
+        self._hypotheses: list[Hypothesis] = []
+        """The best finished sequences, at most one per beam, the best first."""
 
-    def tell(self, beam: int, candidates: Candidates) -> None:
-        """What a beam may go on with."""
-        self._told[beam] = candidates
+    def add_candidates(self, beam: int, candidates: Candidates) -> None:
+        """Add the likeliest next tokens of beam number ``beam``."""
+        self._candidates[beam] = candidates
 
     @property
-    def all_told(self) -> bool:
-        return len(self._told) == self._width
+    def ready(self) -> bool:
+        """Whether all beams have their candidates."""
+        return len(self._candidates) == self._num_beams
 
-    def choose(self, beams: Row[Sequence]) -> list[Branch] | None:
-        """How the beams go on, the best first; None where the search is over."""
+    def select(self, beams: Row[Sequence]) -> list[Branch] | None:
+        """Select the next beams, the best first; to be called when ``ready``. None: the search has ended."""
         first = beams[0]
         length = first.generated + 1
         full = len(first.tokens) + 1 >= first.max_len
-        candidates = self._best()
-        self._told.clear()
-        going: list[tuple[np.float32, Branch]] = []
-        ended: list[Found] = []
-        for rank, (logprob, parent, token, own, place) in enumerate(candidates):
-            if rank >= self._width and len(going) >= self._width:
+        candidates = self._best_candidates()
+        self._candidates.clear()
+        extended: list[tuple[np.float32, Branch]] = []
+        finished: list[Hypothesis] = []
+        for rank, (beam_logprob, parent, token, logprob, token_rank) in enumerate(candidates):
+            if rank >= self._num_beams and len(extended) >= self._num_beams:
                 break
             guide, complete = beams[parent].guide, False
             if guide and token in first.request.eos_token_ids:
@@ -95,91 +100,111 @@ class BeamSearch:
             stops = token in first.stops and length > first.request.sampling.min_tokens
             if guide and not stops:
                 guide = guide.copy()
-                complete = not guide.take(token) or guide.complete
-            path = self._paths[parent], Logprob(token, float(own), place)
+                complete = not guide.accept_token(token) or guide.is_terminated
+            logprobs = self._token_logprobs[parent], Logprob(token, float(logprob), token_rank)
             if not (stops or complete or full):
-                going.append((logprob, Branch(parent, token, guide, path)))
-            elif rank < self._width:
-                score = np.float32(logprob / length**self._power)
-                tokens = [*beams[parent].tokens[first.prompt_length :], token]
-                ended.append(Found(score, float(logprob), tokens, path, stops or complete, token if stops else None))
-        if not (self._early is True and len(self.found) == self._width):
-            self.found = sorted((*self.found, *ended), key=lambda found: -found.score)[: self._width]
-        if not going or self._over(going[0][0], length, first.max_len - first.prompt_length):
+                extended.append((beam_logprob, Branch(parent, token, guide, logprobs)))
+            elif rank < self._num_beams:
+                score = np.float32(beam_logprob / length**self._length_penalty)
+                tokens, stop_token = [*beams[parent].tokens[first.prompt_length :], token], token if stops else None
+                finished.append(Hypothesis(score, float(beam_logprob), tokens, logprobs, stops or complete, stop_token))
+        if not (self._early_stopping is True and len(self._hypotheses) == self._num_beams):
+            every = sorted((*self._hypotheses, *finished), key=lambda hypothesis: -hypothesis.score)
+            self._hypotheses = every[: self._num_beams]
+        if not extended or self._ends(extended[0][0], length, first.max_len - first.prompt_length):
             return None
-        going = going[: self._width]
-        going += [(NEVER, going[0][1])] * (self._width - len(going))
-        self._logprobs = [logprob for logprob, _ in going]
-        branches = [branch for _, branch in going]
-        self._paths = [branch.path for branch in branches]
+        extended = extended[: self._num_beams]
+        extended += [(NEVER, extended[0][1])] * (self._num_beams - len(extended))
+        self._beam_logprobs = [logprob for logprob, _ in extended]
+        branches = [branch for _, branch in extended]
+        self._token_logprobs = [branch.logprobs for branch in branches]
         return [
             branch if at == branches.index(branch) or not branch.guide else branch._replace(guide=branch.guide.copy())
             for at, branch in enumerate(branches)
         ]
 
-    def _best(self) -> list[tuple[np.float32, int, int, np.float32, int]]:
-        """The best continuations of all beams, of equals the first ones: log probability, beam and token of each, and
-        the token's own log probability and rank."""
-        logprobs = np.concatenate([self._logprobs[beam] + told.logprobs for beam, told in self._told.items()])
-        own = np.concatenate([told.logprobs for told in self._told.values()])
-        places = np.concatenate([1 + np.arange(len(told.token_ids)) for told in self._told.values()])
-        parents = np.repeat(list(self._told), [len(told.token_ids) for told in self._told.values()])
-        tokens = np.concatenate([told.token_ids for told in self._told.values()])
-        best = np.lexsort((tokens, parents, -logprobs))[: self.num_candidates]
-        told = (logprobs[best], parents[best].tolist(), tokens[best].tolist(), own[best], places[best].tolist())
-        return list(zip(*told, strict=True))
+    def _best_candidates(self) -> list[tuple[np.float32, int, int, np.float32, int]]:
+        """The ``num_candidates`` best candidates of all beams, the best first; of equals lower beam and token first.
+
+        Returns for each the log probability of the whole beam with it, the index of its beam, its token id, its own log
+        probability, and its rank in its beam, from 1 on.
+        """
+        every = self._candidates
+        counts = [len(own.token_ids) for own in every.values()]
+        beam_logprobs = np.concatenate([self._beam_logprobs[beam] + own.logprobs for beam, own in every.items()])
+        logprobs = np.concatenate([own.logprobs for own in every.values()])
+        ranks = np.concatenate([1 + np.arange(count) for count in counts])
+        parents = np.repeat(list(every), counts)
+        tokens = np.concatenate([own.token_ids for own in every.values()])
+        best = np.lexsort((tokens, parents, -beam_logprobs))[: self.num_candidates]
+        columns = (
+            beam_logprobs[best],
+            parents[best].tolist(),
+            tokens[best].tolist(),
+            logprobs[best],
+            ranks[best].tolist(),
+        )
+        return list(zip(*columns, strict=True))
 
     def deltas(self, beams: Row[Sequence]) -> list[TokenDelta]:
-        """What the search has found, each sequence in one piece. Where there are fewer than were asked for, the last
-        one comes again; where there is none, nothing could come next.
+        """One delta for each sequence to return, the best first; to be called when the search has ended.
+
+        With fewer hypotheses than ``n`` the last one is repeated; with none, all deltas are a failure: no token was
+        allowed.
 
         Args:
-            beams: all of it, of which the first knows what is to be told of the prompt.
+            beams: the request's sequences.
         """
         first = beams[0]
         sampling, request_id = first.request.sampling, first.request.request_id
-        allocated = sum(beam.allocated_blocks for beam in beams)  # one search's, whichever beams were chosen
+        allocated = sum(beam.allocated_blocks for beam in beams)  # of the whole search
         perf = PerfMetrics(first.first_scheduled, allocated, 0, 0) if sampling.return_perf_metrics else None
-        wanted = sampling.told
-        if not self.found:
+        count = sampling.num_returned
+        if not self._hypotheses:
             failure = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
             return [
                 TokenDelta(request_id=request_id, sequence=index, finished=FinishReason.ERROR, failure=failure)
-                for index in range(wanted)
+                for index in range(count)
             ]
-        every = (self.found + [self.found[-1]] * wanted)[:wanted]
+        returned = (self._hypotheses + [self._hypotheses[-1]] * count)[:count]
         return [
             TokenDelta(
                 request_id=request_id,
                 sequence=index,
-                token_ids=list(found.token_ids),
-                logprobs=None if sampling.logprobs is None else _unrolled(found.path),
-                cumulative_logprob=found.logprob,
+                token_ids=list(hypothesis.token_ids),
+                logprobs=None if sampling.logprobs is None else _listed(hypothesis.logprobs),
+                cumulative_logprob=hypothesis.logprob,
                 prompt_logprobs=first.prompt_logprobs if index == 0 else None,
                 context_logits=b"".join(first.context_logits) if first.context_logits and index == 0 else None,
-                finished=FinishReason.STOP if found.stopped else FinishReason.LENGTH,
-                stop_token=found.stop_token,
+                finished=FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH,
+                stop_token=hypothesis.stop_token,
                 cached_tokens=first.cached or 0,
                 queued=first.queued,
                 perf=perf if index == 0 else None,
             )
-            for index, found in enumerate(every)
+            for index, hypothesis in enumerate(returned)
         ]
 
-    def _over(self, best: np.float32, length: int, longest: int) -> bool:
-        """Whether what goes on is not worth it, the best of which has that log probability."""
-        if len(self.found) < self._width:
+    def _ends(self, best: np.float32, length: int, max_len: int) -> bool:
+        """Whether the search ends by the rule of ``early_stopping``.
+
+        Args:
+            best: log probability of the best beam.
+            length: number of output tokens of each beam.
+            max_len: maximum number of output tokens.
+        """
+        if len(self._hypotheses) < self._num_beams:
             return False
-        if self._early is True:
+        if self._early_stopping is True:
             return True
-        possible = longest if self._early == "never" and self._power > 0 else length
-        return bool(best / possible**self._power <= self.found[-1].score)
+        possible = max_len if self._early_stopping == "never" and self._length_penalty > 0 else length
+        return bool(best / possible**self._length_penalty <= self._hypotheses[-1].score)
 
 
-def _unrolled(path: Path) -> list[list[Logprob]]:
-    """From the first token on."""
-    found: list[list[Logprob]] = []
-    while path:
-        path, last = path
-        found.append([last])
-    return found[::-1]
+def _listed(logprobs: Logprobs) -> list[list[Logprob]]:
+    """For each token from the first on, a list of its logprob alone."""
+    listed: list[list[Logprob]] = []
+    while logprobs:
+        logprobs, last = logprobs
+        listed.append([last])
+    return listed[::-1]

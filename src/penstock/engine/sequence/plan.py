@@ -1,4 +1,4 @@
-"""What the scheduler plans for one step."""
+"""Plans: what the scheduler decides for one step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ class Item(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Blocks are moved before anything is computed, in the order of these fields."""
+    """One step. Blocks are moved before anything is computed: swapped out, swapped in, then copied."""
 
+    num_running: int = 0
+    """Number of running sequences when the step was planned."""
+    drafting: bool = False
+    """Whether sequences could get drafts."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host block)."""
+    swapped: list[Sequence] = field(default_factory=list)
+    """Sequences whose blocks are in ``swap_out``."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     """(host block, device block)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -35,6 +41,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens to compute, drafts included."""
         return sum(item.length + len(item.draft) for item in self.items)
 
     def __bool__(self) -> bool:

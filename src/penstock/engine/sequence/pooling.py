@@ -1,4 +1,4 @@
-"""From a prompt's hidden states to one vector."""
+"""Pooling: a prompt's hidden states become its embedding."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ import numpy as np
 
 from penstock.core import PoolingParams
 
-LEAST = 1e-12
-"""The least length that a vector is divided by."""
+MIN_NORM = 1e-12
+"""Lower bound of the norm that an embedding is divided by."""
 
 
 class Pooled:
-    """A prompt's vector as its hidden states come, in chunks or all at once: it does not depend on which."""
+    """The pooled hidden states of a prompt. The sum is taken token by token, so that the result does not depend on the
+    chunks in which they are added."""
 
     def __init__(self, params: PoolingParams) -> None:
         self._params = params
         self.reset()
 
     @property
-    def of_all(self) -> bool:
-        """Whether the states of all tokens are wanted, not the last one's alone."""
+    def needs_all_states(self) -> bool:
+        """Whether the hidden states of all tokens are pooled; otherwise only the last token's."""
         return self._params.pooling_type == "mean"
 
     def reset(self) -> None:
-        """The prompt is computed again from its beginning."""
+        """Forget all states: the prompt is recomputed."""
         self._sum: np.ndarray | float = 0.0
         self._count = 0
 
     def add(self, states: np.ndarray) -> None:
-        """The wanted ones among the next tokens', ``[tokens, hidden]`` float32."""
-        for state in states.astype(np.float64):  # one after the other, so that chunks end nowhere
+        """Add the next tokens' hidden states, ``[tokens, hidden]`` float32."""
+        for state in states.astype(np.float64):
             self._sum = self._sum + state
         self._count += len(states)
 
     def vector(self) -> bytes:
-        """Once all are there: float32."""
+        """The embedding, float32; to be called when all states are added."""
         mean = np.asarray(self._sum / self._count)[: self._params.dimensions]
         if self._params.normalize:
-            mean = mean / max(float(np.sqrt((mean * mean).sum())), LEAST)
+            mean = mean / max(float(np.sqrt((mean * mean).sum())), MIN_NORM)
         return mean.astype("<f4").tobytes()

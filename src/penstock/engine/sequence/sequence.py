@@ -1,4 +1,4 @@
-"""One sequence of a request: its tokens, how far they are computed, and where their keys and values lie."""
+"""Sequences: tokens, how many of them are computed, and the KV blocks that hold their keys and values."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from .pooling import Pooled
 
 
 class State(Enum):
-    WAITING = auto()  # in the queue: new, or preempted with its blocks given back
+    WAITING = auto()  # in the queue: new, or to be recomputed after preemption
     SWAPPED = auto()  # in the queue, its blocks in host memory
     RUNNING = auto()
     FINISHED = auto()
 
 
 class Sequence:
-    """Tokens and blocks of one of the request's ``n`` sequences.
+    """One of a request's sequences.
 
     Always ``num_computed <= num_scheduled <= len(tokens) + num_pending``: keys and values of ``num_computed`` tokens
-    are in the blocks, ``num_scheduled`` counts those of steps in flight too, and these sample ``num_pending`` tokens.
-    Only while ``num_draft_tokens`` are being verified, ``num_scheduled`` counts these, too.
+    are in the blocks; ``num_scheduled`` counts those of the ``inflight_steps``, too, which sample ``num_pending``
+    tokens. Only while ``num_draft_tokens`` are being verified, ``num_scheduled`` counts these, too.
+
+    Args:
+        index: number of the sequence in its request; only the first one, 0, is made from scratch.
+        seed: seed of the random draws; with position and index it decides each draw.
+        order: order of the request's arrival.
     """
 
     __slots__ = (
@@ -42,113 +47,122 @@ class Sequence:
         "index",
         "inflight_steps",
         "max_len",
+        "ngrams",
+        "ngrams_end",
         "num_candidates",
         "num_computed",
         "num_draft_tokens",
         "num_pending",
         "num_scheduled",
+        "num_unforked",
         "order",
         "paused",
         "pooled",
         "prompt_length",
         "prompt_logprobs",
+        "prompt_ngrams",
         "queued",
-        "read",
         "replaced",
         "request",
         "reserved",
         "row",
         "seed",
-        "seen",
-        "seen_in_prompt",
         "sent_blocks",
         "state",
         "stops",
+        "swapping_out",
         "tokens",
     )
 
     def __init__(self, request: EngineRequest, index: int, seed: int, order: int) -> None:
         sampling = request.sampling
-        assert sampling.max_tokens is not None, "the scheduler has put a number"
+        assert sampling.max_tokens is not None, "set by Admission.fitted"
         self.request = request
         self.index = index
         self.seed = seed
-        """Of the random draws; with the position and the index it fixes every draw."""
         self.order = order
-        """Of arrival, over all requests."""
         self.stops = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids))
+        """Tokens that end the sequence."""
         self.prompt_length = len(request.prompt)
         self.max_len = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
-        """Tokens it may have."""
+        """Maximum number of tokens, prompt and output."""
         self.state = State.WAITING
         self.tokens = list(request.prompt)
+        self.num_unforked = 0 if index else sampling.num_sequences - 1
+        """Number of sequences that are still to be forked from it."""
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
         self.inflight_steps = 0
         self.num_draft_tokens = 0
         self.paused = False
-        """Whether it waits for what it has made to be read."""
+        """Whether it generates no tokens for now (``Scheduler.pause``)."""
         self.draft_len: int | None = None
-        """Draft tokens at a time; None before the first."""
-        self.seen: dict[tuple[int, ...], int] = {}
-        """n-grams of its output, and where the tokens after their last occurrence begin (``NGramDrafter``)."""
-        self.read = self.prompt_length
-        """Tokens that ``seen`` covers."""
-        self.seen_in_prompt: dict[tuple[int, ...], int] = {}
-        """n-grams of the prompt likewise, shared by all siblings."""
+        """Number of tokens to draft at a time; None before the first draft."""
+        self.ngrams: dict[tuple[int, ...], int] = {}
+        """n-gram of the output → position after its last occurrence (``NGramDrafter``)."""
+        self.ngrams_end = self.prompt_length
+        """Number of leading tokens whose n-grams are in ``prompt_ngrams`` and ``ngrams``."""
+        self.prompt_ngrams: dict[tuple[int, ...], int] = {}
+        """n-gram of the prompt → position after its last occurrence; shared by all siblings."""
         self.blocks: list[int] = []
+        """KV blocks on the device, in the order of the tokens."""
         self.host_blocks: list[int] = []
+        """Blocks in the host tier, while it is swapped."""
+        self.swapping_out = False
+        """Whether the step that copies its blocks to the host tier is in flight: they cannot be swapped in yet."""
         self.reserved = 0
-        """Blocks set aside for it beyond those it has."""
+        """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
         self.row = -1
-        """Its row in the workers' batch while it runs."""
+        """Its batch slot, and row in the workers' batch; -1 for none."""
         self.sent_blocks = -1
-        """Of ``blocks``, how many the workers know; -1 where they do not know the sequence."""
+        """Number of leading ``blocks`` that the workers know; -1 where they do not know the sequence."""
         self.replaced: int | None = None
-        """The first token that is another than the workers sampled; None where there is none."""
+        """Position of the first token that differs from what the workers sampled, until sent; None where none does."""
         self.block_hashes: list[bytes] = []
-        """Names of its full blocks in the prefix cache (``prefix.extend``)."""
+        """Prefix cache hashes of its leading full blocks (``prefix.extend``)."""
         self.cached: int | None = None
-        """Prompt tokens whose keys and values were found there at first; None before it has run."""
+        """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
         self.arrived = time.monotonic()
+        """Time of arrival, seconds on the monotonic clock."""
         self.queued = 0.0
-        """Seconds it waited at first, until they are told."""
+        """Seconds from arrival to the first step; 0 once a delta has them."""
         self.first_scheduled = 0.0
-        """When it ran for the first time."""
+        """Time of its first step, seconds on the monotonic clock."""
         self.allocated_blocks = 0
-        """KV blocks allocated for it so far."""
+        """Number of KV blocks allocated for it so far."""
         self.draft_tokens = self.accepted_tokens = 0
-        """Guessed ahead for it so far, and how many of them rightly."""
+        """Number of tokens drafted for it so far, and of those accepted."""
         self.num_candidates = 0
-        """Of a beam: next tokens that its search looks at; 0 for a sequence that samples."""
+        """For a beam: number of likeliest next tokens that its search considers. 0 for a sequence that samples."""
         self.guide: Guide | None = None
-        """Its way through the form that its output has."""
+        """State of its grammar and its reasoning limit; None where there is neither."""
         self.pooled = Pooled(request.pooling) if request.pooling else None
-        """What becomes the prompt's vector, where that is all that is wanted."""
+        """For an embedding request: the hidden states pooled so far."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
-        """Those of the prompt so far; None where they are not wanted or given already."""
+        """Logprobs of the prompt's tokens so far; None where none are returned (any more)."""
         self.context_logits: list[bytes] | None = [] if sampling.return_context_logits else None
-        """Likewise the scores after the prompt's tokens."""
+        """Logits after the prompt's tokens so far, as in ``StepOutput``; None where none are returned (any more)."""
 
     @property
     def perf(self) -> PerfMetrics | None:
-        """What it has taken, where its request asks for that."""
+        """Resources used so far, where its request asks for ``return_perf_metrics``."""
         if not self.request.sampling.return_perf_metrics:
             return None
         return PerfMetrics(self.first_scheduled, self.allocated_blocks, self.draft_tokens, self.accepted_tokens)
 
     @property
     def generated(self) -> int:
+        """Number of output tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def is_partial_prefill(self) -> bool:
-        """Whether some of its known tokens are computed or planned, and more than the newest one are not."""
+        """Whether a part of its tokens is scheduled, and more than the newest one is not."""
         return 0 < self.num_scheduled < len(self.tokens) - 1
 
     def forget_computed(self) -> None:
-        """It waits to be computed again, from its beginning."""
+        """Let it be recomputed from its first token."""
         self.state = State.WAITING
         self.num_computed = self.num_scheduled = 0
         if self.prompt_logprobs is not None:
@@ -159,24 +173,20 @@ class Sequence:
             self.pooled.reset()
 
     @property
-    def limits(self) -> Guide | None:
-        """What limits its next token; None where any may come."""
-        return self.guide if self.guide and not self.guide.free else None
-
-    @property
-    def wants_all(self) -> bool:
-        """Whether something is wanted of each of its prompt's tokens, which those found in a cache do not tell."""
-        told = self.prompt_logprobs is not None or self.context_logits is not None
-        return told or (self.pooled is not None and self.pooled.of_all)
+    def needs_all_states(self) -> bool:
+        """Whether the hidden states of all prompt tokens are needed, so that none may come from the prefix cache: for
+        prompt logprobs, context logits and mean pooling."""
+        returned = self.prompt_logprobs is not None or self.context_logits is not None
+        return returned or (self.pooled is not None and self.pooled.needs_all_states)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
-        """A sibling that goes on from here with ``blocks``, of which the caller becomes another holder."""
-        twin = Sequence(self.request, index, self.seed, self.order)
-        twin.tokens, twin.block_hashes = list(self.tokens), list(self.block_hashes)
-        twin.num_computed, twin.num_scheduled, twin.cached = self.num_computed, self.num_scheduled, self.cached
-        twin.blocks = blocks
-        twin.prompt_logprobs = twin.context_logits = None
-        twin.guide = self.guide.copy() if self.guide else None
-        twin.seen_in_prompt = self.seen_in_prompt
-        twin.first_scheduled = self.first_scheduled
-        return twin
+        """A sibling with the same tokens, as sequence ``index``, in ``blocks``, whose references the caller counts."""
+        sibling = Sequence(self.request, index, self.seed, self.order)
+        sibling.tokens, sibling.block_hashes = list(self.tokens), list(self.block_hashes)
+        sibling.num_computed, sibling.num_scheduled, sibling.cached = self.num_computed, self.num_scheduled, self.cached
+        sibling.blocks = blocks
+        sibling.prompt_logprobs = sibling.context_logits = None
+        sibling.guide = self.guide.copy() if self.guide else None
+        sibling.prompt_ngrams = self.prompt_ngrams
+        sibling.first_scheduled = self.first_scheduled
+        return sibling

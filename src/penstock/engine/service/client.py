@@ -1,4 +1,4 @@
-"""A client of an engine process: requests go out, each step's deltas come in, and a death is known at once."""
+"""The client of an engine process: sends requests, receives deltas, and detects at once that the process has died."""
 
 from __future__ import annotations
 
@@ -17,156 +17,162 @@ import zmq
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 
-from . import wire
+from . import messages
 from .heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 0.004
-"""Seconds that reading what has come may take before others have their turn."""
-LAST_WORDS = 0.05
-"""Seconds to wait for what an engine sent before it ended."""
+MAX_RECEIVE_TIME = 0.004
+"""Seconds of receiving messages in one iteration of the event loop; the rest is received in the next one."""
+FLUSH_DELAY = 0.05
+"""Seconds to wait for messages that a dead engine sent before it died."""
 STARTING = Failure(Code.UNAVAILABLE, "the engine is starting; try again soon")
 STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
-UNHEALTHY = 0.25
-"""Share of ``engine_iteration_timeout`` after which an engine that does not answer takes no requests."""
-LOST = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
+UNHEALTHY_SHARE = 0.25
+"""Share of ``engine_iteration_timeout`` by which a heartbeat may be overdue before requests are refused."""
+ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
 
 
 class EngineClient:
-    """Speaks to the engine at an address: to whichever process serves there, one after the other.
+    """Sends requests to the engine process at an address, and reconnects to the next one when it dies.
 
-    To be used from one event loop only; nothing here waits but ``ready``.
+    Create and use it in one event loop. Only ``ready`` and methods that wait for a ``CallResult`` await anything.
 
     Args:
-        deliver: called with each step's deltas for this client.
-        lost: called with the reason when the engine is gone: every open request has ended with it.
-        vocabulary: called when an engine has to know what tokens spell.
-        cancel: called when requests that clients call so are to be aborted, if they came through here.
+        address: ZeroMQ address, ``ipc://…``.
+        on_deltas: called with the deltas of each step for this client's requests.
+        on_lost: called with the reason when the engine is gone; its requests are lost.
+        get_vocabulary: returns the model's vocabulary, which is sent to every new engine.
+        on_cancel: called with external ids of requests to abort, of which some may be this client's.
     """
 
     def __init__(
         self,
         address: str,
-        deliver: Callable[[list[TokenDelta]], None],
-        lost: Callable[[Failure], None],
-        vocabulary: Callable[[], Vocabulary],
-        cancel: Callable[[list[str]], None],
+        on_deltas: Callable[[list[TokenDelta]], None],
+        on_lost: Callable[[Failure], None],
+        get_vocabulary: Callable[[], Vocabulary],
+        on_cancel: Callable[[list[str]], None],
     ) -> None:
         self._address = address
-        self._deliver = deliver
-        self._lost = lost
-        self._vocabulary = vocabulary
-        self._cancel = cancel
+        self._on_deltas = on_deltas
+        self._on_lost = on_lost
+        self._get_vocabulary = get_vocabulary
+        self._on_cancel = on_cancel
         self._loop = asyncio.get_running_loop()
-        self._failure = STARTING
-        self.engine: wire.Ready | None = None
-        """The engine that serves now; None while there is none."""
-        self._stats = wire.Stats()
+        self._unavailable = STARTING
+        """The error for requests while there is no engine."""
+        self.engine: messages.Ready | None = None
+        """The connected engine; None while there is none."""
+        self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
-        """Folders of the adapters that requests may name, by name. An engine that is started again gets them again."""
-        self._met_one = False
-        self._numbers = itertools.count(1)
-        self._wanted: dict[int, asyncio.Future[None]] = {}
-        self._found = asyncio.Event()
-        self._over = self._closed = False
+        """Name → folder of the LoRA adapters; they are loaded again into an engine that is restarted."""
+        self._had_engine = False
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[None]] = {}
+        """Calls without a result yet, by id."""
+        self._engine_changed = asyncio.Event()
+        self._refusing = self._closed = False
         self._heartbeat: Heartbeat | None = None
         self._connect()
-        self._beat()
-        self._stop_alive = threading.Event()
-        self._alive = threading.Thread(target=self._say_alive, name="alive", daemon=True)
-        self._alive.start()
+        self._send_keep_alive()
+        self._stop_keep_alive = threading.Event()
+        self._keep_alive_thread = threading.Thread(target=self._keep_process_alive, name="keep-alive", daemon=True)
+        self._keep_alive_thread.start()
 
-    async def ready(self) -> wire.Ready:
-        """Wait until an engine serves; raises ``PenstockError`` (``unavailable``) where none will any more."""
+    async def ready(self) -> messages.Ready:
+        """Wait until an engine serves. Raises ``PenstockError`` (``unavailable``) after ``refuse``."""
         while self.engine is None:
-            if self._over:
-                raise PenstockError.of(self._failure)
-            await self._found.wait()
+            if self._refusing:
+                raise PenstockError.of(self._unavailable)
+            await self._engine_changed.wait()
         return self.engine
 
-    def check(self) -> wire.Ready:
-        """The engine that serves; raises ``PenstockError`` (``unavailable``) where there is none, or it hangs."""
+    def check(self) -> messages.Ready:
+        """The connected engine. Raises ``PenstockError`` (``unavailable``) where there is none, or it hangs."""
         if self.engine is None:
-            raise PenstockError.of(self._failure)
-        patience = UNHEALTHY * self.engine.iteration_timeout
-        if patience and self._heartbeat and self._heartbeat.overdue > patience:
+            raise PenstockError.of(self._unavailable)
+        timeout = UNHEALTHY_SHARE * self.engine.iteration_timeout
+        if timeout and self._heartbeat and self._heartbeat.overdue > timeout:
             words = f"the engine has not answered for {self._heartbeat.age:.0f} seconds"
             raise PenstockError(Code.UNAVAILABLE, words)
         return self.engine
 
     @property
-    def stats(self) -> wire.Stats:
-        """As the engine told last, at most some seconds ago where it answers; how long ago its loop came round."""
+    def stats(self) -> messages.Stats:
+        """The engine's last statistics, which it sends every ``KEEP_ALIVE_INTERVAL``, with the heartbeat's age now."""
         age = self._heartbeat.age if self._heartbeat else 0.0
         return msgspec.structs.replace(self._stats, heartbeat_age=age)
 
     def add(self, request: EngineRequest) -> None:
-        """Raises ``PenstockError`` (``unavailable``) where no engine is there to take it."""
+        """Send a request. Raises ``PenstockError`` (``unavailable``) as ``check`` does."""
         self.check()
-        self._send(wire.Add(request))
+        self._send(messages.Add(request))
 
     def abort(self, request_id: str) -> None:
-        """Cancel a request; one that has ended, be it with its engine, is no matter."""
-        if self._pidfd >= 0:  # also while no requests are taken any more
-            self._send(wire.Abort(request_id))
+        """Cancel a request; does nothing where it has ended, or its engine has died."""
+        if self._pidfd >= 0:  # also after refuse()
+            self._send(messages.Abort(request_id))
 
     def stop(self, request_id: str, sequence: int) -> None:
-        """End a sequence whose text has come to a stop string."""
+        """End a sequence whose text contains a stop string."""
         if self._pidfd >= 0:
-            self._send(wire.Stop(request_id, sequence))
+            self._send(messages.Stop(request_id, sequence))
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Abort requests that their clients call so, whichever process they came to."""
+        """Cancel requests by their external ids, in all clients of the engine."""
         if self._pidfd >= 0:
-            self._send(wire.Cancel(request_ids))
+            self._send(messages.Cancel(request_ids))
 
     async def reset_prefix_cache(self) -> None:
-        """Returns once the engine has forgotten all cached prefixes."""
-        number = next(self._numbers)
-        await self._done(number, wire.ResetPrefixCache(number))
+        """Drop all cached prefixes of the engine."""
+        call_id = next(self._call_ids)
+        await self._call(call_id, messages.ResetPrefixCache(call_id))
 
     def pause(self, request_id: str, paused: bool) -> None:
-        """Have a request's sequences wait, or go on."""
+        """Pause or resume a request's sequences."""
         if self._pidfd >= 0:
-            self._send(wire.Pause(request_id, paused))
+            self._send(messages.Pause(request_id, paused))
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Returns once requests may name it; raises ``PenstockError`` where it cannot be loaded."""
-        number = next(self._numbers)
-        await self._done(number, wire.LoadAdapter(number, name, path))
+        """Load a LoRA adapter; returns once requests may name it. Raises ``PenstockError`` where it cannot load."""
+        call_id = next(self._call_ids)
+        await self._call(call_id, messages.LoadAdapter(call_id, name, path))
 
     async def unload_adapter(self, name: str) -> None:
-        """No new request may name it; raises ``PenstockError`` (``not_found``) where it is not loaded."""
-        number = next(self._numbers)
-        await self._done(number, wire.UnloadAdapter(number, name))
+        """Unload a LoRA adapter; running requests keep it. Raises ``PenstockError`` (``not_found``) where it is not
+        loaded."""
+        call_id = next(self._call_ids)
+        await self._call(call_id, messages.UnloadAdapter(call_id, name))
 
-    async def _done(self, number: int, message: wire.ToEngine) -> None:
+    async def _call(self, call_id: int, message: messages.ToEngine) -> None:
+        """Send a message and wait for its ``CallResult``."""
         self.check()
-        self._wanted[number] = self._loop.create_future()
+        self._calls[call_id] = self._loop.create_future()
         try:
             self._send(message)
-            await self._wanted[number]
+            await self._calls[call_id]
         finally:
-            del self._wanted[number]
+            del self._calls[call_id]
 
     def refuse(self, failure: Failure) -> None:
-        """Take no requests any more, and end what is open."""
-        self._over = True
-        self._found.set()  # who waits for an engine is told
-        self._lose(failure)
+        """Refuse new requests and fail the open ones, with this failure."""
+        self._refusing = True
+        self._engine_changed.set()  # wakes ready()
+        self._fail_open_requests(failure)
 
     async def close(self) -> None:
-        await asyncio.sleep(LAST_WORDS)
-        self._hear(all=True)
+        """Fail open requests and disconnect."""
+        await asyncio.sleep(FLUSH_DELAY)
+        self._receive(all=True)
         self.refuse(STOPPING)
         self._closed = True
-        self._next_beat.cancel()
+        self._next_keep_alive.cancel()
         self._disconnect()
-        self._stop_alive.set()
-        self._alive.join()
+        self._stop_keep_alive.set()
+        self._keep_alive_thread.join()
 
-    # --- One engine after the other ---------------------------------------------------------------------------------
+    # --- Connection to one engine process after the other ------------------------------------------------------------
 
     def _connect(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -176,7 +182,7 @@ class EngineClient:
         self._identity = uuid4().bytes
         self._socket.setsockopt(zmq.IDENTITY, self._identity)
         self._socket.connect(self._address)
-        self._loop.add_reader(self._socket.fileno(), self._hear)
+        self._loop.add_reader(self._socket.fileno(), self._receive)
         self._pidfd = -1
 
     def _disconnect(self) -> None:
@@ -191,94 +197,100 @@ class EngineClient:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
 
-    def _send(self, message: wire.ToEngine) -> None:
-        self._socket.send(wire.encode(message), zmq.NOBLOCK)
-        self._loop.call_soon(self._hear)  # the socket's descriptor tells of changes only, and this may have hidden one
+    def _send(self, message: messages.ToEngine) -> None:
+        self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
 
-    def _say_alive(self) -> None:
-        """In a thread, for as long as the event loop comes round now and then: work that holds it up for some seconds
-        must not cost this process its requests."""
+    def _keep_process_alive(self) -> None:
+        """Thread: send ``ProcessAlive`` while the event loop is blocked, for at most ``LOOP_TIMEOUT``, so that a few
+        seconds of work in the loop do not cancel this process's requests."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         with socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for an engine that is not there
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no engine
             socket.connect(self._address)
-            while not self._stop_alive.wait(wire.BEAT):
-                if time.monotonic() - self._looped < wire.LOOP_DEAD:
+            while not self._stop_keep_alive.wait(messages.KEEP_ALIVE_INTERVAL):
+                if time.monotonic() - self._last_loop_time < messages.LOOP_TIMEOUT:
                     with contextlib.suppress(zmq.Again):
-                        socket.send(wire.encode(wire.Alive(self._identity)), zmq.NOBLOCK)
+                        socket.send(messages.encode(messages.ProcessAlive(self._identity)), zmq.NOBLOCK)
 
-    def _beat(self) -> None:
-        self._looped = time.monotonic()
-        self._next_beat = self._loop.call_later(wire.BEAT, self._beat)
-        self._send(wire.Beat() if self.engine else wire.Hello())
+    def _send_keep_alive(self) -> None:
+        self._last_loop_time = time.monotonic()
+        self._next_keep_alive = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._send_keep_alive)
+        self._send(messages.KeepAlive() if self.engine else messages.Connect())
 
-    def _hear(self, all: bool = False) -> None:
-        """Take in what has come; what takes too long goes on in the event loop's next iteration."""
-        begun = time.monotonic()
+    def _receive(self, all: bool = False) -> None:
+        """Handle the messages that have arrived.
+
+        Args:
+            all: do so without the limit ``MAX_RECEIVE_TIME``.
+        """
+        started = time.monotonic()
         while not self._socket.closed:
-            if not all and time.monotonic() - begun > AT_ONCE:
-                self._loop.call_soon(self._hear)
+            if not all and time.monotonic() - started > MAX_RECEIVE_TIME:
+                self._loop.call_soon(self._receive)
                 return
             try:
-                heard = wire.decode_from_engine(self._socket.recv(zmq.NOBLOCK))
+                message = messages.decode_from_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            match heard:
-                case wire.Deltas(deltas):
-                    self._deliver(deltas)
-                case wire.Stats():
-                    self._stats = heard
-                case wire.Cancel(request_ids):
-                    self._cancel(request_ids)
-                case wire.Adapters(paths):
+            match message:
+                case messages.Deltas(deltas):
+                    self._on_deltas(deltas)
+                case messages.Stats():
+                    self._stats = message
+                case messages.Cancel(request_ids):
+                    self._on_cancel(request_ids)
+                case messages.Adapters(paths):
                     self.adapters = paths
-                case wire.Done(number, failure):
-                    if (wanted := self._wanted.get(number)) is not None and not wanted.done():
-                        wanted.set_exception(PenstockError.of(failure)) if failure else wanted.set_result(None)
-                case wire.Ready() if self._pidfd < 0 and not self._over:
-                    self._meet(heard)
+                case messages.CallResult(call_id, failure):
+                    if (call := self._calls.get(call_id)) is not None and not call.done():
+                        call.set_exception(PenstockError.of(failure)) if failure else call.set_result(None)
+                case messages.Ready() if self._pidfd < 0 and not self._refusing:
+                    self._on_engine_ready(message)
 
-    def _meet(self, engine: wire.Ready) -> None:
+    def _on_engine_ready(self, engine: messages.Ready) -> None:
         try:
             self._pidfd = os.pidfd_open(engine.pid)
         except ProcessLookupError:
-            self._bury()
+            self._reconnect()
             return
-        self._loop.add_reader(self._pidfd, self._mourn)
+        self._loop.add_reader(self._pidfd, self._on_engine_exit)
         self._heartbeat = Heartbeat(self._address)
         self.engine = engine
-        self._send(wire.Learn(self._vocabulary()))  # before a request needs it: making it ready takes time
-        if self._met_one:  # what the one before it was told at run time, this one does not know
+        # Sent now, as the engine takes seconds to prepare it for the first guided request.
+        self._send(messages.SetVocabulary(self._get_vocabulary()))
+        if self._had_engine:  # a restarted engine has the adapters of its options, not those loaded or unloaded since
             for name in engine.adapters.keys() - self.adapters.keys():
-                self._send(wire.UnloadAdapter(0, name))
+                self._send(messages.UnloadAdapter(0, name))
             for name, path in self.adapters.items():
                 if name not in engine.adapters:
-                    self._send(wire.LoadAdapter(0, name, path))
+                    self._send(messages.LoadAdapter(0, name, path))
         else:
-            self._met_one, self.adapters = True, engine.adapters
-        self._found.set()
+            self._had_engine, self.adapters = True, engine.adapters
+        self._engine_changed.set()
 
-    def _mourn(self) -> None:
-        """The engine's process has ended; what it said last may still be on its way."""
+    def _on_engine_exit(self) -> None:
+        """The engine process has exited: reconnect after ``FLUSH_DELAY``, as its last messages may still arrive."""
         self._loop.remove_reader(self._pidfd)
-        self._loop.call_later(LAST_WORDS, self._bury)
+        self._loop.call_later(FLUSH_DELAY, self._reconnect)
 
-    def _bury(self) -> None:
+    def _reconnect(self) -> None:
+        """Fail the requests of the engine that has exited, and connect to the next one."""
         if self._closed:
             return
-        self._hear(all=True)
+        self._receive(all=True)
         self._disconnect()
-        self._stats = wire.Stats()
-        if not self._over:
-            self._found.clear()
-            self._lose(LOST)
+        self._stats = messages.Stats()
+        if not self._refusing:
+            self._engine_changed.clear()
+            self._fail_open_requests(ENGINE_DIED)
         self._connect()
-        self._send(wire.Hello())
+        self._send(messages.Connect())
 
-    def _lose(self, failure: Failure) -> None:
-        self._failure, self.engine = failure, None
-        for wanted in self._wanted.values():
-            if not wanted.done():
-                wanted.set_exception(PenstockError.of(failure))
-        self._lost(failure)
+    def _fail_open_requests(self, failure: Failure) -> None:
+        self._unavailable, self.engine = failure, None
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(PenstockError.of(failure))
+        self._on_lost(failure)

@@ -1,4 +1,4 @@
-"""The engine process as its owner sees it: started, watched, started again when it dies, and stopped."""
+"""The launcher of an engine process: starts it, restarts it when it dies or hangs, and stops it."""
 
 from __future__ import annotations
 
@@ -20,52 +20,49 @@ import msgspec
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
-from ..exit_status import in_words
-from . import wire
+from ..exit_status import exit_reason
+from . import messages
 from .heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-MOST_DEATHS, WITHIN = 3, 60.0
-"""A process that dies so often within so many seconds is not started again."""
-TO_END = 10.0
-"""Seconds beyond the time to drain after which an engine that does not end is killed."""
+MAX_DEATHS, DEATH_WINDOW = 3, 60.0
+"""A process that dies ``MAX_DEATHS`` times within ``DEATH_WINDOW`` seconds is not restarted."""
+EXIT_TIMEOUT = 10.0
+"""Seconds after ``drain_timeout`` after which an engine that has not exited is killed."""
 
 
-class Deaths:
-    """Counts deaths, to tell an accident from a process that cannot live."""
+class RestartLimit:
+    """Limits restarts of a process that dies again and again."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=MOST_DEATHS)
+        self._times: deque[float] = deque(maxlen=MAX_DEATHS)
 
-    def too_many(self) -> bool:
-        """One more death; whether there have been too many."""
+    def record_death(self) -> bool:
+        """Record a death now; returns whether it was one too many to restart the process."""
         self._times.append(time.monotonic())
-        return len(self._times) == MOST_DEATHS and self._times[-1] - self._times[0] < WITHIN
+        return len(self._times) == MAX_DEATHS and self._times[-1] - self._times[0] < DEATH_WINDOW
 
 
 class EngineProcess:
-    """Owns an engine process, which clients reach at ``address``."""
+    """Starts, watches and stops an engine process, which clients reach at ``address``."""
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
-        self._start = msgspec.json.encode(wire.Start(options, logs or LogOptions(), os.getpid()))
+        self._start = msgspec.json.encode(messages.Start(options, logs or LogOptions(), os.getpid()))
         self._drain_timeout = options.drain_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self.address = f"ipc://{self._folder}/engine"
-        self._patience = options.engine_iteration_timeout
+        self._iteration_timeout = options.engine_iteration_timeout
         self._heartbeat = Heartbeat(self.address)
         self._process: Process | None = None
-        self._deaths = Deaths()
-        self.ready: wire.Ready | None = None
-        """What serves now; None while it starts."""
+        self._restart_limit = RestartLimit()
+        self.ready: messages.Ready | None = None
+        """The running engine's report; None while it starts."""
         self.closing = False
-        """Whether it was told to end."""
+        """Whether ``close`` was called."""
 
-    async def start(self) -> wire.Ready:
-        """Start the process and wait until its model has loaded.
-
-        Raises ``PenstockError`` with the engine's own words where it cannot start.
-        """
+    async def start(self) -> messages.Ready:
+        """Start the process and wait until its model has loaded. Raises ``PenstockError`` where it cannot start."""
         try:
             return await self._launch()
         except BaseException:
@@ -73,17 +70,19 @@ class EngineProcess:
             raise
 
     async def watch(self) -> None:
-        """Start it again whenever it dies; returns when it is closed, or has died too often."""
+        """Restart the process whenever it dies or hangs; returns after ``close``, or when it has died too often."""
         while self._process is not None:
-            guard = asyncio.create_task(self._guard(self._process))
+            hang_watch = asyncio.create_task(self._kill_if_hung(self._process))
             status = await self._process.wait()
-            guard.cancel()
+            hang_watch.cancel()
             self.ready = None
             if self.closing:
                 return
-            logger.error("the engine (process %d) ended: %s", self._process.pid, in_words(status))
-            if self._deaths.too_many():
-                logger.error("it has died %d times within %d seconds and is not started again", MOST_DEATHS, WITHIN)
+            logger.error("the engine (process %d) ended: %s", self._process.pid, exit_reason(status))
+            if self._restart_limit.record_death():
+                logger.error(
+                    "it has died %d times within %d seconds and is not started again", MAX_DEATHS, DEATH_WINDOW
+                )
                 return
             try:
                 await self._launch()
@@ -96,40 +95,40 @@ class EngineProcess:
         return self._process.pid
 
     async def close(self) -> int:
-        """Stop the engine, which lets what runs come to its end unless it is still starting; returns its status."""
+        """Stop the engine after its open requests, or at once while it starts; returns its exit status."""
         self.closing = True
         status = 0
         if self._process is not None:
-            status = await end(self._process, self._drain_timeout + TO_END, kill=self.ready is None)
+            status = await terminate(self._process, self._drain_timeout + EXIT_TIMEOUT, kill=self.ready is None)
         self._heartbeat.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return status
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _guard(self, process: Process) -> None:
-        """Kill an engine whose loop does not come round any more: its clients then hear so at once."""
-        if not self._patience:
+    async def _kill_if_hung(self, process: Process) -> None:
+        """Kill the engine when its heartbeat is overdue by ``engine_iteration_timeout``; its clients notice at once."""
+        if not self._iteration_timeout:
             return
-        tick = min(self._patience / 4, 1.0)
-        looked = since = time.monotonic()
+        interval = min(self._iteration_timeout / 4, 1.0)
+        last_check = since = time.monotonic()
         while True:
-            await asyncio.sleep(tick)
+            await asyncio.sleep(interval)
             now = time.monotonic()
-            if now - looked > 2 * tick + 1:
-                since = now  # this process was held up, and so may the engine have been
-            looked = now
-            if self.ready and not self.closing and min(self._heartbeat.overdue, now - since) > self._patience:
+            if now - last_check > 2 * interval + 1:
+                since = now  # the machine was suspended or overloaded: count the engine's delay from now
+            last_check = now
+            if self.ready and not self.closing and min(self._heartbeat.overdue, now - since) > self._iteration_timeout:
                 age = self._heartbeat.age
                 logger.error("the engine (process %d) has not answered for %.0f seconds: killed", process.pid, age)
                 process.kill()
                 return
 
-    async def _launch(self) -> wire.Ready:
+    async def _launch(self) -> messages.Ready:
         command = [sys.executable, "-m", "penstock.engine.service.server", self.address]
         self._heartbeat.reset()
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
@@ -140,21 +139,26 @@ class EngineProcess:
         line = await process.stdout.readline()
         if not line:
             status = await process.wait()
-            raise PenstockError(Code.UNAVAILABLE, f"the engine ended before it was ready: {in_words(status)}")
-        report: wire.Report = wire.decode_report(line)
-        if isinstance(report, wire.Broken):
+            raise PenstockError(Code.UNAVAILABLE, f"the engine ended before it was ready: {exit_reason(status)}")
+        report: messages.StartReport = messages.decode_start_report(line)
+        if isinstance(report, messages.StartFailed):
             await process.wait()
             raise PenstockError.of(report.failure)
         self.ready = report
         return report
 
 
-async def end(process: Process, patience: float, kill: bool = False) -> int:
-    """Have a process end, by force after ``patience`` seconds or at once; returns its exit status."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
+async def terminate(process: Process, timeout: float, kill: bool = False) -> int:
+    """Terminate a process and return its exit status.
+
+    Args:
+        timeout: seconds after SIGTERM after which it is killed.
+        kill: kill it at once.
+    """
+    with contextlib.suppress(ProcessLookupError):  # it has exited already
         process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
     try:
-        return await asyncio.wait_for(process.wait(), patience)
+        return await asyncio.wait_for(process.wait(), timeout)
     except TimeoutError:
         logger.error("process %d does not end and is killed", process.pid)
         process.kill()

@@ -1,9 +1,9 @@
-"""The engine in a process of its own: ``python -m penstock.engine.service.server ADDRESS``.
+"""The engine process: ``python -m penstock.engine.service.server ADDRESS``.
 
-It reads its options on standard input and writes one line on standard output when it is ready, or why it cannot be
-(``wire.Start``, ``wire.Report``). It serves any number of clients over ZeroMQ. A client that falls silent loses its
-requests, and the engine does not outlive the process that started it. SIGTERM lets what runs come to its end, and exits
-with 0.
+It reads ``messages.Start`` on standard input, loads the model, writes ``messages.StartReport`` on standard output, and
+serves any number of clients over ZeroMQ. The requests of a client that sends nothing for ``CLIENT_TIMEOUT`` are
+cancelled. On SIGTERM the engine finishes its requests within ``drain_timeout`` and exits with status 0; when its parent
+dies, so does it.
 """
 
 from __future__ import annotations
@@ -31,29 +31,32 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 
 from ..step_times import FIRST_STEP, StepTimes
-from . import wire
+from . import messages
 from .heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-IDLE_MS = 200
-"""Milliseconds an idle engine waits for messages before it looks after leases and its parent."""
-REST = 0.5
-"""Seconds without work after which an engine makes ready what requests may ask for."""
-LOADING_MS = 10
-"""The same while adapters are being loaded."""
-MESSAGES_A_STEP = 256
-"""Handled at most between two steps, so that a flood of requests does not hold up those that run."""
-
-
-PROMPT_LOGPROBS = 64
-"""Positions of a prompt whose log probabilities go in one message."""
-SILENT = Failure(Code.UNAVAILABLE, "the process that asked for it fell silent")
+IDLE_POLL_MS = 200
+"""Milliseconds that an idle engine waits for messages."""
+PENDING_POLL_MS = 10
+"""Milliseconds to wait for messages while adapters are being loaded, or all running sequences are paused."""
+PREPARE_DELAY = 0.5
+"""Seconds without requests after which the engine loads what guided decoding needs."""
+MAX_MESSAGES_PER_STEP = 256
+"""Messages handled between two steps, so that a flood of requests does not delay running ones."""
+MAX_PROMPT_LOGPROBS = 64
+"""Prompt positions whose logprobs are sent in one message."""
+CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the process that asked for it fell silent")
 
 
 class Server:
-    """An engine and the clients it serves."""
+    """Runs an engine and serves its clients.
+
+    Args:
+        address: ZeroMQ address to bind, ``ipc://…``.
+        report: where ``messages.StartReport`` is written.
+    """
 
     def __init__(self, address: str, options: EngineOptions, logs: LogOptions, report: BinaryIO) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -66,39 +69,41 @@ class Server:
         self._report = report
         self._heartbeat = Heartbeat(address)
         self._step_times = StepTimes(FIRST_STEP * options.engine_iteration_timeout)
-        self._step: tuple[int, float] | None = None
-        """Tokens of the step that is being computed, and when it began."""
-        self._computed = True
-        """Whether the last step had anything to compute."""
-        self._heard: dict[bytes, float] = {}
-        self._looked = time.monotonic()
+        self._step_in_progress: tuple[int, float] | None = None
+        """Number of tokens and start time of the step that is being computed."""
+        self._last_step_computed = True
+        """Whether the last step computed any tokens."""
+        self._last_heard: dict[bytes, float] = {}
+        """Client → time of its last message."""
+        self._last_expiry_check = time.monotonic()
         self._parent = os.getppid()
-        self._loading: list[tuple[bytes, int, Future[None]]] = []
-        self._worked = time.monotonic()
+        self._pending_loads: list[tuple[bytes, int, Future[None]]] = []
+        """Adapters that are being loaded: client, call id, result."""
+        self._last_work = time.monotonic()
         self._stopping = False
         self._deadline = float("inf")
 
     def run(self) -> None:
-        """Load the model and serve until told to stop."""
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent decides
-        gc.disable()  # a tenth of the time that importing torch takes
+        """Load the model and serve until SIGTERM. Exits with status 2 where it cannot load, 1 when the engine fails."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
+        gc.disable()  # collections take a tenth of the time of importing torch
         try:
             from ..engine import Engine
 
             self._engine = Engine(self._options, self._logs)
             self._engine.before_step = self._before_step
             gc.collect()
-            gc.freeze()  # what is there now stays, and need not be looked through again and again
+            gc.freeze()  # long-lived objects need not be traversed by every collection
             gc.enable()
         except PenstockError as error:
-            self._tell(wire.Broken(error.failure))
+            self._send_report(messages.StartFailed(error.failure))
             raise SystemExit(2) from error
-        self._ready = wire.Ready(
+        self._ready = messages.Ready(
             pid=os.getpid(),
             max_model_len=self._engine.max_model_len,
-            vocabulary=self._engine.info.vocab_size,
-            blocks=self._engine.scheduler.device.total,
+            vocab_size=self._engine.info.vocab_size,
+            num_blocks=self._engine.scheduler.device.total,
             block_size=self._options.block_size,
             fingerprint=self._engine.info.fingerprint,
             batch_invariant=self._engine.info.batch_invariant,
@@ -106,60 +111,60 @@ class Server:
             iteration_timeout=self._options.engine_iteration_timeout,
         )
         self._heartbeat.beat()
-        self._tell(self._ready)
-        self._worked = time.monotonic()
-        while not self._finished():
+        self._send_report(self._ready)
+        self._last_work = time.monotonic()
+        while not self._should_exit():
             self._heartbeat.beat()
-            if self._receive(self._patience()):
-                self._end_leases()
+            if self._receive(self._poll_ms()):
+                self._expire_clients()
             if self._engine.busy:
                 deltas = self._engine.step()
                 self._after_step()
                 self._send(deltas)
                 if self._engine.failure:
-                    self._end()
+                    self._shut_down()
                     raise SystemExit(1)
-                self._worked = time.monotonic()
-            elif self._engine.failure:  # of a worker, while there was nothing to do
-                self._end()
+                self._last_work = time.monotonic()
+            elif self._engine.failure:  # a worker failed while the engine was idle
+                self._shut_down()
                 raise SystemExit(1)
-            elif self._engine.adapters.unsettled:
-                self._engine.adapters.settle()
-            elif time.monotonic() - self._worked > REST:
+            elif self._engine.adapters.has_pending:
+                self._engine.adapters.process_pending()
+            elif time.monotonic() - self._last_work > PREPARE_DELAY:
                 self._engine.prepare()
-            if self._loading:
-                self._answer_loads()
-        self._end()
+            if self._pending_loads:
+                self._answer_finished_loads()
+        self._shut_down()
 
-    def _patience(self) -> int:
+    def _poll_ms(self) -> int:
         """Milliseconds to wait for messages."""
         if self._engine.busy:
-            return 0 if self._computed else LOADING_MS  # all may be paused
-        return LOADING_MS if self._loading else IDLE_MS
+            return 0 if self._last_step_computed else PENDING_POLL_MS
+        return PENDING_POLL_MS if self._pending_loads else IDLE_POLL_MS
 
     def _before_step(self, tokens: int) -> None:
-        self._step = tokens, time.monotonic()
+        self._step_in_progress = tokens, time.monotonic()
         self._heartbeat.beat(self._step_times.expected(tokens))
 
     def _after_step(self) -> None:
-        self._computed = self._step is not None
-        if self._step:
-            tokens, begun = self._step
-            self._step_times.add(tokens, time.monotonic() - begun)
-            self._step = None
+        self._last_step_computed = self._step_in_progress is not None
+        if self._step_in_progress:
+            tokens, started = self._step_in_progress
+            self._step_times.add(tokens, time.monotonic() - started)
+            self._step_in_progress = None
             self._heartbeat.beat()
 
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
         self._deadline = time.monotonic() + self._options.drain_timeout
 
-    def _finished(self) -> bool:
+    def _should_exit(self) -> bool:
         if os.getppid() != self._parent:
             return True
         return self._stopping and (not self._engine.busy or time.monotonic() > self._deadline)
 
-    def _end(self) -> None:
-        """Refuse what is still coming, and fail what the time to drain was too short for."""
+    def _shut_down(self) -> None:
+        """Refuse requests that still arrive, and fail those that did not finish within ``drain_timeout``."""
         self._stopping = True
         while not self._receive(0):
             pass
@@ -167,33 +172,35 @@ class Server:
             self._send(self._engine.scheduler.abort(request_id, Failure(Code.UNAVAILABLE, "the engine has stopped")))
         self._socket.close()
 
-    def _receive(self, wait_ms: int) -> bool:
-        """Handle what has come, waiting for something to come where there is nothing else to do.
+    def _receive(self, timeout_ms: int) -> bool:
+        """Handle the messages that have arrived, at most ``MAX_MESSAGES_PER_STEP``.
 
-        Returns whether that was all: only then is it known who has been silent.
+        Args:
+            timeout_ms: how long to wait for the first message.
+        Returns whether all were handled; otherwise a silent client's message may still be in the queue.
         """
-        if not self._socket.poll(wait_ms):
+        if not self._socket.poll(timeout_ms):
             return True
-        for _ in range(MESSAGES_A_STEP):
+        for _ in range(MAX_MESSAGES_PER_STEP):
             try:
                 client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return True
             data = b"".join(parts)
             try:
-                message = wire.decode_to_engine(data)
-                if isinstance(message, wire.Alive):
-                    if message.client in self._heard:  # else it was another engine's client
-                        self._heard[message.client] = time.monotonic()
+                message = messages.decode_to_engine(data)
+                if isinstance(message, messages.ProcessAlive):
+                    if message.client in self._last_heard:  # otherwise the client has not connected to this engine yet
+                        self._last_heard[message.client] = time.monotonic()
                     continue
-                self._heard[client] = time.monotonic()
+                self._last_heard[client] = time.monotonic()
                 self._handle(client, message)
             except Exception as error:
-                self._refuse(client, data, error)
+                self._send_error(client, data, error)
         return False
 
-    def _refuse(self, client: bytes, data: bytes, error: Exception) -> None:
-        """Answer a message that cannot be read, or handled: whoever waits for what it asks for is told."""
+    def _send_error(self, client: bytes, data: bytes, error: Exception) -> None:
+        """Answer a message that could not be decoded or handled with the error, as far as it says what to answer."""
         if isinstance(error, PenstockError):
             failure = error.failure
         elif isinstance(error, msgspec.MsgspecError):
@@ -202,113 +209,115 @@ class Server:
             failure = Failure(Code.INTERNAL, "the engine cannot take the request; its log says why")
             logger.error("a message of client %s could not be handled", client.hex(), exc_info=error)
         try:
-            about = wire.decode_about(data)
-        except Exception:  # nothing can be read of it, and its client waits for nothing
+            partial = messages.decode_partial(data)
+        except Exception:  # nothing can be decoded, so there is nothing to answer
             logger.warning("client %s sent what is no message: %s", client.hex(), error)
             return
-        if about.request:
-            request_id = _inside(client, about.request.request_id)
-            self._engine.abort(request_id)  # whatever of it there is
-            self._send(_refusal(request_id, about.request.sequences, failure))
-        elif about.number is not None:
-            self._done(client, about.number, PenstockError.of(failure))
+        if partial.request:
+            request_id = _internal_id(client, partial.request.request_id)
+            self._engine.abort(request_id)  # it may have been added in part
+            self._send(_error_deltas(request_id, partial.request.num_sequences, failure))
+        elif partial.call_id is not None:
+            self._send_result(client, partial.call_id, PenstockError.of(failure))
 
-    def _handle(self, client: bytes, message: wire.ToEngine) -> None:
+    def _handle(self, client: bytes, message: messages.ToEngine) -> None:
         match message:
-            case wire.Hello():
+            case messages.Connect():
                 ready = msgspec.structs.replace(self._ready, adapters=self._engine.adapters.paths)
-                self._socket.send_multipart((client, wire.encode(ready)))
-            case wire.LoadAdapter(number, name, path):
-                self._loading.append((client, number, self._engine.adapters.load(name, path)))
-            case wire.UnloadAdapter(number, name):
+                self._socket.send_multipart((client, messages.encode(ready)))
+            case messages.LoadAdapter(call_id, name, path):
+                self._pending_loads.append((client, call_id, self._engine.adapters.load(name, path)))
+            case messages.UnloadAdapter(call_id, name):
                 try:
                     self._engine.adapters.unload(name)
                 except PenstockError as error:
-                    self._done(client, number, error)
+                    self._send_result(client, call_id, error)
                 else:
-                    self._tell_adapters()
-                    self._done(client, number)
-            case wire.Learn(vocabulary):
-                self._engine.learn(lambda: vocabulary)
-            case wire.Add(request):
-                own = msgspec.structs.replace(request, request_id=_inside(client, request.request_id))
+                    self._broadcast_adapters()
+                    self._send_result(client, call_id)
+            case messages.SetVocabulary(vocabulary):
+                self._engine.set_vocabulary(lambda: vocabulary)
+            case messages.Add(request):
+                internal_id = _internal_id(client, request.request_id)
                 try:
                     if self._stopping:
                         raise PenstockError(Code.UNAVAILABLE, "the engine is stopping")
-                    self._engine.add(own)
+                    self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
-                    self._send(_refusal(own.request_id, request.sampling.told, error.failure))
-            case wire.Abort(request_id):
-                self._send(self._engine.abort(_inside(client, request_id)))
-            case wire.Stop(request_id, sequence):
-                self._engine.stop(_inside(client, request_id), sequence)
-            case wire.Cancel():
-                self._tell_all(message)
-            case wire.ResetPrefixCache(number):
+                    self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))
+            case messages.Abort(request_id):
+                self._send(self._engine.abort(_internal_id(client, request_id)))
+            case messages.Stop(request_id, sequence):
+                self._engine.stop(_internal_id(client, request_id), sequence)
+            case messages.Cancel():
+                self._broadcast(message)
+            case messages.ResetPrefixCache(call_id):
                 self._engine.scheduler.device.clear_cache()
-                self._done(client, number)
-            case wire.Pause(request_id, paused):
-                self._engine.scheduler.pause(_inside(client, request_id), paused)
-            case wire.Beat():
-                self._socket.send_multipart((client, wire.encode(self._stats())))
+                self._send_result(client, call_id)
+            case messages.Pause(request_id, paused):
+                self._engine.scheduler.pause(_internal_id(client, request_id), paused)
+            case messages.KeepAlive():
+                self._socket.send_multipart((client, messages.encode(self._stats())))
 
-    def _answer_loads(self) -> None:
-        """Those that are done; before anybody hears of it, every client knows of the adapter."""
-        done = [loading for loading in self._loading if loading[2].done()]
-        if done:
-            self._tell_adapters()
-        for entry in done:
-            self._loading.remove(entry)
-            client, number, loading = entry
-            self._done(client, number, loading.exception())
+    def _answer_finished_loads(self) -> None:
+        """Send the results of finished loads, after all clients were sent the new adapters."""
+        finished = [load for load in self._pending_loads if load[2].done()]
+        if finished:
+            self._broadcast_adapters()
+        for load in finished:
+            self._pending_loads.remove(load)
+            client, call_id, future = load
+            self._send_result(client, call_id, future.exception())
 
-    def _tell_adapters(self) -> None:
-        self._tell_all(wire.Adapters(self._engine.adapters.paths))
+    def _broadcast_adapters(self) -> None:
+        self._broadcast(messages.Adapters(self._engine.adapters.paths))
 
-    def _tell_all(self, message: wire.FromEngine) -> None:
-        encoded = wire.encode(message)
-        for client in self._heard:
+    def _broadcast(self, message: messages.FromEngine) -> None:
+        encoded = messages.encode(message)
+        for client in self._last_heard:
             self._socket.send_multipart((client, encoded))
 
-    def _done(self, client: bytes, number: int, error: BaseException | None = None) -> None:
+    def _send_result(self, client: bytes, call_id: int, error: BaseException | None = None) -> None:
         failure = error.failure if isinstance(error, PenstockError) else None
         if error and not failure:
             logger.error("what client %s wants could not be done", client.hex(), exc_info=error)
             failure = Failure(Code.INTERNAL, "it could not be done; the engine's log says why")
-        self._socket.send_multipart((client, wire.encode(wire.Done(number, failure))))
+        self._socket.send_multipart((client, messages.encode(messages.CallResult(call_id, failure))))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
-        """To each client its own, in one message."""
+        """Send each client its deltas, in one message; long prompt logprobs in several before it."""
         by_client: dict[bytes, list[TokenDelta]] = defaultdict(list)
-        for delta in deltas:
-            client, request_id = _outside(delta.request_id)
-            own = msgspec.structs.replace(delta, request_id=request_id)
-            if own.prompt_logprobs:
-                *parts, own = _parts(own)
-                for part in parts:  # each in a message of its own
-                    self._socket.send_multipart((client, wire.encode(wire.Deltas([part]))))
-            by_client[client].append(own)
-        for client, told in by_client.items():
-            self._socket.send_multipart((client, wire.encode(wire.Deltas(told))))
+        for internal in deltas:
+            client, request_id = _split_internal_id(internal.request_id)
+            delta = msgspec.structs.replace(internal, request_id=request_id)
+            if delta.prompt_logprobs:
+                *parts, delta = _split_prompt_logprobs(delta)
+                for part in parts:
+                    self._socket.send_multipart((client, messages.encode(messages.Deltas([part]))))
+            by_client[client].append(delta)
+        for client, client_deltas in by_client.items():
+            self._socket.send_multipart((client, messages.encode(messages.Deltas(client_deltas))))
 
-    def _end_leases(self) -> None:
+    def _expire_clients(self) -> None:
+        """Cancel the requests of clients that have sent nothing for ``CLIENT_TIMEOUT``."""
         now = time.monotonic()
-        held_up, self._looked = now - self._looked > wire.LEASE, now
-        if held_up:  # then nothing is known of anybody's silence
-            self._heard = dict.fromkeys(self._heard, now)
-        for client in [client for client, heard in self._heard.items() if now - heard > wire.LEASE]:
+        was_blocked, self._last_expiry_check = now - self._last_expiry_check > messages.CLIENT_TIMEOUT, now
+        if was_blocked:  # this process did not receive in time, so no client is known to have been silent
+            self._last_heard = dict.fromkeys(self._last_heard, now)
+        expired = [client for client, last in self._last_heard.items() if now - last > messages.CLIENT_TIMEOUT]
+        for client in expired:
             logger.warning("client %s has fallen silent: its requests are cancelled", client.hex())
-            del self._heard[client]
+            del self._last_heard[client]
             for request_id in self._engine.scheduler.requests():
-                if _outside(request_id)[0] == client:
-                    self._send(self._engine.scheduler.abort(request_id, SILENT))
+                if _split_internal_id(request_id)[0] == client:
+                    self._send(self._engine.scheduler.abort(request_id, CLIENT_SILENT))
 
-    def _stats(self) -> wire.Stats:
+    def _stats(self) -> messages.Stats:
         scheduler = self._engine.scheduler
-        guessed = asdict(scheduler.speculation.counts) if scheduler.speculation else {}
+        draft_counts = asdict(scheduler.speculation.counts) if scheduler.speculation else {}
         items = self._engine.last_plan.items if scheduler.running else []
         prefills = [item for item in items if item.start < item.sequence.prompt_length]
-        return wire.Stats(
+        return messages.Stats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
             blocks=scheduler.device.total,
@@ -320,57 +329,63 @@ class Server:
             scheduled=len(items),
             in_prefill=len(prefills),
             prefill_tokens=sum(item.length for item in prefills),
-            cpu_memory=_resident(),
+            cpu_memory=_resident_bytes(),
             gpu_memory=self._engine.gpu_memory,
             longest_step=self._step_times.longest,
-            **guessed,
+            **draft_counts,
         )
 
-    def _tell(self, report: wire.Report) -> None:
-        """Answer the process that started this one; it may have gone."""
+    def _send_report(self, report: messages.StartReport) -> None:
+        """Report to the parent process, unless it has exited."""
         with contextlib.suppress(BrokenPipeError), self._report:
             self._report.write(msgspec.json.encode(report) + b"\n")
 
 
-def _resident() -> int:
-    """Bytes that this process has in memory."""
+def _resident_bytes() -> int:
+    """Resident memory of this process, bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _inside(client: bytes, request_id: str) -> str:
-    """A client's request as the engine knows it: clients need not know of each other's ids."""
+def _internal_id(client: bytes, request_id: str) -> str:
+    """The engine's id of a client's request; different clients may use the same ``request_id``."""
     return f"{client.hex()}:{request_id}"
 
 
-def _outside(request_id: str) -> tuple[bytes, str]:
-    client, _, own = request_id.partition(":")
-    return bytes.fromhex(client), own
+def _split_internal_id(internal_id: str) -> tuple[bytes, str]:
+    """The client and its request id."""
+    client, _, request_id = internal_id.partition(":")
+    return bytes.fromhex(client), request_id
 
 
-def _parts(delta: TokenDelta) -> list[TokenDelta]:
-    """A delta with no more of the prompt's log probabilities than a client can take in without holding up others."""
-    told = delta.prompt_logprobs or []
-    last = max(len(told) - PROMPT_LOGPROBS, 0)
+def _split_prompt_logprobs(delta: TokenDelta) -> list[TokenDelta]:
+    """Split a delta into parts of at most ``MAX_PROMPT_LOGPROBS`` prompt logprobs; the last part has all other
+    fields."""
+    logprobs = delta.prompt_logprobs or []
+    last = max(len(logprobs) - MAX_PROMPT_LOGPROBS, 0)
+    starts = range(0, last, MAX_PROMPT_LOGPROBS)
     parts = [
         TokenDelta(
-            request_id=delta.request_id, sequence=delta.sequence, prompt_logprobs=told[at : at + PROMPT_LOGPROBS]
+            request_id=delta.request_id,
+            sequence=delta.sequence,
+            prompt_logprobs=logprobs[start : start + MAX_PROMPT_LOGPROBS],
         )
-        for at in range(0, last, PROMPT_LOGPROBS)
+        for start in starts
     ]
-    rest = told[len(parts) * PROMPT_LOGPROBS :]
+    rest = logprobs[len(parts) * MAX_PROMPT_LOGPROBS :]
     return [*parts, msgspec.structs.replace(delta, prompt_logprobs=rest)] if parts else [delta]
 
 
-def _refusal(request_id: str, sequences: int, failure: Failure) -> list[TokenDelta]:
+def _error_deltas(request_id: str, num_sequences: int, failure: Failure) -> list[TokenDelta]:
+    """Deltas that end all sequences of a request with a failure."""
     return [
         TokenDelta(request_id=request_id, sequence=index, finished=FinishReason.ERROR, failure=failure)
-        for index in range(sequences)
+        for index in range(num_sequences)
     ]
 
 
-def die_with(parent: int) -> None:
-    """End when the parent does, even if it has ended already."""
+def kill_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, or at once where it has died already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -378,9 +393,9 @@ def die_with(parent: int) -> None:
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints is not to be taken for the report
-    start = msgspec.json.decode(sys.stdin.buffer.read(), type=wire.Start)
-    die_with(start.parent)
+    os.dup2(2, 1)  # what libraries print must not reach the pipe to the parent
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Start)
+    kill_with_parent(start.parent)
     logs.set_up(start.logs, "engine")
     Server(sys.argv[1], start.options, start.logs, report).run()
 

@@ -1,1 +1,1 @@
-"""Speculative decoding: who drafts tokens, and how many."""
+"""Speculative decoding: the n-gram drafter, draft lengths, and whether drafts raise the throughput."""

@@ -1,21 +1,29 @@
-"""Whether speculative decoding pays: measured, as steps go on."""
+"""Adaptive speculative decoding: drafts are used only while they raise the throughput, which is measured."""
 
 from __future__ import annotations
 
 TRIAL, HOLD = 16, 512
-"""Steps with and without drafts that are compared, and steps until they are compared again."""
+"""Number of steps with and without drafts that are compared; number of steps until they are compared again."""
 
 
 class SpeculationTuner:
-    """Tries by turns whether more tokens a second come with drafts or without, and stays with what is better."""
+    """Compares tokens a second with and without drafts, of steps of one batch size, and keeps the faster way."""
 
     def __init__(self) -> None:
         self.drafting = True
+        """Whether the next steps should have drafts."""
         self._begin(TRIAL, switched=True)
         self._rates: dict[bool, float] = {}
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """A step brought so many tokens in so much time."""
+    def record_step(self, tokens: int, seconds: float, drafting: bool) -> None:
+        """Add a decode step to the measurement, and decide on ``drafting`` anew when there are enough.
+
+        Args:
+            tokens: number of tokens that it sampled.
+            drafting: the value of ``drafting`` when it was planned. Steps planned before the last change are ignored.
+        """
+        if drafting is not self.drafting:
+            return
         self._left -= 1
         if self._left < self._counted:
             self._tokens += tokens
@@ -33,6 +41,6 @@ class SpeculationTuner:
             self._rates.clear()
 
     def _begin(self, steps: int, switched: bool) -> None:
-        """The first steps after a change have to make up for what was not done before it, and do not count."""
+        """Measure the next ``steps``, without the first two after a change: a drafter may have to catch up in them."""
         self._left, self._counted = steps, steps - 2 * switched
         self._tokens, self._seconds = 0, 0.0

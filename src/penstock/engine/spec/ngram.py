@@ -1,41 +1,42 @@
-"""Draft tokens looked up in the text so far (prompt lookup decoding, Saxena, 2023)."""
+"""The n-gram drafter: drafts looked up in the tokens so far (prompt lookup decoding, Saxena, 2023)."""
 
 from __future__ import annotations
 
 from ..sequence.sequence import Sequence
 
 MAX_PROMPT = 32_768
-"""Last tokens of a prompt that are searched: reading them takes 0.2 s, in which nothing else goes on."""
+"""Number of trailing prompt tokens that are searched. Indexing them takes 0.2 s, in which no step is computed."""
 
 
 class NGramDrafter:
-    """Drafts what followed the last tokens where they came before.
+    """Drafts the tokens that followed the last occurrence of the sequence's trailing n-gram.
 
     Args:
-        longest, shortest: last tokens that are looked for; the longest match counts.
+        max_n, min_n: lengths of the n-grams; the longest that occurs is used.
     """
 
-    def __init__(self, longest: int, shortest: int) -> None:
-        self._lengths = range(longest, shortest - 1, -1)
+    def __init__(self, max_n: int, min_n: int) -> None:
+        self._lengths = range(max_n, min_n - 1, -1)
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, max_len: int) -> list[int]:
+        """At most ``max_len`` draft tokens; none where no n-gram occurs."""
         tokens, prompt = sequence.tokens, sequence.prompt_length
-        if not sequence.seen_in_prompt:
-            self._read(tokens, max(prompt - MAX_PROMPT, 0) + 1, prompt, sequence.seen_in_prompt)
-        self._read(tokens, sequence.read, len(tokens), sequence.seen)
-        sequence.read = len(tokens)
+        if not sequence.prompt_ngrams:
+            self._index(tokens, max(prompt - MAX_PROMPT, 0) + 1, prompt, sequence.prompt_ngrams)
+        self._index(tokens, sequence.ngrams_end, len(tokens), sequence.ngrams)
+        sequence.ngrams_end = len(tokens)
         for length in self._lengths:
-            run = tuple(tokens[-length:])
-            if (at := sequence.seen.get(run, sequence.seen_in_prompt.get(run))) is not None:
-                guessed: list[int] = []
-                for source in range(at, at + most):  # what goes on beyond the end goes on with what is guessed
-                    guessed.append(tokens[source] if source < len(tokens) else guessed[source - len(tokens)])
-                return guessed
+            ngram = tuple(tokens[-length:])
+            if (at := sequence.ngrams.get(ngram, sequence.prompt_ngrams.get(ngram))) is not None:
+                draft: list[int] = []
+                for source in range(at, at + max_len):  # past the last token, the draft itself is continued
+                    draft.append(tokens[source] if source < len(tokens) else draft[source - len(tokens)])
+                return draft
         return []
 
-    def _read(self, tokens: list[int], begin: int, end: int, seen: dict[tuple[int, ...], int]) -> None:
-        """Note where what came after each run of tokens begins, from ``begin`` to before ``end``."""
+    def _index(self, tokens: list[int], begin: int, end: int, ngrams: dict[tuple[int, ...], int]) -> None:
+        """Add the n-grams that end before each position from ``begin`` to ``end - 1`` to ``ngrams``."""
         for at in range(begin, end):
             for length in self._lengths:
                 if length <= at:
-                    seen[tuple(tokens[at - length : at])] = at
+                    ngrams[tuple(tokens[at - length : at])] = at

@@ -1,1 +1,1 @@
-"""What computes a step: the input batch, the forward pass, sampling."""
+"""The worker, which computes steps: its rows, the input batch, the forward pass, sampling, and drafters."""

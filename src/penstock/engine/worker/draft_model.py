@@ -1,23 +1,26 @@
-"""A smaller model that drafts what a larger one will say."""
+"""The draft model: a smaller model that drafts tokens for a larger one."""
 
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
 from ..step import Draw, RowUpdates
+from .drafter import Drafts, StepResult
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 
 
 class DraftModel:
-    """Drafts by sampling, as the row itself samples: with its parameters and its random numbers.
+    """Drafts by sampling from the draft model, with each row's sampling parameters and random numbers.
 
-    Its keys and values lie in blocks of the same numbers as the larger model's, in a cache of its own. It computes what
-    it lacks of a row when it is to draft, be it all of the prompt or a token.
+    It has a KV cache of its own, in which a sequence has blocks of the same numbers as in the model's. Tokens whose
+    keys and values are missing there are computed in ``propose``, a whole prompt as well as a single token.
 
     Args:
-        max_tokens: of a forward pass.
+        runner: of the draft model.
+        batch: the worker's rows.
+        block_size: tokens of a KV block.
+        max_tokens: most tokens of a forward pass.
     """
 
     needs_all_states = False
@@ -28,9 +31,10 @@ class DraftModel:
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._computed = np.zeros(len(batch.rows), np.int64)
-        """Leading tokens of each row whose keys and values are in the cache here."""
+        """``[rows]``: leading tokens of each row whose keys and values are in this cache."""
         self._filled = np.zeros(0, bool)
-        """Blocks that hold here what they hold in the model's cache, so that cached prefixes are found."""
+        """``[blocks]``: whether a block has the keys and values of the same tokens as in the model's cache. Rows that
+        start from the prefix cache find them here, too."""
 
     def init_cache(self, blocks: int) -> None:
         self._runner.init_cache(blocks, 0)
@@ -53,17 +57,17 @@ class DraftModel:
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
             self._computed[row] = self._computed[parent]
 
-    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in rows]
+    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
+        drafts = Drafts(len(rows))
         budget, drafting = self._max_tokens, list[int]()
         np.minimum.at(self._computed, rows, lengths - 1)  # the last token's hidden state is needed
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            lacking = length - int(self._computed[row])
-            if lacking <= budget:
+            missing = length - int(self._computed[row])
+            if missing <= budget:
                 drafting.append(i)
-            elif budget:  # a part of it now, and drafts another time
+            elif budget:  # compute as much as there is room for; a later call drafts
                 self._compute([row], [budget], length, sample=False)
-            budget = max(budget - lacking, 0)
+            budget = max(budget - missing, 0)
         for place in range(int(counts.max(initial=0))):
             drafting = [i for i in drafting if counts[i] > place]
             if not drafting:
@@ -71,32 +75,29 @@ class DraftModel:
             own = rows[drafting]
             ends = lengths[drafting] + place
             draws = self._compute(own, ends - self._computed[own], lengths[drafting], sample=True)
+            going = list[int]()
             for i, row, end, draw in zip(drafting, own, ends, draws, strict=True):
-                found[i].append(token := draw.token_ids[0])
-                self._batch.tokens[row, end] = token
-        return found
+                if (token := drafts.add(i, draw)) is not None:
+                    self._batch.tokens[row, end] = token
+                    going.append(i)
+            drafting = going
+        return drafts.token_ids
 
-    def after_step(
-        self,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        drafts: np.ndarray,
-        draws: dict[int, Draw],
-        forks: dict[int, list[int]],
-        hidden: Tensor,
-    ) -> None:
-        """What was drafted and not accepted is to be computed again."""
+    def after_step(self, result: StepResult) -> None:
+        """Forget the keys and values of draft tokens that were not accepted."""
+        rows, draws = result.rows, result.draws
         accepted = np.array([len(draws[row].token_ids) - 1 if row in draws else 0 for row in rows.tolist()])
-        self._computed[rows] = np.minimum(self._computed[rows], starts + lengths + np.maximum(accepted, 0))
+        ends = result.starts + result.lengths + np.maximum(accepted, 0)
+        self._computed[rows] = np.minimum(self._computed[rows], ends)
 
     def _compute(
         self, rows: np.ndarray | list[int], counts: np.ndarray | list[int], known: np.ndarray | int, sample: bool
     ) -> list[Draw]:
-        """Compute so many more tokens of each row, and sample the next one.
+        """Compute the next ``counts`` tokens of each row that are missing in the cache.
 
         Args:
-            known: tokens of each that are no drafts.
+            known: tokens of each row that are not draft tokens.
+            sample: whether to sample the token after them; else there are no draws.
         """
         rows, counts = np.asarray(rows), np.asarray(counts)
         starts = self._computed[rows]

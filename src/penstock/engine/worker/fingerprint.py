@@ -1,4 +1,4 @@
-"""The fingerprint of an engine: all that decides the bits of its results, besides the model's weights."""
+"""The fingerprint of an engine: everything besides the model's weights that its results depend on to the bit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from penstock.ops import KVSpec, Ops
 
 
 def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> str:
-    """Engines of equal fingerprints and weights give equal results, whatever else their options say.
+    """A string that is equal for engines whose results are equal to the bit, given equal weights.
 
-    Not in it, because results do not depend on them: threads, ranks, batches, chunks, prefix cache, preemption and
-    speculation (only as far as ``ops.BATCH_INVARIANT`` says so).
+    With kernels that are ``BATCH_INVARIANT``, results do not depend on threads, ranks, batches, chunks, prefix cache,
+    preemption and speculation, which are not part of it.
 
     Args:
+        ops: the kernels.
         quantization: of the weights, a name of ``SCHEMES``.
-        kv_spec: of any layer of the KV cache.
+        kv_spec: of one layer's KV cache; dtype and block size are the same for all.
     """
     capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes rope tables and samples
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]

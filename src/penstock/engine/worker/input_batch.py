@@ -1,4 +1,4 @@
-"""The worker's rows: tokens and block tables of the sequences that run, and the flat batch of a step made of them."""
+"""The worker's rows: tokens and block tables of running sequences, of which the flat batch of a step is made."""
 
 from __future__ import annotations
 
@@ -16,40 +16,47 @@ class InputBatch:
     """The rows of a worker.
 
     Args:
-        rows: sequences that may run at the same time.
-        max_len: tokens a sequence may have.
+        rows: number of rows: most running sequences.
+        max_len: most tokens of a sequence.
+        block_size: tokens of a KV block.
+        device: of the tensors that ``flatten`` returns.
     """
 
     def __init__(self, rows: int, max_len: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
-        self.tokens = np.zeros((rows, max_len + 1), np.int32)  # the last token is sampled, and never computed
+        self.tokens = np.zeros((rows, max_len + 1), np.int32)
+        """``[rows, max_len + 1]``: a sampled token after the last one is written, and never computed."""
         self.tables = np.zeros((rows, -(-max_len // block_size)), np.int32)
+        """``[rows, blocks]``: block tables."""
         self.rows: list[Row | None] = [None] * rows
+        """By number; None before a row's first sequence."""
         self.lora_slots = np.full(rows, -1, np.int32)
-        self._lora = False
-        self.telling = np.zeros(rows, bool)
-        """Rows that tell of their prompt, or make a vector of it."""
-        self.any_telling = False
+        """``[rows]``: slot of each row's adapter, -1 for none."""
+        self._any_lora = False
+        self.prompt_outputs = np.zeros(rows, bool)
+        """``[rows]``: ``Row.has_prompt_outputs``."""
+        self.any_prompt_outputs = False
 
     def row(self, number: int) -> Row:
+        """The row of that number, which must have a sequence."""
         row = self.rows[number]
-        assert row is not None, "the scheduler names rows that run"
+        assert row is not None, "a step names a row without a sequence"
         return row
 
     def apply(self, updates: RowUpdates) -> None:
-        """Bring rows up to date."""
+        """Apply what concerns rows; blocks are copied by ``ModelRunner.move_blocks``."""
         if len(updates.branches):
             self._branch(updates.branches.reshape(-1, 4))
         for new in updates.new:
             tokens = self.tokens[new.row]
             tokens[: len(new.token_ids)] = new.token_ids
             self.rows[new.row] = row = Row(new, tokens)
-            self.telling[new.row] = row.tells_prompt
+            self.prompt_outputs[new.row] = row.has_prompt_outputs
             self.lora_slots[new.row] = new.lora_slot
         if updates.new:
-            self._lora = bool((self.lora_slots >= 0).any())
-            self.any_telling = bool(self.telling.any())
+            self._any_lora = bool((self.lora_slots >= 0).any())
+            self.any_prompt_outputs = bool(self.prompt_outputs.any())
         for number, first, values in updates.segments(updates.tokens):
             self.tokens[number, first : first + len(values)] = values
             if counts := self.row(number).counts:
@@ -58,17 +65,18 @@ class InputBatch:
             self.tables[number, first : first + len(values)] = values
         for twin, parent, index in updates.forks.reshape(-1, 3).tolist():
             self.tokens[twin], self.tables[twin] = self.tokens[parent], self.tables[parent]
-            self.lora_slots[twin], self.telling[twin] = self.lora_slots[parent], False
+            self.lora_slots[twin], self.prompt_outputs[twin] = self.lora_slots[parent], False
             self.rows[twin] = self.row(parent).fork(index, self.tokens[twin])
 
     def flatten(
-        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, wanted: np.ndarray, shift: int = 0
+        self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_states: np.ndarray, shift: int = 0
     ) -> Batch:
-        """The batch of ``lengths`` tokens from ``starts`` on of each row, at least one in all.
+        """The flat batch of ``lengths`` tokens from ``starts`` on of each row, at least one token in all.
 
         Args:
-            wanted: number of trailing tokens of each whose hidden states are needed, int64.
-            shift: tokens are taken so far behind their positions, as layers for multi-token prediction have it.
+            rows, starts, lengths: ``[items]`` int32 or int64.
+            num_states: ``[items]`` int64: number of trailing hidden states of each item that are returned.
+            shift: offset from a position to the token computed there: 0, or 1 for MTP layers.
         """
         ends = lengths.cumsum()
         total = starts + lengths
@@ -82,16 +90,16 @@ class InputBatch:
         max_blocks = -(-int(total.max()) // self._block_size)
         slots = self.tables[own, blocks].astype(np.int64) * self._block_size + offsets
         queries = logit_queries = self._queries(rows, total, lengths, max_blocks)
-        if (wanted == lengths).all():
+        if (num_states == lengths).all():
             logit_rows = np.arange(count)
         else:
-            some = wanted > 0
-            logit_queries = self._queries(rows[some], total[some], wanted[some], max_blocks)
-            drawn = wanted.cumsum()
-            logit_rows = np.arange(drawn[-1]) + (ends - drawn).repeat(wanted)
+            some = num_states > 0
+            logit_queries = self._queries(rows[some], total[some], num_states[some], max_blocks)
+            state_ends = num_states.cumsum()
+            logit_rows = np.arange(state_ends[-1]) + (ends - state_ends).repeat(num_states)
         adapters = logit_adapters = None
-        if self._lora and ((slot := self.lora_slots[rows]) >= 0).any():
-            adapters, logit_adapters = (self._tensor(slot.repeat(counts)) for counts in (lengths, wanted))
+        if self._any_lora and ((slot := self.lora_slots[rows]) >= 0).any():
+            adapters, logit_adapters = (self._tensor(slot.repeat(counts)) for counts in (lengths, num_states))
         return Batch(
             token_ids=self._tensor(self.tokens[own, positions + shift].astype(np.int64)),
             positions=self._tensor(positions),

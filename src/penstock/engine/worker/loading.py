@@ -1,4 +1,4 @@
-"""Reads a worker's models: the one that is served, and the one that drafts for it."""
+"""Loads a worker's models: the served model and the draft model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from penstock.core.errors import invalid
 from penstock.core.lora import named
 from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
 from penstock.ops import Ops
+from penstock.parallel import SINGLE_RANK, Group
 
 from ..step import ModelInfo
 from .fingerprint import fingerprint
 
 
 class LoadedModels(NamedTuple):
-    """What a worker computes with."""
+    """The models of a worker, and the kernels and device that they run on."""
 
     ops: Ops
     device: torch.device
@@ -32,8 +33,8 @@ class LoadedModels(NamedTuple):
     info: ModelInfo
 
 
-def load_models(options: EngineOptions) -> LoadedModels:
-    """Read the checkpoints that the options name.
+def load_models(options: EngineOptions, group: Group = SINGLE_RANK) -> LoadedModels:
+    """Load the checkpoints that the options name: of each matrix what this rank of the group computes.
 
     Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
     """
@@ -63,6 +64,7 @@ def load_models(options: EngineOptions) -> LoadedModels:
             weight_cache_size=options.weight_cache_size,
             mtp_heads=bool(speculative and speculative.method == "mtp"),
             max_loras=max_loras,
+            group=group,
         )
 
     draft = _draft(speculative, options, config)
@@ -100,16 +102,16 @@ def _device(name: str) -> torch.device:
 def _draft(
     speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig
 ) -> tuple[Path, ModelConfig] | None:
-    """Folder and configuration of the draft model; None where no draft model is asked for.
+    """Folder and configuration of the draft model; None where the options ask for none.
 
-    Raises ``PenstockError`` (``invalid``) where none is named, or its vocabulary is another, or the model is to draft
-    with layers that it does not have.
+    Raises ``PenstockError`` (``invalid``) where its folder is not given, its vocabulary has another size, or MTP is
+    asked for and the model has no such layers.
     """
     if not speculative or speculative.method == "ngram":
         return None
     if speculative.method == "mtp":
         if not model.num_mtp_layers:
-            raise invalid("speculative_config", "this model has no heads that guess (num_nextn_predict_layers)")
+            raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
         return None
     folder = Path(speculative.model) if speculative.model else None
     if not folder and (not options.model or Path(options.model) == demo.CHAT):

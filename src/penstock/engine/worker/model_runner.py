@@ -18,19 +18,21 @@ from penstock.planning.kv_spec import bytes_per_block
 
 from ..step import Draw
 from .row import Position
-from .sampler import NO_SCORES, NOTHING_ALLOWED, logprobs, sample
+from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, logprobs, sample
 
-ROWS_AT_ONCE = 256
-"""Rows of logits held at a time where those of a whole prompt are wanted: a large vocabulary's take megabytes each."""
+TOKENS_AT_ONCE = 256
+"""Tokens of a prompt whose logits are computed together: with a large vocabulary, those of one take a megabyte."""
 
 
 class ModelRunner:
-    """Runs one model.
+    """Runs one model over its KV cache.
 
     Args:
-        max_tokens: of a step.
-        max_rows: sequences that may run at the same time.
-        max_len: tokens a sequence may have.
+        ops: the kernels.
+        specs: KV cache of each layer.
+        max_tokens: most tokens of a step.
+        max_rows: most sequences of a step.
+        max_len: most tokens of a sequence.
         lora: whether rows may have adapters.
     """
 
@@ -58,7 +60,8 @@ class ModelRunner:
         self._host: list[Any] = []
 
     def init_cache(self, blocks: int, host_blocks: int) -> None:
-        """Allocate the KV cache, and capture a step over it."""
+        """Allocate the KV cache of ``blocks`` blocks on the device and ``host_blocks`` in host memory, and capture the
+        forward pass over it."""
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
         capture = partial(
@@ -70,16 +73,16 @@ class ModelRunner:
         )
         self._forward = capture()
         self._forward_lora = capture(use_lora=True) if self._lora else self._forward
-        """For steps with adapters; others need not know of them."""
+        """For steps with adapters; in other steps they cost nothing."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of its cache."""
+        """Bytes of a KV block, all layers together."""
         return bytes_per_block(self._specs)
 
     def activation_bytes(self) -> int:
-        """What the largest step takes beside weights and KV cache: the buffers of a captured step over a cache of one
-        block where steps are captured, else the peak of one that is run."""
+        """Bytes of the largest step's activations and logits. On CPUs from the buffers of the captured forward pass, on
+        GPUs measured in a forward pass. Leaves a small KV cache behind, which ``init_cache`` replaces."""
         tokens, rows = self._max_tokens, self._max_rows
         logits = 2 * 4 * rows * self.model.config.vocab_size  # float32, and their probabilities
         if self._device.type == "cpu":
@@ -96,7 +99,7 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self._device) - before + logits
 
     def move_blocks(self, swap_out: np.ndarray, swap_in: np.ndarray, copies: np.ndarray) -> None:
-        """Copy blocks to and from the host tier, and within the cache (``RowUpdates``)."""
+        """Copy blocks: to the host tier, from it, and within the cache. Arguments are fields of ``RowUpdates``."""
         for source, target, pairs in (
             (self.cache, self._host, swap_out),
             (self._host, self.cache, swap_in),
@@ -105,15 +108,17 @@ class ModelRunner:
             self._ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
 
     def forward(self, batch: Batch) -> Tensor:
-        """The last hidden states of the tokens that the batch wants them of, ``[rows, hidden]``."""
+        """Compute a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``, ``[tokens,
+        hidden]``."""
         return (self._forward if batch.lora_slots is None else self._forward_lora)(batch)
 
     def sample(self, hidden: Tensor, positions: Sequence[Position], allowed: np.ndarray | None = None) -> list[Draw]:
-        """The next token at each position. What one draws does not depend on the others.
+        """Sample the next token at each position; a draw does not depend on other positions.
 
         Args:
-            hidden: ``[positions, hidden]``.
-            allowed: ``[positions, vocabulary / 32]`` int32, a bit for each token that may come; None is all.
+            hidden: ``[positions, hidden]``: the last hidden state before each position.
+            allowed: grammar bitmask, ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled;
+                None allows all.
         """
         if all([position.argmax for position in positions]):
             return self._argmax(hidden, allowed)
@@ -124,48 +129,57 @@ class ModelRunner:
             for i, draw in zip(plain, self._argmax(hidden[plain], _rows(allowed, plain)), strict=True):
                 draws[i] = draw
         logits = self.model.logits(hidden[others] if plain else hidden)
-        found = sample(logits, [positions[i] for i in others], self._bits(_rows(allowed, others)))
-        for i, draw in zip(others, found, strict=True):
+        sampled = sample(logits, [positions[i] for i in others], self._bits(_rows(allowed, others)))
+        for i, draw in zip(others, sampled, strict=True):
             draws[i] = draw
         return [draw for draw in draws if draw is not None]
 
     def _argmax(self, hidden: Tensor, allowed: np.ndarray | None) -> list[Draw]:
-        """The likeliest token of each row: most requests want no more, for which logits need not be kept."""
-        sound = [True] * len(hidden)
-        if not math.isfinite(hidden.sum(dtype=torch.float32).item()):  # one look at all of them, then at each
-            sound = hidden.isfinite().all(-1).tolist()
+        """Sample the argmax, for which no logits are stored."""
+        finite = [True] * len(hidden)
+        if not math.isfinite(hidden.sum(dtype=torch.float32).item()):  # check all at once, then each
+            finite = hidden.isfinite().all(-1).tolist()
         draws = [Draw([token]) for token in self.model.argmax(hidden, self._bits(allowed)).tolist()]
-        if not all(sound):
-            draws = [draw if own else Draw([], failure=NO_SCORES) for draw, own in zip(draws, sound, strict=True)]
+        if not all(finite):
+            failed = Draw([], failure=NON_FINITE_LOGITS)
+            draws = [draw if own else failed for draw, own in zip(draws, finite, strict=True)]
         if allowed is not None:
             for i in np.flatnonzero(~allowed.any(1)).tolist():
                 draws[i] = Draw([], failure=NOTHING_ALLOWED)
         return draws
 
     def prompt_logprobs(self, hidden: Tensor, token_ids: np.ndarray, alternatives: int) -> list[list[Logprob]]:
-        """Log probabilities of tokens, each after the hidden state at the same place."""
-        found = []
-        for start in range(0, len(token_ids), ROWS_AT_ONCE):
-            logits = self.model.logits(hidden[start : start + ROWS_AT_ONCE])
-            chosen = torch.from_numpy(token_ids[start : start + ROWS_AT_ONCE].astype(np.int64)).to(logits.device)
-            found += logprobs(logits, chosen, [alternatives] * len(chosen))
-        return found
+        """Logprobs of prompt tokens.
+
+        Args:
+            hidden: ``[tokens, hidden]``: the last hidden state before each token.
+            token_ids: ``[tokens]`` int32.
+            alternatives: number of likeliest tokens to list with each.
+        """
+        listed = []
+        for start in range(0, len(token_ids), TOKENS_AT_ONCE):
+            logits = self.model.logits(hidden[start : start + TOKENS_AT_ONCE])
+            chosen = torch.from_numpy(token_ids[start : start + TOKENS_AT_ONCE].astype(np.int64)).to(logits.device)
+            listed += logprobs(logits, chosen, [alternatives] * len(chosen))
+        return listed
 
     def logits(self, hidden: Tensor) -> Iterator[bytes]:
-        """Of hidden states, float32."""
-        for start in range(0, len(hidden), ROWS_AT_ONCE):
-            yield self.model.logits(hidden[start : start + ROWS_AT_ONCE]).numpy(force=True).tobytes()
+        """Logits of hidden states ``[tokens, hidden]``, as bytes of ``[some, vocabulary]`` float32 at a time."""
+        for start in range(0, len(hidden), TOKENS_AT_ONCE):
+            yield self.model.logits(hidden[start : start + TOKENS_AT_ONCE]).numpy(force=True).tobytes()
 
     def _bits(self, allowed: np.ndarray | None) -> Tensor | None:
-        return None if allowed is None else torch.from_numpy(allowed).to(self._device)
+        if allowed is None:
+            return None
+        return torch.from_numpy(np.require(allowed, requirements="W")).to(self._device)  # messages are read-only
 
 
 def _rows(allowed: np.ndarray | None, rows: list[int]) -> np.ndarray | None:
     return None if allowed is None else allowed[rows]
 
 
-def _one_row(tokens: int, blocks: int, block_size: int, wanted: int, device: torch.device) -> Batch:
-    """A batch of one sequence, of whose last tokens the hidden states are wanted."""
+def _one_row(tokens: int, blocks: int, block_size: int, num_states: int, device: torch.device) -> Batch:
+    """A batch of one sequence of ``tokens`` tokens, which needs the hidden states of the last ``num_states``."""
 
     def tensor(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -177,6 +191,6 @@ def _one_row(tokens: int, blocks: int, block_size: int, wanted: int, device: tor
         positions=positions,
         slot_mapping=positions,
         attention=AttentionMetadata(tensor(0, tokens), tensor(tokens), table),
-        logits_indices=positions[-wanted:],
-        logits_attention=AttentionMetadata(tensor(0, wanted), tensor(tokens), table),
+        logits_indices=positions[-num_states:],
+        logits_attention=AttentionMetadata(tensor(0, num_states), tensor(tokens), table),
     )

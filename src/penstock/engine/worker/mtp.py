@@ -1,4 +1,4 @@
-"""Layers of the model itself that draft what comes after the next token (multi-token prediction)."""
+"""Multi-token prediction (MTP): layers of the model itself draft the tokens after the next one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import torch
 from torch import Tensor
 
 from ..step import Draw, RowUpdates
+from .drafter import Drafts, StepResult
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 
 
-class First(NamedTuple):
-    """The first draft token of a row, and what the second is drafted from."""
+class FirstDraft(NamedTuple):
+    """The first draft token of a row, and the hidden state that the second is drafted from."""
 
     length: int
-    """Tokens that the row has before it."""
-    token: int
+    """Tokens of the row before the draft token."""
+    draw: Draw
     state: Tensor
-    """``[hidden]``"""
+    """``[hidden]`` of the MTP layer at position ``length - 2``."""
 
 
 class MTPDrafter:
-    """Drafts with the model's own layers for multi-token prediction, which read what it has made of each token.
+    """Drafts with the model's MTP layers, which read the model's last hidden states.
 
-    They follow every step, so that their keys and values are there for all tokens, in the model's own cache. What they
-    lack after a swap, or at the last place of a shared prefix, only lowers acceptance.
+    ``after_step`` computes their keys and values for the tokens of each step, in the model's KV cache. They are missing
+    after a swap, and at the last position of a cached prefix, which only lowers acceptance.
+
+    Args:
+        runner: of the model.
+        batch: the worker's rows.
     """
 
     needs_all_states = True
@@ -35,12 +40,12 @@ class MTPDrafter:
     def __init__(self, runner: ModelRunner, batch: InputBatch) -> None:
         self._runner = runner
         self._batch = batch
-        self._layers = runner.model.mtp_heads  # the last one drafts whatever is further on, too
-        self._first: dict[int, First] = {}
+        self._layers = runner.model.mtp_heads  # draft tokens beyond their number are drafted by the last one
+        self._first: dict[int, FirstDraft] = {}
         """By row."""
 
     def init_cache(self, blocks: int) -> None:
-        """It is part of the model's."""
+        """Nothing to do: the layers' cache is part of the model's."""
 
     def apply(self, updates: RowUpdates) -> None:
         for new in updates.new:
@@ -48,15 +53,22 @@ class MTPDrafter:
         for row in updates.forks[::3].tolist():
             self._first.pop(row, None)
 
-    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in rows]
+    def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
+        drafts = Drafts(len(rows))
         states: dict[int, Tensor] = {}
+        """By index, of the rows whose drafts may go on."""
+
+        def add(i: int, draw: Draw, state: Tensor, position: int) -> None:
+            if (token := drafts.add(i, draw)) is None:
+                states.pop(i, None)
+            else:
+                states[i] = state
+                self._batch.tokens[rows[i], position] = token
+
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             first = self._first.get(row)
             if first and first.length == length:
-                found[i].append(first.token)
-                states[i] = first.state
-                self._batch.tokens[row, length] = first.token
+                add(i, first.draw, first.state, length)
         for place in range(1, int(counts.max(initial=0))):
             states = {i: state for i, state in states.items() if counts[i] > place}
             if not states:
@@ -66,55 +78,45 @@ class MTPDrafter:
             layer = min(place, len(self._layers) - 1)
             last, draws = self._run(layer, rows[at], starts, np.ones_like(starts), torch.stack(list(states.values())))
             for i, state, draw in zip(at, last, draws, strict=True):
-                found[i].append(token := draw.token_ids[0])
-                states[i] = state
-                self._batch.tokens[rows[i], lengths[i] + place] = token
-        return found
+                add(i, draw, state, lengths[i] + place)
+        return drafts.token_ids
 
-    def after_step(
-        self,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        drafts: np.ndarray,
-        draws: dict[int, Draw],
-        forks: dict[int, list[int]],
-        hidden: Tensor,
-    ) -> None:
-        """Compute keys and values of what the model has computed, and the first draft token."""
+    def after_step(self, result: StepResult) -> None:
+        """Compute the keys and values of the step's tokens, and the first draft token of each row that sampled."""
+        draws = result.draws
         items: list[tuple[int, int, int]] = []
         states: list[int] = []
         end = 0
-        for row, start, length, drafted in zip(
-            rows.tolist(), starts.tolist(), lengths.tolist(), drafts.tolist(), strict=True
-        ):
+        columns = (result.rows, result.starts, result.lengths, result.drafts)
+        for row, start, length, drafted in zip(*(column.tolist() for column in columns), strict=True):
             begin, end = end, end + length + drafted
-            for own in (row, *forks.get(row, ())):
+            for own in (row, *result.forks.get(row, ())):
                 draw = draws.get(own)
                 if self._batch.row(own).num_candidates or (draw and draw.failure):
                     continue
                 count = length + (len(draw.token_ids) - 1 if draw else 0)
-                first = 0 if own == row else count - 1  # siblings share all but the last one
+                first = 0 if own == row else count - 1  # forked rows share the blocks of all tokens but the last
                 items.append((own, start + first, count - first))
                 states += range(begin + first, begin + count)
         if not items:
             return
-        own, first, count = np.array(items).T
-        last, found = self._run(0, own, first, count, hidden[states])
-        for row, length, state, draw in zip(own.tolist(), (first + count + 1).tolist(), last, found, strict=True):
+        rows, starts, counts = np.array(items).T
+        last, drafted = self._run(0, rows, starts, counts, result.hidden[states])
+        for row, length, state, draw in zip(rows.tolist(), (starts + counts + 1).tolist(), last, drafted, strict=True):
             if row in draws:
-                self._first[row] = First(length, draw.token_ids[0], state)
+                self._first[row] = FirstDraft(length, draw, state)
 
     def _run(
         self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor
     ) -> tuple[Tensor, list[Draw]]:
-        """Compute positions with one of the layers.
+        """Compute ``counts`` positions from ``starts`` on of each row with layer ``number``.
 
         Args:
-            states: ``[tokens, hidden]``, of the tokens at those positions.
+            states: ``[counts.sum(), hidden]``: hidden states at these positions, of the model or of the layer before.
 
         Returns:
-            The layer's own hidden state at each row's last position, ``[rows, hidden]``, and the tokens after the next.
+            The layer's hidden state at each row's last position, ``[rows, hidden]``, and the token drafted from it: the
+            one after the next.
         """
         batch = self._batch.flatten(rows, starts, counts, counts.copy(), shift=1)
         model = self._runner.model

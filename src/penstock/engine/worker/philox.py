@@ -1,7 +1,7 @@
-"""Random numbers that depend on nothing but what they are for: Philox4x32-10 (Salmon et al., 2011).
+"""Philox4x32-10, a counter-based random number generator (Salmon et al., 2011).
 
-A draw's key is the request's seed, its counter the position, the sequence and the stream, so that the same request
-draws the same numbers whoever shares the batch and however often a token is computed again.
+A draw's key is the request's seed; its counter is made of position, sequence and stream. So a request draws the same
+numbers in any batch, and again where a token is computed again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ HALF = np.uint64(32)
 
 
 def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Random bits.
+    """Random bits, ``[draws, 4]`` uint32.
 
     Args:
         key: ``[draws, 2]``.
         counter: ``[draws, 4]``.
-
-    Returns:
-        ``[draws, 4]``.
     """
     key, words = key.copy(), counter.astype(np.uint64)
     for _ in range(ROUNDS):
@@ -40,11 +37,13 @@ def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.u
 def uniform(
     seeds: NDArray[np.uint64], positions: NDArray[np.uint32], sequences: NDArray[np.uint32], stream: int = 0
 ) -> NDArray[np.float64]:
-    """A number in [0, 1) for each draw, of 53 random bits.
+    """Uniform random numbers in [0, 1) of 53 random bits each, ``[draws]``.
 
     Args:
-        seeds, positions, sequences: ``[draws]`` each; the position is that of the token that is drawn.
-        stream: tells apart draws for different ends at the same place.
+        seeds: ``[draws]``: seed of each draw's request.
+        positions: ``[draws]``: position of the sampled token in its sequence.
+        sequences: ``[draws]``: index of the sequence in its request.
+        stream: a number for each independent use of random numbers at the same position.
     """
     key = np.stack((seeds & LOW, seeds >> HALF), 1).astype(np.uint32)
     counter = np.zeros((len(seeds), 4), np.uint32)

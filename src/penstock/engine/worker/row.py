@@ -1,4 +1,4 @@
-"""A row of the worker's batch: what sampling needs to know of a sequence."""
+"""A row of the worker's batch: a running sequence, and where in it a token is sampled."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from .token_counts import TokenCounts
 
 
 class Row:
-    """A sequence that runs.
+    """A running sequence. Fields are those of ``NewRow``.
 
     Args:
-        tokens: ``[max_len]`` int32, of which the caller knows how many are there.
+        new: the message that starts the row.
+        tokens: ``[max_len]`` int32: the row's tokens in the batch, whose number the row does not know. Shared with the
+            batch, which writes to it.
     """
 
     def __init__(self, new: NewRow, tokens: np.ndarray) -> None:
@@ -32,40 +34,46 @@ class Row:
         self.context_logits = new.context_logits
         self.pooling = new.pooling
         self.counts: TokenCounts | None = None
-        """Kept where penalties have asked for them."""
+        """Token counts for penalties; None until the first ``Position.counts``."""
         self.argmax = _wants_argmax(self.params, self.num_candidates)
-        """Whether the next token is the argmax of the logits as they are, and nothing else is asked for."""
+        """Whether the next token is the argmax of the unadjusted logits, and nothing but the token is returned."""
 
     def fork(self, index: int, tokens: np.ndarray) -> Row:
-        """A sibling, to which nothing is told of the prompt."""
+        """The row of another sequence of the same request. It returns no prompt logprobs and context logits.
+
+        Args:
+            index: of the sequence in its request.
+            tokens: the new row's tokens in the batch, a copy of this row's.
+        """
         twin = Row.__new__(Row)
         twin.__dict__ |= self.__dict__
         twin.tokens, twin.index, twin.counts = tokens, index, None
         twin.prompt_logprobs, twin.context_logits = None, False
         return twin
 
-    def prompt_tokens(self, start: int, length: int) -> int:
-        """How many of the tokens after ``start`` and the ``length - 1`` that follow it are the prompt's, and have their
-        probabilities told."""
+    def num_prompt_logprobs(self, start: int, length: int) -> int:
+        """Number of prompt logprobs that a step returns which computes ``length`` tokens from ``start`` on: those of
+        the prompt tokens from ``start + 1`` on."""
         if self.prompt_logprobs is None:
             return 0
         return max(min(length, self.prompt_length - 1 - start), 0)
 
-    def context_tokens(self, start: int, length: int) -> int:
-        """How many of the ``length`` tokens from ``start`` on are the prompt's, and have the logits after them told."""
+    def num_context_logits(self, start: int, length: int) -> int:
+        """Number of prompt tokens whose logits a step returns which computes ``length`` tokens from ``start`` on."""
         return max(min(length, self.prompt_length - start), 0) if self.context_logits else 0
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether more than the last hidden state is wanted of a prompt."""
+    def has_prompt_outputs(self) -> bool:
+        """Whether steps return prompt logprobs, context logits or hidden states of the prompt."""
         return self.prompt_logprobs is not None or self.context_logits or bool(self.pooling)
 
     def position(self, length: int) -> Position:
-        """Where the token after the first ``length`` is sampled."""
+        """The position after the first ``length`` tokens."""
         return Position(self, length, self.params, self.argmax)
 
     def draft_position(self, length: int) -> Position:
-        """The same for a drafter: without what only costs time."""
+        """The position after the first ``length`` tokens, for drafting: sampled with the row's parameters, but without
+        logprobs, logits and grammar, which a draft does not need."""
         params, argmax = self._draft_params
         return Position(self, length, params, argmax)
 
@@ -76,20 +84,22 @@ class Row:
 
 
 class Position(NamedTuple):
-    """Where a token is sampled: behind the first ``length`` tokens of a row."""
+    """A position where a token is sampled: the one after the first ``length`` tokens of a row."""
 
     row: Row
     length: int
     params: SamplingParams
     argmax: bool
+    """Whether the token is the argmax of the unadjusted logits (``Row.argmax``)."""
 
     @property
     def generated(self) -> int:
+        """Number of output tokens before the position."""
         return self.length - self.row.prompt_length
 
     @property
     def counts(self) -> TokenCounts:
-        """Of the tokens before."""
+        """Counts of the tokens before the position."""
         if self.row.counts is None:
             self.row.counts = TokenCounts(self.row.prompt_length)
         self.row.counts.count(self.row.tokens, self.length)
@@ -97,7 +107,7 @@ class Position(NamedTuple):
 
 
 def _wants_argmax(params: SamplingParams, num_candidates: int) -> bool:
-    told = num_candidates or params.logprobs is not None or params.return_generation_logits
+    needs_logits = num_candidates or params.logprobs is not None or params.return_generation_logits
     adjusted = (
         params.allowed_token_ids is not None
         or params.bad_word_ids
@@ -107,4 +117,4 @@ def _wants_argmax(params: SamplingParams, num_candidates: int) -> bool:
         or params.frequency_penalty != 0
         or params.presence_penalty != 0
     )
-    return params.greedy and not told and not adjusted
+    return params.greedy and not needs_logits and not adjusted

@@ -1,4 +1,4 @@
-"""How often a row has each token, for penalties: kept from step to step, so that a step costs only its new tokens."""
+"""Token counts of a row, for penalties: kept from step to step, so that a step counts only its new tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 class TokenCounts:
-    """Counts of a row's leading tokens.
+    """How often each token occurs among a row's leading tokens: in all of them, and in the output.
 
     Args:
-        prompt_length: tokens before the output.
+        prompt_length: number of tokens before the output.
     """
 
     def __init__(self, prompt_length: int) -> None:
@@ -19,13 +19,14 @@ class TokenCounts:
         self._output = _Table()
 
     def copy(self) -> TokenCounts:
-        """For a beam that goes on from this one."""
+        """A copy, for a beam that continues from this row."""
         twin = TokenCounts(self._prompt_length)
         twin._counted, twin._all, twin._output = self._counted.copy(), self._all.copy(), self._output.copy()
         return twin
 
     def rewind(self, length: int) -> None:
-        """Uncount all but the first ``length`` tokens, as drafts that were not accepted."""
+        """Remove all but the first ``length`` tokens from the counts: to be called where later ones were replaced, or
+        were draft tokens."""
         while len(self._counted) > length:
             token = self._counted.pop()
             self._all.remove(token)
@@ -33,7 +34,12 @@ class TokenCounts:
                 self._output.remove(token)
 
     def count(self, tokens: np.ndarray, length: int) -> None:
-        """Count the first ``length`` of ``tokens``, of which those that are counted have not changed."""
+        """Count exactly the first ``length`` tokens.
+
+        Args:
+            tokens: ``[at least length]`` int32: the row's tokens. Those counted before must be the same still, unless
+                ``rewind`` has removed them.
+        """
         self.rewind(length)
         done = len(self._counted)
         for at, token in enumerate(tokens[done:length].tolist(), done):
@@ -44,50 +50,52 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Each token of prompt and output once, ``[distinct]`` int64."""
+        """The distinct tokens of prompt and output, ``[tokens]`` int64."""
         return self._all.token_ids
 
     @property
     def output_ids(self) -> np.ndarray:
-        """Each token of the output once, ``[distinct]`` int64."""
+        """The distinct tokens of the output, ``[output tokens]`` int64."""
         return self._output.token_ids
 
     @property
     def output_times(self) -> np.ndarray:
-        """How often these came, ``[distinct]`` int64."""
+        """How often each of ``output_ids`` occurs in the output, ``[output tokens]`` int64."""
         return self._output.times
 
 
 class _Table:
-    """Distinct tokens in the order in which they came first, and how often they came."""
+    """Distinct tokens in the order of their first occurrence, and their counts."""
 
     def __init__(self) -> None:
-        self._places: dict[int, int] = {}
+        self._columns: dict[int, int] = {}
+        """By token."""
         self._held = np.zeros((2, 64), np.int64)
+        """Token and count in each column; columns beyond ``len(_columns)`` are spare."""
 
     def copy(self) -> _Table:
         twin = _Table()
-        twin._places, twin._held = self._places.copy(), self._held.copy()
+        twin._columns, twin._held = self._columns.copy(), self._held.copy()
         return twin
 
     def add(self, token: int) -> None:
-        place = self._places.setdefault(token, len(self._places))
-        if place == self._held.shape[1]:
+        column = self._columns.setdefault(token, len(self._columns))
+        if column == self._held.shape[1]:
             self._held = np.concatenate((self._held, np.zeros_like(self._held)), 1)
-        self._held[0, place] = token
-        self._held[1, place] += 1
+        self._held[0, column] = token
+        self._held[1, column] += 1
 
     def remove(self, token: int) -> None:
-        """The token that was added last."""
-        place = self._places[token]
-        self._held[1, place] -= 1
-        if not self._held[1, place]:  # then it was the last to come first
-            del self._places[token]
+        """Undo the last ``add``, which was of ``token``."""
+        column = self._columns[token]
+        self._held[1, column] -= 1
+        if not self._held[1, column]:  # its first occurrence was the last one of all: it is in the last column
+            del self._columns[token]
 
     @property
     def token_ids(self) -> np.ndarray:
-        return self._held[0, : len(self._places)]
+        return self._held[0, : len(self._columns)]
 
     @property
     def times(self) -> np.ndarray:
-        return self._held[1, : len(self._places)]
+        return self._held[1, : len(self._columns)]

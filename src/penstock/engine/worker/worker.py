@@ -1,4 +1,4 @@
-"""A worker: one rank's model, KV cache and rows. It computes steps, and knows no scheduler and no request."""
+"""The worker: model, KV cache and rows of one rank. It computes steps, and knows neither scheduler nor requests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.config.options import EngineOptions
 from penstock.models import LoRAAdapter, Model, load_lora
+from penstock.parallel import SINGLE_RANK, Group
 from penstock.planning.host_memory import free_host_bytes
 
 from ..step import (
@@ -32,7 +33,7 @@ from ..step import (
     UnloadLoRA,
 )
 from .draft_model import DraftModel
-from .drafter import ModelDrafter
+from .drafter import ModelDrafter, StepResult
 from .input_batch import InputBatch
 from .loading import LoadedModels, load_models
 from .model_runner import ModelRunner
@@ -41,22 +42,27 @@ from .row import Position, Row
 
 logger = logging.getLogger(__name__)
 
-MOST_DRAFTER_FAILURES = 8
-"""After a step, since the worker started, after which its drafter is left alone."""
+MAX_DRAFTER_ERRORS = 8
+"""Once ``ModelDrafter.after_step`` has raised this many errors, it is not called any more."""
 
 
 class Worker:
-    """Loads, then computes steps one after the other, all in one thread but for reading adapters.
+    """Computes steps. Call ``load``, ``profile`` and ``init_cache`` once each, in this order, then ``execute`` and
+    ``call``, all in the same thread; only files of adapters are read in another.
+    All ranks of a group make the same calls, and compute the same but for the outputs that their layers share out.
 
-    Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow a start.
+    Args:
+        options: of the engine.
+        group: the rank that this worker is.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, group: Group = SINGLE_RANK) -> None:
         self._options = options
+        self._group = group
         self._loaded: LoadedModels | None = None
         self._forks: dict[int, list[int]] = defaultdict(list)
         self._drafter: ModelDrafter | None = None
-        self._drafter_failures = 0
+        self._drafter_errors = 0
         self._reader = ThreadPoolExecutor(1, "read-adapter")
         self._reading: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
         self._adapters: dict[int, LoRAAdapter] = {}
@@ -64,10 +70,13 @@ class Worker:
     # --- The start --------------------------------------------------------------------------------------------------
 
     def load(self) -> ModelInfo:
-        """Read the checkpoints."""
-        options, loaded = self._options, load_models(self._options)
+        """Read the checkpoints.
+
+        Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
+        """
+        options, loaded = self._options, load_models(self._options, self._group)
         self._loaded = loaded
-        rows = options.max_num_seqs + 1  # one to find out with whether anything can be computed
+        rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         self._batch = InputBatch(rows, loaded.max_model_len, options.block_size, loaded.device)
 
         def runner(model: Model, lora: bool) -> ModelRunner:
@@ -93,7 +102,7 @@ class Worker:
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None)
 
     def profile(self) -> MemoryProfile:
-        """What the KV cache may take beside weights and the largest step."""
+        """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
         loaded, runners = self._models, self._runners
         activations = sum(runner.activation_bytes() for runner in runners)
         if loaded.device.type == "cuda":
@@ -101,7 +110,7 @@ class Worker:
             free, total = torch.cuda.mem_get_info(loaded.device)
         else:  # weights that are mapped from a disk count as free, but every step needs them
             total = 0
-            free = free_host_bytes() - sum(runner.model.mapped_bytes for runner in runners)
+            free = free_host_bytes() // self._group.size - sum(runner.model.mapped_bytes for runner in runners)
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
@@ -110,48 +119,51 @@ class Worker:
         )
 
     def init_cache(self, blocks: int, host_blocks: int) -> None:
-        """Allocate the KV cache; from then on steps can be computed."""
+        """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory."""
         self._runner.init_cache(blocks, host_blocks)
         if self._drafter:
             self._drafter.init_cache(blocks)
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def execute(self, step: StepInput, masks: Future[np.ndarray] | None = None) -> StepOutput:
-        """Compute a step.
+    def execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> StepOutput:
+        """Compute a step, which fails on all ranks where it fails on one.
 
         Args:
-            masks: grammar masks of the rows that sample, and of their drafts, ``[positions, vocabulary / 32]`` int32.
-                They are waited for only once the forward pass is done.
+            grammar_bitmask: grammar bitmask as in ``Executor.submit``, waited for after the forward pass.
         """
-        self._settle()
+        with torch.inference_mode(), self._group.step():
+            return self._execute(step, grammar_bitmask)
+
+    def _execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None) -> StepOutput:
+        self.poll()
         self._apply(step.updates)
         forks = dict(self._forks)
         if not len(step.rows):
             return StepOutput([])
-        both, wanted = step.lengths, step.samples.astype(np.int64)
+        num_tokens, num_states = step.lengths, step.samples.astype(np.int64)
         if len(step.drafts):
             self._write_drafts(step)
-            both, wanted = both + step.drafts, wanted + step.drafts
-        telling = self._prompt_outputs_wanted(step, wanted) if self._batch.any_telling else {}
+            num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
+        prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
         if self._drafter and self._drafter.needs_all_states:
-            wanted = both
-        hidden = self._runner.forward(self._batch.flatten(step.rows, step.starts, both, wanted))
-        ends = wanted.cumsum()
+            num_states = num_tokens
+        hidden = self._runner.forward(self._batch.flatten(step.rows, step.starts, num_tokens, num_states))
+        ends = num_states.cumsum()
         output = StepOutput([], {}, {}, {})
-        for i, count in telling.items():
+        for i, count in prompt_states.items():
             self._collect_prompt_outputs(
                 output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
             )
-        draws = self._sample(step, ends, forks, hidden, masks.result() if masks else None)
+        draws = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
         output.draws.extend(draws.values())
         if self._drafter:
             self._after_step(self._drafter, step, draws, forks, hidden)
         return output
 
     def call(self, op: Op) -> Future[Any]:
-        """Do something between two steps; the future is done at once, but for what reads files."""
+        """Do something between two steps. The future is done when this returns, except for ``LoadLoRA``: there ``poll``
+        completes it once the adapter has been read."""
         done: Future[Any] = Future()
         match op:
             case LoadLoRA():
@@ -168,12 +180,21 @@ class Worker:
 
     @property
     def reading(self) -> list[Future[LoRAAdapter]]:
-        """Adapters that are being read."""
+        """Futures of the adapters that are being read; once one is done, ``poll`` has to be called."""
         return [reading for _, reading, _ in self._reading]
 
     def poll(self) -> None:
-        """Put adapters that have been read into their slots."""
-        self._settle()
+        """Put adapters that have been read into their slots, and complete the futures of their ``LoadLoRA``."""
+        for entry in [entry for entry in self._reading if entry[1].done()]:
+            self._reading.remove(entry)
+            op, reading, done = entry
+            try:
+                reading.result().activate(op.slot)
+            except Exception as error:
+                done.set_exception(error)
+                continue
+            self._adapters[op.slot] = reading.result()
+            done.set_result(None)
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 
@@ -183,7 +204,7 @@ class Worker:
         return self._loaded
 
     def _apply(self, updates: RowUpdates) -> None:
-        """Rows first, which cannot fail: should blocks not be moved, the rows are right all the same."""
+        """Apply updates: to rows first, which cannot fail. Where moving blocks fails, the rows are up to date."""
         self._forks.clear()
         self._batch.apply(updates)
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
@@ -199,33 +220,40 @@ class Worker:
             self._batch.tokens[step.rows[i], first : first + count] = step.draft_token_ids[at : at + count]
             at += count
 
-    def _prompt_outputs_wanted(self, step: StepInput, wanted: np.ndarray) -> dict[int, int]:
-        """Items of whose prompt something is told, and how many trailing hidden states that takes: more than
-        ``wanted``, which is raised."""
-        found: dict[int, int] = {}
-        for i in np.flatnonzero(self._batch.telling[step.rows]).tolist():
+    def _prompt_states(self, step: StepInput, num_states: np.ndarray) -> dict[int, int]:
+        """By item, the number of trailing hidden states that its prompt outputs need; items without any are missing.
+
+        Args:
+            num_states: ``[items]``: number of trailing hidden states needed so far, raised here where more are.
+        """
+        needed: dict[int, int] = {}
+        for i in np.flatnonzero(self._batch.prompt_outputs[step.rows]).tolist():
             row, start, length = self._batch.row(int(step.rows[i])), int(step.starts[i]), int(step.lengths[i])
-            if row.pooling == "mean" or row.prompt_tokens(start, length) or row.context_tokens(start, length):
+            if row.pooling == "mean" or row.num_prompt_logprobs(start, length) or row.num_context_logits(start, length):
                 count = length
             elif row.pooling:
                 count = int(start + length == row.prompt_length)
             else:
                 continue
             if count:
-                found[i] = wanted[i] = count
-        return found
+                needed[i] = num_states[i] = count
+        return needed
 
     def _collect_prompt_outputs(self, output: StepOutput, item: int, row: Row, step: StepInput, hidden: Tensor) -> None:
-        """What is told of a prompt, made of an item's hidden states."""
+        """Add an item's prompt outputs to ``output``.
+
+        Args:
+            hidden: ``[tokens, hidden]``, of as many trailing tokens as ``_prompt_states`` said.
+        """
         start, length = int(step.starts[item]), int(step.lengths[item])
         if row.pooling:
             output.states[item] = hidden.to("cpu", torch.float32, copy=True).numpy()
-        if count := row.prompt_tokens(start, length):
+        if count := row.num_prompt_logprobs(start, length):
             tokens = row.tokens[start + 1 : start + 1 + count]
             output.prompt_logprobs[item] = self._runner.prompt_logprobs(
                 hidden[:count], tokens, row.prompt_logprobs or 0
             )
-        if count := row.context_tokens(start, length):
+        if count := row.num_context_logits(start, length):
             output.context_logits[item] = b"".join(self._runner.logits(hidden[:count]))
 
     def _sample(
@@ -234,9 +262,16 @@ class Worker:
         ends: np.ndarray,
         forks: dict[int, list[int]],
         hidden: Tensor,
-        masks: np.ndarray | None,
+        grammar_bitmask: np.ndarray | None,
     ) -> dict[int, Draw]:
-        """What each row samples, by row; its tokens are in the batch then."""
+        """Sample for each row, and write the tokens to the batch. Returns draws by row, in the order of
+        ``StepOutput.draws``.
+
+        Args:
+            ends: ``[items]``: end of each item's hidden states in ``hidden``.
+            forks: rows forked in this step, by parent row.
+            hidden: ``[states, hidden]``, each item's trailing hidden states.
+        """
         positions: list[Position] = []
         states: list[int] = []
         sampling: list[tuple[int, int, int]] = []
@@ -256,32 +291,32 @@ class Worker:
             return {}
         if states != list(range(len(hidden))):
             hidden = hidden[states]
-        draws = self._runner.sample(hidden, positions, masks)
-        tokens, found, at = self._batch.tokens, dict[int, Draw](), 0
+        draws = self._runner.sample(hidden, positions, grammar_bitmask)
+        tokens, by_row, at = self._batch.tokens, dict[int, Draw](), 0
         for row_number, length, drafted in sampling:
             draw = draws[at]
             if drafted:
-                draw = _accepted(draws[at : at + drafted + 1], tokens[row_number, length : length + drafted].tolist())
+                draw = _verify(draws[at : at + drafted + 1], tokens[row_number, length : length + drafted].tolist())
                 if counts := self._batch.row(row_number).counts:
                     counts.rewind(length)
             tokens[row_number, length : length + len(draw.token_ids)] = draw.token_ids
-            found[row_number] = draw
+            by_row[row_number] = draw
             at += drafted + 1
-        return found
+        return by_row
 
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
-    def _propose(self, op: Propose) -> list[list[int]]:
-        """No lists where the drafter fails: an error would be the step's."""
+    def _propose(self, op: Propose) -> list[list[int] | None]:
+        """The answer to ``Propose``. An error of the drafter is logged, since it must not end the step's requests."""
         assert self._drafter is not None
         self._apply(op.updates)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._group.step():
                 return self._drafter.propose(op.rows, op.lengths, op.counts)
         except Exception:
             logger.warning("the drafter has failed", exc_info=True)
-            return []
-        finally:  # drafts are no tokens of a row yet
+            return [None] * len(op.rows)
+        finally:  # draft tokens are not tokens of the row before they are accepted
             for row, length in zip(op.rows.tolist(), op.lengths.tolist(), strict=True):
                 if counts := self._batch.row(row).counts:
                     counts.rewind(length)
@@ -294,15 +329,15 @@ class Worker:
         forks: dict[int, list[int]],
         hidden: Tensor,
     ) -> None:
-        """A drafter that fails costs drafts, and nothing else."""
-        if self._drafter_failures >= MOST_DRAFTER_FAILURES:
+        """Pass a step to the drafter. An error is logged: it costs drafts, and must not end the step's requests."""
+        if self._drafter_errors >= MAX_DRAFTER_ERRORS:
             return
         try:
             drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
-            drafter.after_step(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden)
+            drafter.after_step(StepResult(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden))
         except Exception:
-            self._drafter_failures += 1
-            logger.exception("the drafter has failed after a step (%d times now)", self._drafter_failures)
+            self._drafter_errors += 1
+            logger.exception("the drafter has failed after a step (%d times now)", self._drafter_errors)
 
     # --- Adapters ---------------------------------------------------------------------------------------------------
 
@@ -310,32 +345,25 @@ class Worker:
         model = self._runner.model
         return load_lora(Path(path), model.lora_targets, model.dtype, self._models.device, self._options.max_lora_rank)
 
-    def _settle(self) -> None:
-        for entry in [entry for entry in self._reading if entry[1].done()]:
-            self._reading.remove(entry)
-            op, reading, done = entry
-            if error := reading.exception():
-                done.set_exception(error)
-                continue
-            try:
-                reading.result().activate(op.slot)
-            except Exception as error:
-                done.set_exception(error)
-                continue
-            self._adapters[op.slot] = reading.result()
-            done.set_result(None)
 
+def _verify(draws: list[Draw], draft: list[int]) -> Draw:
+    """Accept the longest beginning of a draft that equals what the row sampled.
 
-def _accepted(draws: list[Draw], draft: list[int]) -> Draw:
-    """What a row sampled for itself: as long as that is what was drafted, the draw after it counts, too."""
+    Args:
+        draws: what was sampled after the row's tokens, and after each draft token.
+        draft: the draft tokens.
+
+    Returns:
+        The accepted tokens, and the one sampled after them.
+    """
     first, *later = draws
     if first.failure:
         return first
-    token_ids, told, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
+    token_ids, logprobs, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
     for drafted, draw in zip(draft, later, strict=True):
-        if token_ids[-1] != drafted or draw.failure:  # which it comes to again in the next step
+        if token_ids[-1] != drafted or draw.failure:  # a failure comes again where it belongs, in the next step
             break
         token_ids += draw.token_ids
-        told += draw.logprobs or []
+        logprobs += draw.logprobs or []
         logits += draw.logits or []
-    return Draw(token_ids, None if first.logprobs is None else told, None if first.logits is None else logits)
+    return Draw(token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits)

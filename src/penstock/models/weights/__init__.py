@@ -1,4 +1,4 @@
-"""Where weights come from: checkpoints, the cache of packed weights, LoRA adapters, and dummy weights."""
+"""Sources of weights: checkpoints, the cache of packed weights, LoRA adapters, and dummy weights."""
 
 from .cache import WeightCache
 from .cache_folder import cache_folder

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from penstock import __version__
 from penstock.ops import pages
+from penstock.version import __version__
 
 from .cache_folder import SUFFIX, limit_bytes, new_file, open_cached
 
@@ -59,7 +59,7 @@ class Header(msgspec.Struct, frozen=True):
     size: int
     """Bytes of the data."""
     entries: dict[str, dict[str, Entry]]
-    """By name of the matrix, and by name of its tensor."""
+    """Matrix name → tensor name → tensor."""
 
 
 class WeightCache:

@@ -32,7 +32,7 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """How full a cache is."""
+    """The disk usage of a weight cache."""
 
     files: int
     used: int
@@ -42,7 +42,7 @@ class Usage:
 
 
 def usage(folder: Path, limit: float) -> Usage:
-    """How full a cache is; ``limit`` is ``weight_cache_size`` in GiB, 0 for the default."""
+    """The disk usage of a weight cache; ``limit`` is ``weight_cache_size`` in GiB, 0 for the default."""
     sizes = [status.st_size for _, status in _entries(folder, SUFFIX)]
     return Usage(len(sizes), sum(sizes), limit_bytes(folder, limit))
 

@@ -84,7 +84,7 @@ def load_lora(
             words = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
             raise invalid(FIELD, words, max_lora_rank)
         a = _checked(tensors, name, LORA_A, (rank, target.inputs), folder)
-        b = _checked(tensors, name, LORA_B, (target.outputs, rank), folder)
+        b = _checked(tensors, name, LORA_B, (target.shard.total, rank), folder)[slice(*target.shard.rows)]
         alpha = _by_pattern(config["alpha_pattern"], name, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
         weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
@@ -108,8 +108,8 @@ def _config(folder: Path) -> dict[str, Any]:
     for name, nothing in UNSUPPORTED.items():
         if given.get(name) not in (None, False, *nothing):
             raise PenstockError(Code.UNSUPPORTED, f"{folder / CONFIG} has {name}, which is not supported", FIELD)
-    if (begun := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
-        words = f"{folder} was begun with {begun[:20]}, which changes the base: convert it to plain LoRA when saving it"
+    if (init := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
+        words = f"{folder} was begun with {init[:20]}, which changes the base: convert it to plain LoRA on saving"
         raise PenstockError(Code.UNSUPPORTED, words, FIELD)
     config = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha"), "use_rslora": bool(given.get("use_rslora"))}
     config |= {name: given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}

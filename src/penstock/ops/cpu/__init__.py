@@ -6,10 +6,10 @@ Kernels take addresses and sizes. These modules check what the kernels trust, an
 from __future__ import annotations
 
 from .. import _kernels, native
-from .elementwise import add_rms_norm, index_select, rms_norm, rope, silu_and_mul
+from .elementwise import add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
 from .kv_cache import attention, copy_blocks, new_kv_cache, store_kv
-from .limits import measure_limits, set_threads, usable_cores
+from .limits import measure_limits, set_threads
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
 from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, quantize
 from .sketch import argmax
@@ -25,6 +25,7 @@ __all__ = [
     "argmax",
     "attention",
     "capture",
+    "clone",
     "copy_blocks",
     "embedding",
     "fingerprint",
@@ -45,7 +46,6 @@ __all__ = [
     "set_threads",
     "silu_and_mul",
     "store_kv",
-    "usable_cores",
 ]
 
 NAME = "cpu"

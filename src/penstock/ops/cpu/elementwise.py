@@ -20,6 +20,13 @@ def index_select(x: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def clone(x: Tensor) -> Tensor:
+    """As ``reference.clone``."""
+    x, out = contiguous(x), empty(x.shape, x.dtype)
+    _kernels.copy(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1] * x.element_size())
+    return out
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As ``reference.rms_norm``."""
     size = x.shape[-1]
@@ -77,9 +84,9 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """As ``reference.silu_and_mul``."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = empty((rows, size), gate_up.dtype)
-    _kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, DTYPE_CODES[gate_up.dtype])
+    out = empty((rows, size), gate_up.dtype) if out is None else out
+    _kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, out.stride(0), DTYPE_CODES[gate_up.dtype])
     return out

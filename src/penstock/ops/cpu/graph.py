@@ -48,9 +48,15 @@ class Arena:
         return view
 
 
+def current_arena() -> Arena | None:
+    """Of the graph that this thread captures; None where it captures none."""
+    arena: Arena | None = getattr(_capturing, "arena", None)
+    return arena
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """As ``torch.empty``; in the arena while this thread captures a graph."""
-    arena: Arena | None = getattr(_capturing, "arena", None)
+    arena = current_arena()
     if arena is None:
         return torch.empty(shape, dtype=dtype)
     memory = arena.allocate(prod(shape) * dtype.itemsize)
@@ -60,7 +66,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def contiguous(x: Tensor) -> Tensor:
     """As ``Tensor.contiguous``. Raises ``RuntimeError`` where a captured step would have to copy: graphs hold kernel
     calls only, and PyTorch's copy would be missing from the replay."""
-    if not x.is_contiguous() and getattr(_capturing, "arena", None) is not None:
+    if not x.is_contiguous() and current_arena() is not None:
         raise RuntimeError("a captured step must not copy tensors that are not contiguous")
     return x.contiguous()
 
@@ -109,7 +115,7 @@ class CapturedGraph:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the memory that a step computes in."""
+        """Bytes of the memory that a step computes in."""
         return sum(memory.nbytes for memory in self._arena.buffers)
 
     def __call__(self, batch: Batch) -> Tensor:

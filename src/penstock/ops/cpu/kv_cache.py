@@ -60,10 +60,17 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
     )
 
 
-def attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, window: int = 0) -> Tensor:
+def attention(
+    q: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
     """As ``reference.attention``."""
     spec, heads = cache.spec, q.shape[1]
-    out = empty(q.shape, q.dtype)
+    out = empty((q.shape[0], heads * spec.head_dim), q.dtype) if out is None else out
     _kernels.attention(
         q.data_ptr(),
         out.data_ptr(),
@@ -78,6 +85,7 @@ def attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: 
         spec.block_size,
         metadata.block_tables.shape[1],
         window,
+        out.stride(0),
         scale,
         DTYPE_CODES[q.dtype],
         spec.quantized,

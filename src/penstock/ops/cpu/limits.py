@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from .. import _kernels, pages
+from ..cores import usable_cores
 
 
 def set_threads(count: int) -> None:
     """Set the number of threads that share a kernel's work; 0 is all usable cores. Results do not depend on it."""
     _kernels.set_threads(count or usable_cores())
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, or its cgroup's CPU quota where that is lower."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as limit:
-            quota, period = limit.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,5 @@ def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
 def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Tensor:
     """As ``reference.add_lora``; ``out`` is changed in place."""
     x = contiguous(x)
-    rows, outputs = out.shape
-    _kernels.add_low_rank(x.data_ptr(), out.data_ptr(), slots.native, row_slots.data_ptr(), rows, outputs)
+    _kernels.add_low_rank(x.data_ptr(), out.data_ptr(), slots.native, row_slots.data_ptr(), len(out), out.stride(0))
     return out

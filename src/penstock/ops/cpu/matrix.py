@@ -33,7 +33,7 @@ class Matrix:
     outputs: int
     inputs: int
     dtype: torch.dtype
-    """Of products and embeddings, whatever the format."""
+    """Dtype of products and embeddings, whatever the format."""
     format: Format
     sketch: Any = None
     """State of ``argmax``: None until it is first called, False where a sketch does not pay."""
@@ -148,29 +148,29 @@ def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[
     return tensors, (rows.values.data_ptr(), rows.scales.data_ptr(), rows.sums.data_ptr())
 
 
-def linear(x: Tensor, matrix: Matrix, out_float32: bool = False) -> Tensor:
+def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
     """As ``reference.linear``."""
     dtype = torch.float32 if out_float32 else x.dtype
-    out = empty((x.shape[0], matrix.outputs), dtype)
+    out = empty((x.shape[0], matrix.outputs), dtype) if out is None else out
     _tensors, addresses = product_input(x, matrix)
-    _kernels.linear(*addresses, matrix.native, out.data_ptr(), x.shape[0], DTYPE_CODES[dtype])
+    _kernels.linear(*addresses, matrix.native, out.data_ptr(), out.stride(0), x.shape[0], DTYPE_CODES[dtype])
     return out
 
 
-def linear_silu_and_mul(x: Tensor, matrix: Matrix) -> Tensor:
+def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     """As ``reference.linear_silu_and_mul``; one kernel where each half has a multiple of 64 outputs."""
     size = matrix.outputs // 2
     if size % _kernels.PANEL:
-        return silu_and_mul(linear(x, matrix))
-    out = empty((x.shape[0], size), x.dtype)
+        return silu_and_mul(linear(x, matrix), out)
+    out = empty((x.shape[0], size), x.dtype) if out is None else out
     _tensors, addresses = product_input(x, matrix)
-    _kernels.gated(*addresses, matrix.native, out.data_ptr(), x.shape[0], DTYPE_CODES[x.dtype])
+    _kernels.gated(*addresses, matrix.native, out.data_ptr(), out.stride(0), x.shape[0], DTYPE_CODES[x.dtype])
     return out
 
 
-def embedding(token_ids: Tensor, matrix: Matrix) -> Tensor:
+def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:
     """As ``reference.embedding``."""
     rows = token_ids.shape[0]
-    out = empty((rows, matrix.inputs), matrix.dtype)
-    _kernels.gather(token_ids.data_ptr(), matrix.native, out.data_ptr(), rows)
+    out = empty((rows, matrix.inputs), matrix.dtype) if out is None else out
+    _kernels.gather(token_ids.data_ptr(), matrix.native, out.data_ptr(), first, rows)
     return out

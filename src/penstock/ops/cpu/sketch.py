@@ -36,21 +36,24 @@ class Sketch:
     backoff: int = 0
     """Calls left that do not try the sketch."""
 
-    def argmax(self, x: Tensor, out: Tensor, bitmask: int = 0) -> bool:
-        """Fill ``out`` as ``argmax`` does, or return False where the whole product has to be computed.
+    def argmax(self, x: Tensor, out: Tensor, largest: Tensor, bitmask: int = 0) -> bool:
+        """Fill ``out`` and ``largest`` as ``argmax`` does, or return False where the whole product has to be computed.
 
         Args:
             x: ``[tokens, in]``, contiguous.
             out: ``[tokens]`` int64.
+            largest: ``[tokens]`` float32.
             bitmask: address of the bitmask; 0 is none.
         """
         if self.backoff:
             self.backoff -= 1
             return False
         _tensors, addresses = product_input(x, self.quantized)
-        found = _kernels.likeliest_by_sketch(x.data_ptr(), *addresses, self.native, bitmask, out.data_ptr(), x.shape[0])
-        self.backoff = 0 if found else BACKOFF_CALLS
-        return found
+        done = _kernels.likeliest_by_sketch(
+            x.data_ptr(), *addresses, self.native, bitmask, out.data_ptr(), largest.data_ptr(), x.shape[0]
+        )
+        self.backoff = 0 if done else BACKOFF_CALLS
+        return done
 
 
 def sketch_of(matrix: Matrix) -> Sketch | None:
@@ -73,17 +76,17 @@ def _make_sketch(matrix: Matrix) -> Sketch | None:
     return Sketch(native, quantized, bounds) if bounds.isfinite().all() else None
 
 
-def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> Tensor:
+def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As ``reference.argmax``. Raises ``ValueError`` for a bitmask of another shape or dtype."""
-    x, out = contiguous(x), empty((x.shape[0],), torch.int64)
+    x, out, largest = contiguous(x), empty((x.shape[0],), torch.int64), empty((x.shape[0],), torch.float32)
     address = 0
     if bitmask is not None:
         if bitmask.shape != (x.shape[0], -(-matrix.outputs // 32)) or bitmask.dtype is not torch.int32:
             raise ValueError(f"a bitmask of {tuple(bitmask.shape)} {bitmask.dtype} for {matrix.outputs} outputs")
         bitmask = bitmask.contiguous()
         address = bitmask.data_ptr()
-    if (sketch := sketch_of(matrix)) and sketch.argmax(x, out, address):
-        return out
+    if (sketch := sketch_of(matrix)) and sketch.argmax(x, out, largest, address):
+        return out, largest
     _tensors, addresses = product_input(x, matrix)
-    _kernels.likeliest(*addresses, matrix.native, address, out.data_ptr(), x.shape[0])
-    return out
+    _kernels.likeliest(*addresses, matrix.native, address, out.data_ptr(), largest.data_ptr(), x.shape[0])
+    return out, largest

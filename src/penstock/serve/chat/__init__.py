@@ -1,1 +1,1 @@
-"""What the dialects share to answer a chat."""
+"""Chats, as all dialects answer them: request, prompt, sampling parameters, structured outputs, stream deltas."""

@@ -1,4 +1,4 @@
-"""A chat on its way through the model: what the handlers of all dialects are built on."""
+"""A chat on its way through the model: what the handlers of all dialects but PaddleNLP are built on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .prompt import ChatPrompt
 from .request import ChatRequest
 from .sampling import chat_sampling
 from .stream_cursor import Delta, StreamCursor
-from .structured_outputs import calls_of
+from .structured_outputs import forced_tool_call
 
 
 class ChatGeneration:
@@ -37,7 +37,7 @@ class ChatGeneration:
         """The model's name in the answer: the adapter's, or else the base model's."""
         self.sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
         self.prompt = ChatPrompt(service, request, size, record.unknown)
-        if (calls := calls_of(request, self.prompt.tools)) is not None:
+        if (calls := forced_tool_call(request, self.prompt.tools)) is not None:
             if self.sampling.guided_decoding:
                 raise invalid("tool_choice", "does not go with another form of the answer")
             self.sampling = self.sampling.replace(guided_decoding=calls)
@@ -63,14 +63,14 @@ class ChatGeneration:
         """The output after every step, and what the step added to the first sequence's message."""
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
-                made = output.outputs[0]
-                advanced = cursor.progress.advance(made) is not None
-                yield output, cursor.delta(self.message(made)) if advanced else Delta()
+                completion = output.outputs[0]
+                advanced = cursor.progress.advance(completion) is not None
+                yield output, cursor.delta(self.message(completion)) if advanced else Delta()
 
-    def message(self, made: CompletionOutput) -> Message:
+    def message(self, completion: CompletionOutput) -> Message:
         """A sequence's message: without reasoning where ``include_reasoning`` is false, and with the first call alone
         where ``parallel_tool_calls`` is false."""
-        read, request = made.message, self._request
+        read, request = completion.message, self._request
         assert read is not None
         reasoning = "" if request.include_reasoning is False else read.reasoning_content
         calls = read.tool_calls[:1] if request.parallel_tool_calls is False else read.tool_calls

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.serve.http.body import given
+from penstock.serve.http.body import require
 
 from .request import ROLES, Message, Tool
 
@@ -54,7 +54,7 @@ def text_of(content: str | Sequence[ContentPart], path: str, kinds: Mapping[str,
         where = f"{path}[{i}]"
         if (field := kinds.get(part.type)) is None:
             raise PenstockError(Code.UNSUPPORTED, f"{where}: {part.type[:50]} is not supported, only text is", where)
-        texts.append(given(getattr(part, field), f"{where}.{field}"))
+        texts.append(require(getattr(part, field), f"{where}.{field}"))
     return "\n".join(texts)
 
 
@@ -133,18 +133,18 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
 def _message(message: Message, path: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise invalid(f"{path}.role", f"{message.role[:50]!r} is none of {', '.join(ROLES)}")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text(message, path),
     }
     if message.tool_calls:
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             function_call(call.id, call.function.name, _arguments(call.function.arguments))
             for call in message.tool_calls
         ]
     reasoning = message.reasoning_content or message.reasoning
     rest = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
-    return found | {name: value for name, value in rest.items() if value is not None}
+    return result | {name: value for name, value in rest.items() if value is not None}
 
 
 def _text(message: Message, path: str) -> str:
@@ -160,7 +160,7 @@ def _arguments(given: str | Mapping[str, Any] | None) -> Any:
     if not isinstance(given, str):
         return given or {}
     try:
-        found = json.loads(given)
+        result = json.loads(given)
     except (ValueError, RecursionError):
         return given
-    return found if isinstance(found, dict) else given
+    return result if isinstance(result, dict) else given

@@ -11,13 +11,13 @@ from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.service import ModelService
 
 from .messages import messages_of, template_options
-from .request import ChatRequest, Truncated
+from .request import ChatRequest, PromptRequest
 
-OF_MESSAGES = (
+TEMPLATE_FIELDS = (
     "chat_template chat_template_kwargs documents reasoning_effort add_generation_prompt continue_final_message"
 ).split()
 """Fields of the chat template, which cannot be combined with ``prompt_token_ids``."""
-TAIL = 32
+NUM_TAIL_TOKENS = 32
 """Tokens at the end of a given prompt that are decoded to find out whether it ends within the reasoning."""
 
 
@@ -47,7 +47,7 @@ class ChatPrompt:
         self._request = request
         self._size = size
         if request.prompt_token_ids is not None:
-            fields = ["messages"] if request.messages else OF_MESSAGES
+            fields = ["messages"] if request.messages else TEMPLATE_FIELDS
             if given := [name for name in fields if getattr(request, name) is not None]:
                 raise invalid(given[0], "does not go with prompt_token_ids")
         elif not request.messages:
@@ -60,7 +60,7 @@ class ChatPrompt:
         """The model's tool call format; None where it has none."""
         self._calls = bool(request.tools) and request.tool_choice != "none"
         self._messages = messages_of(request.messages)
-        self._options = template_options(request, self.tools is not None) | self._read_by_template(request, unknown)
+        self._options = template_options(request, self.tools is not None) | self._template_variables(request, unknown)
         self.echoed = ""
         """Text of the last message that the answer repeats (``echo``)."""
         last = self._messages[-1] if self._messages else {}
@@ -86,19 +86,21 @@ class ChatPrompt:
             )
         else:
             input_processor = gateway.input_processor
-            end = input_processor.tokenizer.decode(request.prompt_token_ids[-TAIL:], skip_special_tokens=False)
+            end = input_processor.tokenizer.decode(
+                request.prompt_token_ids[-NUM_TAIL_TOKENS:], skip_special_tokens=False
+            )
             parser_config = input_processor.parser_config(end, [], {}, self._calls)
             prompt = {"prompt_token_ids": request.prompt_token_ids, "parser_config": parser_config}
         if request.truncate_prompt_tokens is None:
             return prompt
-        most = gateway.engine.check().max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
-        return prompt | {"prompt_token_ids": truncated(prompt["prompt_token_ids"], request, most)}
+        room = gateway.engine.check().max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
+        return prompt | {"prompt_token_ids": truncate(prompt["prompt_token_ids"], request, room)}
 
-    def _read_by_template(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
+    def _template_variables(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:
         """``documents`` and ``reasoning_effort`` for the template. Where the model's own does not read them, documents
         are refused, and an effort, which clients send to any model, is ignored as an unknown field."""
-        wanted = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
-        given = {name: value for name, value in wanted.items() if value is not None}
+        fields = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+        given = {name: value for name, value in fields.items() if value is not None}
         if request.chat_template is None:
             for name in given.keys() - self._gateway.input_processor.tokenizer.template.variables:
                 if name == "documents" or unknown.strict:
@@ -109,17 +111,17 @@ class ChatPrompt:
         return given
 
 
-def truncated(token_ids: list[int], request: Truncated, most: int, side: str = "left") -> list[int]:
+def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side: str = "left") -> list[int]:
     """Apply ``truncate_prompt_tokens`` to a prompt.
 
     Args:
-        most: number of tokens that there is room for, the meaning of -1.
+        max_tokens: number of tokens that there is room for, the meaning of -1.
         side: default of ``truncation_side``: ``left`` removes the beginning, ``right`` the end.
     """
-    wanted = request.truncate_prompt_tokens
-    if wanted is None:
+    limit = request.truncate_prompt_tokens
+    if limit is None:
         return token_ids
-    if wanted == 0:
+    if limit == 0:
         raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what there is room for", 1)
-    most = max(most, 1) if wanted == -1 else wanted
-    return token_ids[:most] if (request.truncation_side or side) == "right" else token_ids[-most:]
+    max_tokens = max(max_tokens, 1) if limit == -1 else limit
+    return token_ids[:max_tokens] if (request.truncation_side or side) == "right" else token_ids[-max_tokens:]

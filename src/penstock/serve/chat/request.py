@@ -1,4 +1,5 @@
-"""The chat request that every dialect is converted to: OpenAI's fields, and those that vLLM and FastDeploy add to them.
+"""The chat request that every dialect but PaddleNLP is converted to: OpenAI's fields, and those that vLLM and
+FastDeploy add to them.
 
 A field that is null is taken as absent.
 """
@@ -17,7 +18,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Words = Annotated[str, msgspec.Meta(min_length=1)]
+NonEmptyText = Annotated[str, msgspec.Meta(min_length=1)]
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 """Letters, digits and a few punctuation marks; models' tool call formats allow no others."""
@@ -25,9 +26,9 @@ TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    """Send the counts of tokens in a last chunk."""
+    """Send the usage in a last chunk."""
     continuous_usage_stats: bool | None = None
-    """Send those so far in every chunk."""
+    """Send the usage so far in every chunk."""
     include_obfuscation: Literal[False] | None = None
 
 
@@ -52,7 +53,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: Annotated[list[Words], msgspec.Meta(min_length=1)] | None = None
+    choice: Annotated[list[NonEmptyText], msgspec.Meta(min_length=1)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -62,18 +63,18 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: str | None = None
 
 
-class Truncated(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PromptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests with a prompt."""
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Of the prompt, only so many tokens; -1 is as many as there is room for."""
+    """Truncate the prompt to this number of tokens; -1 is as many as the context has room for."""
     truncation_side: Literal["left", "right"] | None = None
-    """What is cut off: the beginning, as it is by default of what is gone on with, or the end, as of embeddings."""
+    """Side that is removed: left by default where the model continues the prompt, right for embeddings."""
     request_id: Annotated[str, msgspec.Meta(pattern=REQUEST_ID)] | None = None
-    """What the answer's id ends with, and the log and the header X-Request-Id call the request."""
+    """The request's id in the log, in the header X-Request-Id, and at the end of the response's id."""
 
 
-class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
+class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests that generate. A field that is null is taken as absent."""
 
     model: str | None = None
@@ -83,9 +84,9 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
-    """Make so many and give the n likeliest."""
+    """Sequences to generate, of which the n likeliest are returned."""
     use_beam_search: bool | None = None
-    """Search for the likeliest with best_of beams; goes with temperature 0."""
+    """Beam search with best_of beams; requires temperature 0."""
     length_penalty: Annotated[Number, msgspec.Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
@@ -101,12 +102,12 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     logit_bias: dict[TokenId, Annotated[Number, msgspec.Meta(ge=-100, le=100)]] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: list[Words] | None = None
+    bad_words: list[NonEmptyText] | None = None
     bad_words_token_ids: list[TokenId | TokenIds] | None = None
-    """Tokens, or sequences of them, that must not come out."""
+    """Token ids, or sequences of them, that must not be generated."""
 
     min_tokens: Count | None = None
-    stop: Words | list[Words] | None = None
+    stop: NonEmptyText | list[NonEmptyText] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -114,30 +115,30 @@ class GenerationRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: Literal[True] | None = None
 
     response_format: ResponseFormat | None = None
-    """The form of the answer: any JSON object, or one after a schema."""
+    """Structured output: any JSON object, one of a JSON Schema, or a structural tag."""
     guided_json: str | dict[str, Any] | None = None
-    """A JSON Schema that the answer keeps to."""
+    """JSON Schema of the answer."""
     guided_regex: str | None = None
-    guided_choice: Annotated[list[Words], msgspec.Meta(min_length=1)] | None = None
+    guided_choice: Annotated[list[NonEmptyText], msgspec.Meta(min_length=1)] | None = None
     guided_grammar: str | None = None
     """In Lark's or GBNF's notation."""
     guided_whitespace_pattern: str | None = None
-    """What may stand between the parts of JSON."""
+    """Regular expression of the whitespace between the parts of JSON."""
     guided_decoding_disable_any_whitespace: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     """Free text with tagged parts that follow a schema."""
     structured_outputs: StructuredOutputs | None = None
-    """The newer name of all these."""
+    """The fields guided_*, under vLLM's newer name."""
 
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Call tokens among log probabilities token_id:ID."""
+    """Name tokens in logprobs token_id:ID."""
     temp_scaled_logprobs: bool | None = None
     """FastDeploy's: logprobs at the request's temperature."""
     top_p_normalized_logprobs: bool | None = None
     """FastDeploy's: log probabilities among the tokens that top_p leaves."""
     return_token_ids: bool | None = None
-    """Give the ids of prompt and answer, too."""
+    """Return the token ids of prompt and answer."""
     max_streaming_response_tokens: Count | None = None
     """FastDeploy's: choices that a chunk may have at most; here it has one."""
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -158,20 +159,20 @@ MAX_TEMPLATE = 65_536
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class Part(msgspec.Struct):
-    """Of a message's content."""
+class ContentPart(msgspec.Struct):
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
 
 
-class Called(msgspec.Struct, kw_only=True):
+class FunctionCall(msgspec.Struct, kw_only=True):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class Call(msgspec.Struct, kw_only=True):
-    function: Called
+class ToolCall(msgspec.Struct, kw_only=True):
+    function: FunctionCall
     id: str | None = None
     type: Literal["function"] | None = None
     index: int | None = None
@@ -179,11 +180,11 @@ class Call(msgspec.Struct, kw_only=True):
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -218,26 +219,26 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     prompt_token_ids: TokenIds | None = None
     """The whole prompt, rendered and encoded by the client."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """What is left of the context by default."""
+    """By default what is left of the context."""
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    """Whether a tool is called: as the model likes, not, at least one, or this one."""
+    """auto: the model decides; none; required: at least one call; or a call of this tool."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer may call several, which it may by default."""
+    """Whether an answer may have several tool calls; true by default."""
     include_reasoning: bool | None = None
     """Whether to return the reasoning; true by default."""
     reasoning_max_tokens: Count | None = None
     """Maximum number of reasoning tokens."""
     thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    """The same, as vLLM calls it; -1 is any."""
+    """vLLM's name of reasoning_max_tokens; -1 is unlimited."""
     response_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     """FastDeploy's: maximum number of tokens of the answer after the reasoning."""
     return_prompt_text: bool | None = None
-    """Give the prompt as the chat template writes it, too."""
+    """Return the prompt as the chat template renders it."""
     disable_chat_template: bool | None = None
     """FastDeploy's: the first message's text is the prompt, as it is."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -247,10 +248,10 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     documents: list[dict[str, Any]] | None = None
     """Passed to the chat template, if it reads them."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """Likewise."""
+    """Passed to the chat template, if it reads it."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
-    """Begin the answer with the last message, where both are of the same role."""
+    """Begin the answer with the last message's text, where the answer has the same role."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's own, besides those that the chat template writes."""
+    """Add the tokenizer's special tokens to those that the chat template writes."""

@@ -8,7 +8,7 @@ from penstock.core import SamplingParams
 from penstock.core.errors import invalid
 
 from .request import ChatRequest, GenerationRequest
-from .structured_outputs import form_of
+from .structured_outputs import guided_decoding_of
 
 SAME = (
     "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
@@ -33,7 +33,7 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any
     if request.bad_words_token_ids is not None:
         words = request.bad_words_token_ids
         given["bad_word_ids"] = tuple((word,) if isinstance(word, int) else tuple(word) for word in words)
-    if (form := form_of(request)) is not None:
+    if (form := guided_decoding_of(request)) is not None:
         given["guided_decoding"] = form
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "goes with stream only")

@@ -34,13 +34,13 @@ class Delta:
 
 
 class StreamCursor:
-    """How much of a sequence and its message has been sent."""
+    """The position in a sequence and its message up to which they have been sent."""
 
     def __init__(self) -> None:
         self.progress = SequenceCursor()
         self._content = self._thought = 0
         self._arguments: list[int] = []
-        """Characters of arguments that were sent, for each call that was begun."""
+        """For each tool call sent so far: number of characters of its arguments that were sent."""
 
     @property
     def calls(self) -> int:
@@ -51,8 +51,8 @@ class StreamCursor:
         thought, content = message.reasoning_content[self._thought :], message.content[self._content :]
         self._thought += len(thought)
         self._content += len(content)
-        begun = max(self.calls - 1, 0)
-        parts = [self._part(i, call) for i, call in enumerate(message.tool_calls[begun:], begun)]
+        started = max(self.calls - 1, 0)
+        parts = [self._part(i, call) for i, call in enumerate(message.tool_calls[started:], started)]
         return Delta(thought, content, [part for part in parts if part])
 
     def _part(self, index: int, call: ToolCall) -> CallDelta | None:

@@ -7,40 +7,48 @@ from typing import Any
 
 from penstock.core import GuidedDecodingParams
 from penstock.core.errors import invalid
-from penstock.core.guided import as_json, check_schema, closed
+from penstock.core.guided import check_schema, disallow_additional_properties, schema_to_json
 from penstock.text import ToolCallFormat, forced_call_tag
 
 from .request import ChatRequest, GenerationRequest, NamedTool, ResponseFormat
 
-GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+GUIDED_FIELDS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
-def form_of(request: GenerationRequest) -> GuidedDecodingParams | None:
-    """The constraint of a request; None for none. Raises ``PenstockError`` (``invalid``) for several."""
-    given = {name: value for name in GUIDED if (value := getattr(request, f"guided_{name}")) is not None}
+def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | None:
+    """The guided decoding parameters of a request; None where its output is free.
+
+    Raises ``PenstockError`` (``invalid``) for several constraints.
+    """
+    given = {name: value for name in GUIDED_FIELDS if (value := getattr(request, f"guided_{name}")) is not None}
     if request.structural_tag is not None:
         given["structural_tag"] = request.structural_tag
     if request.guided_decoding_disable_any_whitespace:
         given["disable_any_whitespace"] = True
     sources = {
         "guided_decoding": given,
-        "structured_outputs": _structured(request),
-        "response_format": _format(request),
+        "structured_outputs": _from_structured_outputs(request),
+        "response_format": _from_response_format(request),
     }
-    named = [name for name, form in sources.items() if form.keys() - {"disable_any_whitespace", "whitespace_pattern"}]
+    named = [
+        name for name, source in sources.items() if source.keys() - {"disable_any_whitespace", "whitespace_pattern"}
+    ]
     if len(named) > 1:
         raise invalid(named[1], f"does not go with {named[0]}: an answer has one form")
-    wanted = {name: value for form in sources.values() for name, value in form.items()}
+    params = {name: value for source in sources.values() for name, value in source.items()}
     if not named:
-        if wanted:
+        if params:
             raise invalid("guided_whitespace_pattern", "goes with a form only")
         return None
-    asked_as = named[0] if named[0] != "guided_decoding" else ""
-    return GuidedDecodingParams(**wanted, asked_as=asked_as)
+    source_field = named[0] if named[0] != "guided_decoding" else ""
+    return GuidedDecodingParams(**params, source_field=source_field)
 
 
-def calls_of(request: ChatRequest, form: ToolCallFormat | None) -> GuidedDecodingParams | None:
-    """The constraint of a forced tool call (``tool_choice``), in the model's own format; None where none is forced.
+def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -> GuidedDecodingParams | None:
+    """The guided decoding parameters of a forced tool call (``tool_choice``); None where none is forced.
+
+    Args:
+        tool_format: the model's tool call format.
 
     Raises ``PenstockError`` (``invalid``) where there is no such tool.
     """
@@ -51,7 +59,7 @@ def calls_of(request: ChatRequest, form: ToolCallFormat | None) -> GuidedDecodin
     for i, tool in enumerate(request.tools or ()):
         parameters = {"type": "object"} | (tool.function.parameters or {})
         if tool.function.strict:
-            parameters = _closed(f"tools[{i}].function.parameters", {"properties": {}} | parameters)
+            parameters = _restrict(f"tools[{i}].function.parameters", {"properties": {}} | parameters)
         if parameters["type"] != "object":
             raise invalid(f"tools[{i}].function.parameters.type", "must be object where a call is forced")
         if tool.function.name in known:
@@ -60,27 +68,27 @@ def calls_of(request: ChatRequest, form: ToolCallFormat | None) -> GuidedDecodin
         known[tool.function.name] = parameters
     if not known:
         raise invalid("tool_choice", "goes with tools only")
-    one = choice.function.name if isinstance(choice, NamedTool) else ""
-    if one and one not in known:
-        raise invalid("tool_choice", f"{one!r} is none of the tools: {', '.join(known)}")
-    several = not one and request.parallel_tool_calls is not False
-    wanted = {one: known[one]} if one else known
-    assert form, "or tools would have been refused"
-    return GuidedDecodingParams(structural_tag=forced_call_tag(form, wanted, several), asked_as="tools")
+    forced = choice.function.name if isinstance(choice, NamedTool) else ""
+    if forced and forced not in known:
+        raise invalid("tool_choice", f"{forced!r} is none of the tools: {', '.join(known)}")
+    parallel = not forced and request.parallel_tool_calls is not False
+    tools = {forced: known[forced]} if forced else known
+    assert tool_format, "otherwise tools would have been refused"
+    return GuidedDecodingParams(structural_tag=forced_call_tag(tool_format, tools, parallel), source_field="tools")
 
 
-def _structured(request: GenerationRequest) -> dict[str, Any]:
+def _from_structured_outputs(request: GenerationRequest) -> dict[str, Any]:
     form = request.structured_outputs
     if form is None:
         return {}
     given = {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
     if given.pop("disable_additional_properties", False) and form.json is not None:
         field = "structured_outputs.json"
-        given["json"] = _closed(field, json.loads(as_json(field, form.json)), strict=False)
+        given["json"] = _restrict(field, json.loads(schema_to_json(field, form.json)), strict=False)
     return given
 
 
-def _format(request: GenerationRequest) -> dict[str, Any]:
+def _from_response_format(request: GenerationRequest) -> dict[str, Any]:
     form: ResponseFormat | None = request.response_format
     if form is None or form.type == "text":
         return {}
@@ -94,13 +102,13 @@ def _format(request: GenerationRequest) -> dict[str, Any]:
     if form.json_schema.schema is None:
         return {"json_object": True}
     schema = form.json_schema.schema
-    return {"json": _closed("response_format.json_schema.schema", schema) if form.json_schema.strict else schema}
+    return {"json": _restrict("response_format.json_schema.schema", schema) if form.json_schema.strict else schema}
 
 
-def _closed(field: str, schema: Any, strict: bool = True) -> Any:
+def _restrict(field: str, schema: Any, strict: bool = True) -> Any:
     """A schema whose objects have no other properties than those that it lists, and with ``strict`` all of them, as in
     OpenAI's strict mode. Raises ``PenstockError`` (``invalid``) where it is nested too deeply."""
     try:
-        return closed(schema, strict)
+        return disallow_additional_properties(schema, strict)
     except RecursionError as error:
         raise invalid(field, "is nested too deeply") from error

@@ -24,17 +24,17 @@ class Dialect(Protocol):
 
     error_format: ErrorFormat
 
-    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
-        """Whether a request is in this dialect; ``found`` is its body."""
+    def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
+        """Whether a request is in this dialect; ``fields`` is its parsed body."""
         ...
 
-    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
+    def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         """The response to a completion request whose body had ``size`` bytes. Raises ``PenstockError`` where it is
         invalid."""
         ...
 
-    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        """Likewise, to a chat request."""
+    def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        """The response to a chat request; otherwise as ``completion``."""
         ...
 
 
@@ -47,20 +47,20 @@ def add_shared_routes(
         described: operations of the OpenAPI document for the first path of each.
     """
 
-    async def read(request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await registry.read(request)
-        found = read_object(body)
-        dialect = next(dialect for dialect in dialects if dialect.speaks(request, found))
-        record_of(request.scope).error_format = dialect.error_format
-        return dialect, found, len(body)
+    async def read(raw_request: Request) -> tuple[Dialect, dict[str, Any], int]:
+        body = await registry.read(raw_request)
+        result = read_object(body)
+        dialect = next(dialect for dialect in dialects if dialect.matches(raw_request, result))
+        record_of(raw_request.scope).error_format = dialect.error_format
+        return dialect, result, len(body)
 
-    async def create_completion(request: Request) -> Response:
-        dialect, found, size = await read(request)
-        return dialect.completion(request, found, size)
+    async def create_completion(raw_request: Request) -> Response:
+        dialect, result, size = await read(raw_request)
+        return dialect.completion(raw_request, result, size)
 
-    async def create_chat(request: Request) -> Response:
-        dialect, found, size = await read(request)
-        return dialect.chat(request, found, size)
+    async def create_chat(raw_request: Request) -> Response:
+        dialect, result, size = await read(raw_request)
+        return dialect.chat(raw_request, result, size)
 
     for paths, endpoint in ((COMPLETIONS, create_completion), (CHATS, create_chat)):
         for path in paths:

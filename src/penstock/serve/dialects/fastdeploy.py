@@ -15,7 +15,7 @@ from ..http.body import convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
 from ..models.registry import ModelRegistry
-from .openai.responses import ErrorAnswer
+from .openai.responses import ErrorResponse
 
 PREFIXES = ("chatcmpl-", "cmpl-")
 """Prefixes of response ids, before the request's id."""
@@ -38,15 +38,15 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         first = next(iter(models.values()), {})
         return _json(first | {"models": models} if len(models) > 1 else first)
 
-    async def abort_requests(request: Request) -> Response:
-        wanted = convert(read_object(await registry.read(request)), Abort, record_of(request.scope).unknown)
-        if not wanted.abort_all and not wanted.req_ids:
+    async def abort_requests(raw_request: Request) -> Response:
+        request = convert(read_object(await registry.read(raw_request)), Abort, record_of(raw_request.scope).unknown)
+        if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
-        asked = {_own(name): name for name in wanted.req_ids or ()}
+        asked = {_own(name): name for name in request.req_ids or ()}
         aborted, found = [], set()
         for service in registry:
             running = service.gateway.running()
-            names = list(running if wanted.abort_all else asked)
+            names = list(running if request.abort_all else asked)
             service.gateway.engine.cancel(names)
             here = [name for name in names if name in running]
             found.update(here)
@@ -54,7 +54,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         missing = [name for own, name in asked.items() if own not in found]
         return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
-    failure = reference(ErrorAnswer)
+    failure = reference(ErrorResponse)
     app.add_api_route(
         "/config-info",
         config_info,

@@ -54,12 +54,12 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body, whatever its content type. Raises ``PenstockError`` (``invalid``) where it is none."""
     try:
-        found = msgspec.json.decode(body)
+        result = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("body", f"is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise invalid("body", "is not a JSON object")
-    return found
+    return result
 
 
 def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
@@ -80,11 +80,11 @@ def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T
         raise invalid(field or (named[1] if named else "body"), words) from error
 
 
-def given(found: V | None, path: str) -> V:
-    """The value of a required field. Raises ``PenstockError`` (``invalid``) where it is None."""
-    if found is None:
+def require(value: V | None, path: str) -> V:
+    """The value of a required field at ``path``. Raises ``PenstockError`` (``invalid``) where it is None."""
+    if value is None:
         raise invalid(path, "is missing")
-    return found
+    return value
 
 
 def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:
@@ -100,5 +100,5 @@ def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, s
             raise PenstockError(Code.UNSUPPORTED, f"{name}: {why}", name)
 
 
-def _too_large(most: int) -> PenstockError:
-    return PenstockError(Code.TOO_LARGE, f"body: must have at most {most} bytes", "body", most)
+def _too_large(maximum: int) -> PenstockError:
+    return PenstockError(Code.TOO_LARGE, f"body: must have at most {maximum} bytes", "body", maximum)

@@ -1,4 +1,4 @@
-"""Which dialect's error format a request is answered in: its own once it is read, before that by path and headers."""
+"""Selects the error format of a request: its dialect's once it is parsed, before that by path and headers."""
 
 from __future__ import annotations
 

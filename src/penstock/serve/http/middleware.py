@@ -13,7 +13,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock import __version__
+from penstock.version import __version__
 
 from ..metrics import Metrics
 from .error_formats import ErrorFormats
@@ -89,7 +89,7 @@ class RequestLogMiddleware:
 
     def _log(self, scope: Scope, record: RequestRecord, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.responses.labels(path=route, status=str(status or 499)).inc()
+        self._metrics.http_responses.labels(path=route, status=str(status or 499)).inc()
         facts = {"id": record.request_id, "status": status, "seconds": seconds}
         facts["client"] = (scope.get("client") or ("",))[0]
         if route not in PUBLIC_PATHS:

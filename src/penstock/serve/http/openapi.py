@@ -58,11 +58,11 @@ def components(schemas: Iterable[type], prefix: str = "", strict: bool = False) 
         strict: whether requests with unknown fields are refused.
     """
     template = f"#/components/schemas/{prefix}{{name}}"
-    _, found = msgspec.json.schema_components(list(schemas), ref_template=template)
-    for schema in found.values():
+    _, result = msgspec.json.schema_components(list(schemas), ref_template=template)
+    for schema in result.values():
         if not strict and schema.get("additionalProperties") is False:
             del schema["additionalProperties"]
-    return {f"{prefix}{name}": schema for name, schema in found.items()}
+    return {f"{prefix}{name}": schema for name, schema in result.items()}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

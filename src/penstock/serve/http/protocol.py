@@ -36,7 +36,7 @@ class Timeout:
             self._timer = None
 
 
-class Flow(FlowControl):
+class UnparsedFlowControl(FlowControl):
     """Does not resume reading while received bytes are not parsed."""
 
     held = False
@@ -75,7 +75,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = self._flow = Flow(transport)
+        self.flow = self._flow = UnparsedFlowControl(transport)
         self._reading.start(self.client_timeout, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,7 +19,7 @@ from .status import headers
 
 logger = logging.getLogger(__name__)
 
-GONE = Failure(Code.CANCELLED, "the client has gone")
+CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client has gone")
 INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
 
 
@@ -84,19 +84,19 @@ class Reply(Response):
             if not disconnected:
                 raise
             worker.uncancel()
-            record.failure = GONE
+            record.failure = CLIENT_DISCONNECTED
         finally:
             watcher.remove_done_callback(on_disconnect)
             watcher.cancel()
 
     async def _run(self, send: Send) -> Failure | None:
-        begun = False
+        started = False
         try:
             with self._service.admit():
                 async with aclosing(self._pieces) as pieces:
                     async for piece in pieces:
-                        if not begun:
-                            begun = True
+                        if not started:
+                            started = True
                             await send(self._start(200, None if self._streamed else piece))
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -106,7 +106,7 @@ class Reply(Response):
         except Exception:
             logger.exception("a request failed")
             failure = INTERNAL
-        if begun:
+        if started:
             await send({"type": "http.response.body", "body": self._error_format.stream_error(failure)})
         else:
             await refuse(send, failure, self._error_format)

@@ -22,7 +22,7 @@ class RequestRecord:
     request_id: str
     path: str = ""
     """Path of the URL."""
-    begun: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.monotonic)
     """Time of arrival, seconds on the monotonic clock."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields of its line in the log: token counts; times in seconds."""
@@ -41,7 +41,7 @@ class RequestRecord:
         counts = {
             "prompt": len(output.prompt_token_ids),
             "cached": output.num_cached_tokens,
-            "output": sum(len(made.token_ids) for made in output.outputs),
+            "output": sum(len(completion.token_ids) for completion in output.outputs),
         }
         for name, count in counts.items():
             facts[name] = facts.get(name, 0) + count

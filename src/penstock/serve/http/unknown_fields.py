@@ -110,21 +110,21 @@ class UnknownFieldLog:
 
 
 @dataclass(slots=True)
-class _Node:
+class _SchemaNode:
     """The part of a schema that has structs in it, as a tree."""
 
-    known: dict[str, _Node | None] | None = None
+    known: dict[str, _SchemaNode | None] | None = None
     """An object's fields."""
     closed: bool = False
     """Whether ``strict_requests`` refuses unknown fields here (``forbid_unknown_fields``); elsewhere clients of this
     dialect send some that do not change the answer."""
-    items: _Node | None = None
+    items: _SchemaNode | None = None
     """Node of an array's items."""
-    nested: list[tuple[str, _Node]] = field(default_factory=list)
+    nested: list[tuple[str, _SchemaNode]] = field(default_factory=list)
     """The known fields that have nodes themselves."""
 
 
-def _remove(found: Any, node: _Node, path: str, kind: str, unknown: UnknownFields) -> None:
+def _remove(found: Any, node: _SchemaNode, path: str, kind: str, unknown: UnknownFields) -> None:
     if isinstance(found, dict) and (known := node.known) is not None:
         if not known.keys() >= found.keys():
             for name in [name for name in found if name not in known]:
@@ -143,30 +143,30 @@ def _remove(found: Any, node: _Node, path: str, kind: str, unknown: UnknownField
 
 
 @cache
-def _node_of(schema: type[msgspec.Struct]) -> _Node:
+def _node_of(schema: type[msgspec.Struct]) -> _SchemaNode:
     node = _node(inspect.type_info(schema), {})
     assert node is not None
     return node
 
 
-def _node(kind: inspect.Type, seen: dict[type, _Node]) -> _Node | None:
+def _node(kind: inspect.Type, seen: dict[type, _SchemaNode]) -> _SchemaNode | None:
     if isinstance(kind, inspect.Metadata):
         return _node(kind.type, seen)
     if isinstance(kind, inspect.ListType):
         items = _node(kind.item_type, seen)
-        return _Node(items=items) if items else None
+        return _SchemaNode(items=items) if items else None
     if isinstance(kind, inspect.UnionType):  # at most one member is an object, and one an array
         found = [node for node in (_node(one, seen) for one in kind.types) if node]
         objects = next((node for node in found if node.known is not None), None)
         arrays = next((node for node in found if node.items), None)
         if objects and arrays:
-            return _Node(objects.known, objects.closed, arrays.items, objects.nested)
+            return _SchemaNode(objects.known, objects.closed, arrays.items, objects.nested)
         return objects or arrays
     if not isinstance(kind, inspect.StructType):
         return None
     if kind.cls in seen:
         return seen[kind.cls]
-    node = seen[kind.cls] = _Node({}, kind.forbid_unknown_fields)
+    node = seen[kind.cls] = _SchemaNode({}, kind.forbid_unknown_fields)
     node.known = {one.encode_name: _node(one.type, seen) for one in kind.fields}
     node.nested = [(name, inner) for name, inner in node.known.items() if inner]
     return node

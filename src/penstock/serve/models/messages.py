@@ -44,7 +44,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> bool:
-        """Whether it is served, or will be shortly."""
+        """Whether it is served, or is being loaded."""
         return not self.draining and (self.required or bool(self.engine))
 
 

@@ -79,7 +79,7 @@ class ModelRegistry:
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known or 'none'}", "model")
 
     def find_or_first(self, name: str | None) -> ModelService:
-        """Likewise, but the first model for an unknown name, in dialects that do not check it."""
+        """As ``find``, but returns the first model for an unknown name, for dialects that ignore ``model``."""
         return next((service for service in self if name is not None and service.has(name)), None) or self._first()
 
     def check_expected(self, model: ServedModel | None) -> None:
@@ -136,9 +136,9 @@ class ModelRegistry:
     @contextmanager
     def _admit(self) -> Iterator[None]:
         """Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` requests are open."""
-        most = self.options.max_concurrency
-        if self._open >= most:
-            raise PenstockError(Code.OVERLOADED, f"{most} requests are open", "max_concurrency", most)
+        maximum = self.options.max_concurrency
+        if self._open >= maximum:
+            raise PenstockError(Code.OVERLOADED, f"{maximum} requests are open", "max_concurrency", maximum)
         self._open += 1
         try:
             yield

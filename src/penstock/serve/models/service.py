@@ -81,13 +81,13 @@ class ModelService:
         Raises ``PenstockError`` (``overloaded``) where ``max_concurrency`` are open.
         """
         with self._admission():
-            self.metrics.open.inc()
+            self.metrics.open_requests.inc()
             self._open += 1
             self.idle.clear()
             try:
                 yield
             finally:
-                self.metrics.open.dec()
+                self.metrics.open_requests.dec()
                 self._open -= 1
                 if not self._open:
                     self.idle.set()

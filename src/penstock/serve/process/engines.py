@@ -15,8 +15,8 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
-from penstock.engine.service.launcher import TO_END, EngineProcess
-from penstock.engine.service.wire import Ready
+from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcess
+from penstock.engine.service.messages import Ready
 
 from ..models.messages import Models, ServedModel
 from .workers import Workers
@@ -68,7 +68,7 @@ class Engines:
             async with self._starting:
                 ready = await self._start(name, configuration)
             profile = load(configuration.server.compat)
-            if profile and (ready_message := profile.ready_message(ready.blocks, configuration.engine)):
+            if profile and (ready_message := profile.ready_message(ready.num_blocks, configuration.engine)):
                 logger.info(ready_message)
             return ready
 
@@ -84,7 +84,7 @@ class Engines:
             engine = self._running[name]
             self._update(name, required=False, draining=True, reason="it is being unloaded")
             with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
-                async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + TO_END):
+                async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
                     await self._workers.wait_drained(engine.address)
             await engine.close()
             del self._running[name]

@@ -55,7 +55,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(POLL_INTERVAL):
             answered = threading.Event()
-            begun, used = time.monotonic(), time.clock_gettime(self._clock)
+            started, used = time.monotonic(), time.clock_gettime(self._clock)
             try:
                 self._loop.call_soon_threadsafe(answered.set)
             except RuntimeError:  # the loop is closed
@@ -63,7 +63,7 @@ class Watchdog:
             places: Counter[str] = Counter()
             while not answered.wait(SAMPLE_INTERVAL) and not self._stop.is_set():
                 places[self._where()] += 1
-            held, seconds = time.clock_gettime(self._clock) - used, time.monotonic() - begun
+            held, seconds = time.clock_gettime(self._clock) - used, time.monotonic() - started
             if held > MAX_CPU_TIME or seconds > MAX_WALL_TIME:
                 self._holds.inc()
                 where = places.most_common(1)[0][0] if places else "unknown"

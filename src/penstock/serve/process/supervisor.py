@@ -110,7 +110,7 @@ class Supervisor:
         facts: dict[str, object] = {}
         for model in self._models:
             if model.required and (ready := await self._engines.load(model.name)):
-                facts = facts or {"kv_blocks": ready.blocks, "kernels": ready.fingerprint}
+                facts = facts or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
         await self._workers.wait_ready()
         facts = {"seconds": time.monotonic() - self._started, **facts}
         options = self._configuration.server
@@ -131,7 +131,7 @@ class Supervisor:
             await self._engines.unload(request.name)
             logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})
         elif ready := await self._engines.load(request.name):
-            facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.blocks}
+            facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
             logger.info("loaded %s", request.name, extra={"facts": facts})
 
     def _worker(self, number: int, listeners: list[socket.socket]) -> WorkerStart:
@@ -245,5 +245,5 @@ def url_of(options: ServerOptions, listener: socket.socket) -> str:
 
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit: each connection takes one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))

@@ -14,7 +14,7 @@ import uvloop
 
 from penstock.config import logs
 from penstock.core import PenstockError
-from penstock.engine.service.server import die_with
+from penstock.engine.service.server import kill_with_parent
 
 from ..models.messages import EXIT_MISCONFIGURED, WorkerStart
 
@@ -24,7 +24,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not reach the pipe to the supervisor
     first, rest = _first_line()
     start = msgspec.json.decode(first, type=WorkerStart)
-    die_with(start.parent)
+    kill_with_parent(start.parent)
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
     gc.disable()  # until it serves: collections take a third of the time of importing

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
-from penstock.engine.exit_status import in_words
-from penstock.engine.service.launcher import Deaths, end
+from penstock.engine.exit_status import exit_reason
+from penstock.engine.service.launcher import RestartLimit, terminate
 
 from ..models.messages import (
     EXIT_MISCONFIGURED,
@@ -110,12 +110,12 @@ class Workers:
         async with self._changed:
             await self._changed.wait_for(lambda: all(engine in w.drained for w in self._workers.values()))
 
-    async def close(self, patience: float) -> None:
-        """Stop the processes and kill them after ``patience`` seconds; loads and unloads in progress are cancelled."""
+    async def close(self, timeout: float) -> None:
+        """Stop the processes and kill them after ``timeout`` seconds; loads and unloads in progress are cancelled."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(end(worker.process, patience) for worker in self._workers.values()))
+        await asyncio.gather(*(terminate(worker.process, timeout) for worker in self._workers.values()))
 
     def kill(self) -> None:
         """Kill the processes at once."""
@@ -125,7 +125,7 @@ class Workers:
 
     async def _run(self, start: WorkerStart) -> None:
         """Run one process and restart it when it dies; returns when it has died too often."""
-        deaths = Deaths()
+        restart_limit = RestartLimit()
         while True:
             worker = self._workers[start.number] = await _launch(start)
             worker.send(self._models)
@@ -139,8 +139,8 @@ class Workers:
             del self._workers[start.number]
             await self._notify()
             _drop_metrics(worker.process.pid)
-            logger.error("API process %d (process %d) ended: %s", start.number, worker.process.pid, in_words(status))
-            if deaths.too_many():
+            logger.error("API process %d (process %d) ended: %s", start.number, worker.process.pid, exit_reason(status))
+            if restart_limit.record_death():
                 logger.error("API processes have died too often and are not started again")
                 return
 

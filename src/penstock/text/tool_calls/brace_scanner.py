@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Scanned(NamedTuple):
+class ScanResult(NamedTuple):
     length: int
     """Characters that were consumed; the next call starts after them."""
     ended: bool
@@ -26,7 +26,7 @@ class BraceScanner:
         self._depth = depth
         self._string = self._escaped = False
 
-    def scan(self, text: str, last: bool) -> Scanned:
+    def scan(self, text: str, last: bool) -> ScanResult:
         """Scan a piece. Unless it is the ``last`` one, it is consumed up to what may be the beginning of a stop."""
         for at, char in enumerate(text):
             if self._string:
@@ -39,10 +39,10 @@ class BraceScanner:
             elif char == "}":
                 self._depth -= 1
                 if not self._depth:
-                    return Scanned(at + 1, True)
+                    return ScanResult(at + 1, True)
             elif char in self._firsts:
                 if any(text.startswith(stop, at) for stop in self._stops):
-                    return Scanned(at, True)
+                    return ScanResult(at, True)
                 if not last and any(stop.startswith(text[at:]) for stop in self._stops):
-                    return Scanned(at, False)
-        return Scanned(len(text), False)
+                    return ScanResult(at, False)
+        return ScanResult(len(text), False)

@@ -169,7 +169,7 @@ def _string(written: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be encoded as UTF-8: JSON can write unpaired surrogates."""
+    """Whether a text can be encoded as UTF-8, that is, has no unpaired surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -20,20 +20,20 @@ from .responses import ModelInfo, ModelList, encode
 
 HEADER = "anthropic-version"
 """Header that Anthropic's clients send, and no others."""
-MOST = 1000
-USUAL = 20
+MAX_LIMIT = 1000
+DEFAULT_LIMIT = 20
 
 
-def from_client(scope: Scope) -> bool:
+def is_anthropic_client(scope: Scope) -> bool:
     """Whether a request comes from one of Anthropic's clients."""
     return HEADER in Headers(scope=scope)
 
 
-class ClientRoute(Route):
+class AnthropicRoute(Route):
     """Matches requests of Anthropic's clients alone."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] != "http" or not from_client(scope):
+        if scope["type"] != "http" or not is_anthropic_client(scope):
             return Match.NONE, {}
         return super().matches(scope)
 
@@ -47,26 +47,26 @@ def add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
         length = engine.max_model_len if engine else None
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
 
-    async def list_models(request: Request) -> Response:
+    async def list_models(raw_request: Request) -> Response:
         models = [
             info(service, name) for service in registry for name in [*service.names, *service.gateway.engine.adapters]
         ]
-        return _json(_page(models, request.query_params))
+        return _json(_page(models, raw_request.query_params))
 
-    async def retrieve_model(request: Request) -> Response:
-        name = request.path_params["name"]
+    async def retrieve_model(raw_request: Request) -> Response:
+        name = raw_request.path_params["name"]
         service = registry.find(name)
         return _json(info(service, service.name if name == DEFAULT_NAME else name))
 
-    app.router.routes.append(ClientRoute("/v1/models", list_models, methods=["GET"]))
-    app.router.routes.append(ClientRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
+    app.router.routes.append(AnthropicRoute("/v1/models", list_models, methods=["GET"]))
+    app.router.routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
 
 
 def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
-    """Those after or before one of them, and at most ``limit``. Raises ``PenstockError`` (``invalid``)."""
-    text = query.get("limit", str(USUAL))
-    if not text.isdecimal() or not 1 <= int(text) <= MOST:
-        raise invalid("limit", f"must be a number from 1 to {MOST}", MOST)
+    """The page that ``after_id``, ``before_id`` and ``limit`` select. Raises ``PenstockError`` (``invalid``)."""
+    text = query.get("limit", str(DEFAULT_LIMIT))
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+        raise invalid("limit", f"must be a number from 1 to {MAX_LIMIT}", MAX_LIMIT)
     ids = [model.id for model in models]
     after, before = query.get("after_id"), query.get("before_id")
     for field, name in (("after_id", after), ("before_id", before)):

@@ -19,15 +19,15 @@ from penstock.serve.chat.messages import (
     tool_result,
 )
 from penstock.serve.chat.request import ChatRequest
-from penstock.serve.http.body import given
+from penstock.serve.http.body import require
 
-from .requests import Counted, Message, MessagesRequest, Tool
-from .responses import CALL_ID
+from .requests import CountTokensRequest, Message, MessagesRequest, Tool
+from .responses import CALL_ID_PREFIX
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
+def to_chat_request(request: CountTokensRequest, variables: Collection[str]) -> ChatRequest:
     """The chat request for a message request.
 
     Args:
@@ -40,26 +40,26 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{i}]")
-    found: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
+    result: dict[str, Any] = {"model": request.model, "messages": messages, "include_reasoning": False}
     if messages and messages[-1]["role"] == "assistant":  # the answer continues it
         if messages[-1].get("tool_calls"):
             raise invalid(f"messages[{len(request.messages)}]", "is missing: a tool_result for each tool_use before it")
-        found |= {"continue_final_message": True}
+        result |= {"continue_final_message": True}
     if thinking := request.thinking:
-        found["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
+        result["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
         if thinking.type == "enabled":
-            found["reasoning_max_tokens"] = thinking.budget_tokens
+            result["reasoning_max_tokens"] = thinking.budget_tokens
     if config := request.output_config:
         if config.format:
-            found["response_format"] = json_schema_format(config.format.schema)
-        found |= effort_fields(config.effort, variables)
+            result["response_format"] = json_schema_format(config.format.schema)
+        result |= effort_fields(config.effort, variables)
     if "enable_thinking" in variables:
         thinks = request.thinking is not None and request.thinking.type != "disabled"
-        found["chat_template_kwargs"] = {"enable_thinking": thinks}
-    return msgspec.convert(found | _tools(request) | _sampling(request), ChatRequest)
+        result["chat_template_kwargs"] = {"enable_thinking": thinks}
+    return msgspec.convert(result | _tools(request) | _sampling(request), ChatRequest)
 
 
-def _sampling(request: Counted) -> dict[str, Any]:
+def _sampling(request: CountTokensRequest) -> dict[str, Any]:
     if not isinstance(request, MessagesRequest):
         return {}
     thinking = request.thinking
@@ -72,24 +72,24 @@ def _sampling(request: Counted) -> dict[str, Any]:
     return {name: getattr(request, name) for name in names} | {"stop": request.stop_sequences or None}
 
 
-def _tools(request: Counted) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _tools(request: CountTokensRequest) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     if request.tools:
-        found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+        result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if choice := request.tool_choice:
         if (choice.name is None) == (choice.type == "tool"):
             raise invalid("tool_choice.name", "goes with the type tool, and with no other")
-        found["tool_choice"] = named_tool(choice.name) if choice.type == "tool" else CHOICES[choice.type]
+        result["tool_choice"] = named_tool(choice.name) if choice.type == "tool" else CHOICES[choice.type]
         if choice.disable_parallel_tool_use:
-            found["parallel_tool_calls"] = False
-    return found
+            result["parallel_tool_calls"] = False
+    return result
 
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         words = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
         raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
-    name, schema = given(tool.name, f"{path}.name"), given(tool.input_schema, f"{path}.input_schema")
+    name, schema = require(tool.name, f"{path}.name"), require(tool.input_schema, f"{path}.input_schema")
     return function_tool(name, tool.description, schema)
 
 
@@ -104,28 +104,28 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
     for i, block in enumerate(message.content):
         where = f"{path}.content[{i}]"
         if block.type == "text":
-            texts.append(given(block.text, f"{where}.text"))
+            texts.append(require(block.text, f"{where}.text"))
         elif block.type == "tool_result" and message.role == "user":
             content = text_of(block.content or "", f"{where}.content")
             results.append(tool_result(_call_id(block.tool_use_id, f"{where}.tool_use_id"), content))
         elif block.type == "tool_use" and message.role == "assistant":
-            name = given(block.name, f"{where}.name")
+            name = require(block.name, f"{where}.name")
             calls.append(function_call(_call_id(block.id, f"{where}.id"), name, block.input or {}))
         elif block.type == "thinking" and message.role == "assistant":
-            thought += given(block.thinking, f"{where}.thinking")
+            thought += require(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
             words = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
             raise PenstockError(Code.UNSUPPORTED, words, where)
     if not (texts or calls or thought):
         return results
-    found: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    result: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
     if thought:
-        found["reasoning_content"] = thought
+        result["reasoning_content"] = thought
     if calls:
-        found["tool_calls"] = calls
-    return [*results, found]
+        result["tool_calls"] = calls
+    return [*results, result]
 
 
 def _call_id(found: str | None, path: str) -> str:
     """A call's id without Anthropic's prefix, as the model's chat template expects it."""
-    return given(found, path).removeprefix(CALL_ID)
+    return require(found, path).removeprefix(CALL_ID_PREFIX)

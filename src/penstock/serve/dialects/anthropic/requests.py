@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.serve.chat.request import TOOL_NAME, Number, Words
+from penstock.serve.chat.request import TOOL_NAME, NonEmptyText, Number
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -67,7 +67,7 @@ class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     edits: list[ContextEdit] | None = None
 
 
-class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that determine the prompt."""
 
     model: str | None = None
@@ -86,10 +86,10 @@ class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     thread: Any = None
 
 
-class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     stream: bool | None = None
-    stop_sequences: list[Words] | None = None
+    stop_sequences: list[NonEmptyText] | None = None
     temperature: Annotated[Number, msgspec.Meta(ge=0, le=100)] | None = None
     top_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -97,7 +97,7 @@ class MessagesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-NOT_HERE: dict[str, tuple[Any, str]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
     "container": (None, "nothing is run here"),
     "thread": (None, "the server keeps no state between requests: send the whole conversation"),
     "mcp_servers": ([], "nothing is run here; send the tools, and call them yourself"),

@@ -13,7 +13,7 @@ from penstock.frontend.outputs import CompletionOutput, RequestOutput
 from penstock.serve.chat.stream_cursor import CallDelta, Delta
 from penstock.text import Message
 
-KINDS = {
+ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
     Code.TOO_LARGE: "request_too_large",
@@ -22,10 +22,9 @@ KINDS = {
     Code.UNAVAILABLE: "overloaded_error",
     Code.INTERNAL: "api_error",
 }
-NO_THREADS: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""By this Anthropic's clients know that they are to send the whole conversation each time, as their tool runner then
-does."""
-CALL_ID = "toolu_"
+UNSUPPORTED_THREAD: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Error details by which Anthropic's tool runner learns to send the whole conversation with each request."""
+CALL_ID_PREFIX = "toolu_"
 """Prefix of the ids of ``tool_use`` blocks, which some clients check."""
 Block = dict[str, Any]
 
@@ -36,7 +35,7 @@ class Error(msgspec.Struct, kw_only=True):
     details: dict[str, Any] | UnsetType = UNSET
 
 
-class ErrorAnswer(msgspec.Struct, kw_only=True):
+class ErrorResponse(msgspec.Struct, kw_only=True):
     type: Literal["error"] = "error"
     error: Error
 
@@ -54,7 +53,7 @@ class Usage(msgspec.Struct, kw_only=True):
     output_tokens_details: OutputDetails
 
 
-class MessageAnswer(msgspec.Struct, kw_only=True):
+class MessageResponse(msgspec.Struct, kw_only=True):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -97,36 +96,36 @@ def event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
 
 
-def error_of(failure: Failure) -> ErrorAnswer:
+def error_of(failure: Failure) -> ErrorResponse:
     """A failure in Anthropic's format."""
     words = failure.message.encode("utf-8", "replace").decode()
     if failure.code is Code.TOO_LONG:  # clients look for this message
         words = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
-    details = NO_THREADS if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
-    return ErrorAnswer(
-        error=Error(type=KINDS.get(failure.code, "invalid_request_error"), message=words, details=details)
+    details = UNSUPPORTED_THREAD if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
+    return ErrorResponse(
+        error=Error(type=ERROR_TYPES.get(failure.code, "invalid_request_error"), message=words, details=details)
     )
 
 
 def usage_of(output: RequestOutput) -> Usage:
     cached = output.num_cached_tokens
-    made = sum(len(made.token_ids) for made in output.outputs) + output.num_discarded_tokens
-    thought = sum(made.reasoning_tokens for made in output.outputs)
+    output_tokens = sum(len(completion.token_ids) for completion in output.outputs) + output.num_discarded_tokens
+    thought = sum(completion.reasoning_tokens for completion in output.outputs)
     return Usage(
         input_tokens=len(output.prompt_token_ids) - cached,
         cache_read_input_tokens=cached,
-        output_tokens=made,
+        output_tokens=output_tokens,
         output_tokens_details=OutputDetails(thinking_tokens=thought),
     )
 
 
-def ending_of(made: CompletionOutput, called: bool, max_tokens: int) -> dict[str, Any]:
+def stop_reason_of(completion: CompletionOutput, called: bool, max_tokens: int) -> dict[str, Any]:
     """``stop_reason`` and ``stop_sequence`` of a message."""
-    if made.finish_reason == "length":
-        reason = "max_tokens" if len(made.token_ids) >= max_tokens else "model_context_window_exceeded"
+    if completion.finish_reason == "length":
+        reason = "max_tokens" if len(completion.token_ids) >= max_tokens else "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
-    if isinstance(made.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": made.stop_reason}
+    if isinstance(completion.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
@@ -138,11 +137,13 @@ def blocks_of(message: Message) -> list[Block]:
     if message.content:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        blocks.append({"type": "tool_use", "id": CALL_ID + call.id, "name": call.name, "input": _input(call.arguments)})
+        blocks.append(
+            {"type": "tool_use", "id": CALL_ID_PREFIX + call.id, "name": call.name, "input": _input(call.arguments)}
+        )
     return blocks
 
 
-class Blocks:
+class BlockStream:
     """Builds the events of a streamed message, block by block."""
 
     def __init__(self) -> None:
@@ -150,14 +151,14 @@ class Blocks:
         self._open = ""
         """Type of the open block."""
 
-    def tell(self, delta: Delta) -> bytes:
+    def events(self, delta: Delta) -> bytes:
         """The events for a delta."""
         events = b""
         if delta.reasoning:
-            events += self._within("thinking", {"thinking": "", "signature": ""})
+            events += self._ensure_open("thinking", {"thinking": "", "signature": ""})
             events += self._delta(type="thinking_delta", thinking=delta.reasoning)
         if delta.content:
-            events += self._within("text", {"text": ""})
+            events += self._ensure_open("text", {"text": ""})
             events += self._delta(type="text_delta", text=delta.content)
         for part in delta.calls:
             events += self._call(part)
@@ -172,10 +173,12 @@ class Blocks:
     def _call(self, part: CallDelta) -> bytes:
         events = b""
         if part.id:
-            events += self.end() + self._begin("tool_use", {"id": CALL_ID + part.id, "name": part.name, "input": {}})
+            events += self.end() + self._begin(
+                "tool_use", {"id": CALL_ID_PREFIX + part.id, "name": part.name, "input": {}}
+            )
         return events + (self._delta(type="input_json_delta", partial_json=part.arguments) if part.arguments else b"")
 
-    def _within(self, kind: str, empty: Block) -> bytes:
+    def _ensure_open(self, kind: str, empty: Block) -> bytes:
         return b"" if self._open == kind else self.end() + self._begin(kind, empty)
 
     def _begin(self, kind: str, empty: Block) -> bytes:
@@ -190,7 +193,7 @@ class Blocks:
 def _input(arguments: str) -> Any:
     """The arguments of a call as an object; empty where they are not one."""
     try:
-        found = json.loads(arguments)
+        result = json.loads(arguments)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

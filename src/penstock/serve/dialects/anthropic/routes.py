@@ -23,28 +23,28 @@ from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.models.registry import ModelRegistry
 from penstock.serve.models.service import ModelService
 
-from .models import add_model_routes, from_client
-from .parse import chat_of
-from .requests import NOT_HERE, Counted, MessagesRequest
+from .models import add_model_routes, is_anthropic_client
+from .parse import to_chat_request
+from .requests import UNSUPPORTED_FIELDS, CountTokensRequest, MessagesRequest
 from .responses import (
-    Blocks,
-    ErrorAnswer,
-    MessageAnswer,
+    BlockStream,
+    ErrorResponse,
+    MessageResponse,
     TokenCount,
     blocks_of,
     encode,
-    ending_of,
     error_of,
     event,
+    stop_reason_of,
     usage_of,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-SCHEMAS = (MessagesRequest, Counted, MessageAnswer, TokenCount, ErrorAnswer)
-PREFIX = "anthropic."
-"""Of these schemas' names in the OpenAPI document."""
-NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+SCHEMAS = (MessagesRequest, CountTokensRequest, MessageResponse, TokenCount, ErrorResponse)
+SCHEMA_PREFIX = "anthropic."
+"""Prefix of schema names in the OpenAPI document."""
+FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
 """Field names of chats → those of messages, for errors."""
 
 
@@ -68,49 +68,49 @@ class AnthropicErrorFormat(ErrorFormat):
 
 
 ERROR_FORMAT = AnthropicErrorFormat({})
-"""Until a request has been read."""
-READ = AnthropicErrorFormat(NAMES)
+"""Error format before the request is parsed."""
+PARSED_ERROR_FORMAT = AnthropicErrorFormat(FIELD_NAMES)
 
 
 def error_format_of(scope: Scope) -> ErrorFormat | None:
     """The error format for requests of Anthropic's clients at paths that OpenAI's API shares; else None."""
-    return ERROR_FORMAT if scope["path"].startswith("/v1/models") and from_client(scope) else None
+    return ERROR_FORMAT if scope["path"].startswith("/v1/models") and is_anthropic_client(scope) else None
 
 
 class MessageHandler:
     """One request, from its messages to a message."""
 
     def __init__(self, service: ModelService, record: RequestRecord, request: MessagesRequest, size: int) -> None:
-        self._chat = ChatGeneration(service, record, chat_of(request, service.template_variables), size)
+        self._chat = ChatGeneration(service, record, to_chat_request(request, service.template_variables), size)
         self._id = f"msg_{record.request_id}"
         self._max_tokens = request.max_tokens
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         last = await self._chat.final()
-        made = last.outputs[0]
-        message = self._chat.message(made)
-        ending = ending_of(made, bool(message.tool_calls), self._max_tokens)
-        answer = MessageAnswer(
+        completion = last.outputs[0]
+        message = self._chat.message(completion)
+        ending = stop_reason_of(completion, bool(message.tool_calls), self._max_tokens)
+        answer = MessageResponse(
             id=self._id, model=self._chat.model, content=blocks_of(message), usage=usage_of(last), **ending
         )
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        cursor, blocks = StreamCursor(), Blocks()
-        begun = False
+        cursor, blocks = StreamCursor(), BlockStream()
+        started = False
         async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:
-                if not begun:
-                    begun = True
-                    empty = MessageAnswer(id=self._id, model=self._chat.model, content=[], usage=usage_of(output))
+                if not started:
+                    started = True
+                    empty = MessageResponse(id=self._id, model=self._chat.model, content=[], usage=usage_of(output))
                     empty.usage.output_tokens = 0
                     yield event("message_start", message=empty)
-                if events := blocks.tell(delta):
+                if events := blocks.events(delta):
                     yield events
-                made = output.outputs[0]
-                if made.finished:
+                completion = output.outputs[0]
+                if completion.finished:
                     usage = msgspec.to_builtins(usage_of(output))
-                    ending = ending_of(made, cursor.calls > 0, self._max_tokens)
+                    ending = stop_reason_of(completion, cursor.calls > 0, self._max_tokens)
                     yield blocks.end() + event("message_delta", delta=ending, usage=usage)
         yield event("message_stop")
 
@@ -118,32 +118,38 @@ class MessageHandler:
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Add the routes of Anthropic's API."""
 
-    async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await registry.read(request)
-        found = read_object(body)
-        check_supported(found, NOT_HERE)
-        record = record_of(request.scope)
-        wanted = convert(found, schema, record.unknown)
-        record.error_format = READ
-        return wanted, len(body)
+    async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
+        body = await registry.read(raw_request)
+        fields = read_object(body)
+        check_supported(fields, UNSUPPORTED_FIELDS)
+        record = record_of(raw_request.scope)
+        request = convert(fields, schema, record.unknown)
+        record.error_format = PARSED_ERROR_FORMAT
+        return request, len(body)
 
-    async def create_message(request: Request) -> Response:
-        wanted, size = await read(request, MessagesRequest)
-        service = registry.find(wanted.model)
-        return Reply.of(service, MessageHandler(service, record_of(request.scope), wanted, size), READ, wanted.stream)
+    async def create_message(raw_request: Request) -> Response:
+        request, size = await read(raw_request, MessagesRequest)
+        service = registry.find(request.model)
+        return Reply.of(
+            service,
+            MessageHandler(service, record_of(raw_request.scope), request, size),
+            PARSED_ERROR_FORMAT,
+            request.stream,
+        )
 
-    async def count_tokens(request: Request) -> Response:
-        wanted, size = await read(request, Counted)
-        service = registry.find(wanted.model)
-        chat = chat_of(wanted, service.template_variables)
-        count = await count_prompt(service, chat, size, record_of(request.scope).unknown)
+    async def count_tokens(raw_request: Request) -> Response:
+        request, size = await read(raw_request, CountTokensRequest)
+        service = registry.find(request.model)
+        chat = to_chat_request(request, service.template_variables)
+        count = await count_prompt(service, chat, size, record_of(raw_request.scope).unknown)
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
     add_model_routes(app, registry)
-    for path, endpoint, asked, answer in (
-        ("/v1/messages", create_message, MessagesRequest, MessageAnswer),
-        ("/v1/messages/count_tokens", count_tokens, Counted, TokenCount),
+    for path, endpoint, request, response in (
+        ("/v1/messages", create_message, MessagesRequest, MessageResponse),
+        ("/v1/messages/count_tokens", count_tokens, CountTokensRequest, TokenCount),
     ):
-        told, failure, wanted = (reference(schema, PREFIX) for schema in (answer, ErrorAnswer, asked))
-        described = operation(told, failure, wanted, streamed=asked is MessagesRequest)
+        request_schema, response_schema = reference(request, SCHEMA_PREFIX), reference(response, SCHEMA_PREFIX)
+        error_schema = reference(ErrorResponse, SCHEMA_PREFIX)
+        described = operation(response_schema, error_schema, request_schema, streamed=request is MessagesRequest)
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)

@@ -14,7 +14,7 @@ from penstock.serve.chat.stream_cursor import StreamCursor
 from penstock.serve.dialects.openai.chat import ChatHandler
 from penstock.serve.dialects.openai.completions import CompletionHandler
 from penstock.serve.dialects.openai.responses import ChatDelta, ChatMessage, ChunkChoice
-from penstock.serve.dialects.openai.responses import CompletionChoice as Told
+from penstock.serve.dialects.openai.responses import CompletionChoice as OpenAIChoice
 from penstock.serve.generation import SequenceCursor
 
 from .responses import DONE, Answer, ChatChoice, CompletionChoice, Usage, encode, event
@@ -36,11 +36,13 @@ class BladeCompletionHandler:
                 last[i] = output
         choices = []
         for i, output in sorted(last.items()):
-            for made in output.outputs:
-                told = await self._openai.choice(i, output, made)
-                reason = told.finish_reason or ""
+            for completion in output.outputs:
+                choice = await self._openai.choice(i, output, completion)
+                reason = choice.finish_reason or ""
                 choices.append(
-                    CompletionChoice(index=told.index, text=told.text, logprobs=told.logprobs, finish_reason=reason)
+                    CompletionChoice(
+                        index=choice.index, text=choice.text, logprobs=choice.logprobs, finish_reason=reason
+                    )
                 )
         yield encode(self._answer(choices, last))
 
@@ -50,19 +52,19 @@ class BladeCompletionHandler:
         async with aclosing(self._openai.outputs()) as outputs:
             async for i, output in outputs:
                 last[i] = output
-                for made in output.outputs:
-                    so_far = progress.setdefault((i, made.index), SequenceCursor())
-                    told = await self._openai.new(i, output, made, so_far)
-                    for choice in self._chunks(told) if told else ():
+                for completion in output.outputs:
+                    so_far = progress.setdefault((i, completion.index), SequenceCursor())
+                    added = await self._openai.added(i, output, completion, so_far)
+                    for choice in self._chunks(added) if added else ():
                         yield event(self._answer([choice], last))
         yield DONE
 
-    def _chunks(self, told: Told) -> Iterator[CompletionChoice]:
-        """What is new, and at the end a chunk of its own that says why."""
-        if told.text or told.logprobs:
-            yield CompletionChoice(index=told.index, text=told.text, logprobs=told.logprobs)
-        if told.finish_reason:
-            yield CompletionChoice(index=told.index, text="", finish_reason=told.finish_reason)
+    def _chunks(self, choice: OpenAIChoice) -> Iterator[CompletionChoice]:
+        """The chunks for a choice: the new text, and a last chunk with the finish reason."""
+        if choice.text or choice.logprobs:
+            yield CompletionChoice(index=choice.index, text=choice.text, logprobs=choice.logprobs)
+        if choice.finish_reason:
+            yield CompletionChoice(index=choice.index, text="", finish_reason=choice.finish_reason)
 
     def _answer(self, choices: list[CompletionChoice], last: dict[int, RequestOutput]) -> Answer:
         usage = Usage.of(list(last.values()))
@@ -81,11 +83,16 @@ class BladeChatHandler:
             async for output in outputs:
                 last = output
         choices = []
-        for made in last.outputs:
-            told = await self._openai.choice(made, last.prompt_token_ids)
-            reason = told.finish_reason or ""
+        for completion in last.outputs:
+            choice = await self._openai.choice(completion, last.prompt_token_ids)
+            reason = choice.finish_reason or ""
             choices.append(
-                ChatChoice(index=told.index, message=_own(told.message), logprobs=told.logprobs, finish_reason=reason)
+                ChatChoice(
+                    index=choice.index,
+                    message=_adapt(choice.message),
+                    logprobs=choice.logprobs,
+                    finish_reason=reason,
+                )
             )
         usage = Usage.of([last])
         yield encode(Answer(id=self._id, choices=choices, object="chat.completion", usage=usage))
@@ -95,27 +102,31 @@ class BladeChatHandler:
         async with aclosing(self._openai.outputs()) as outputs:
             async for output in outputs:
                 usage = Usage.of([output])
-                for made in output.outputs:
-                    begins = made.index not in cursor
-                    new = self._openai.new(made, cursor.setdefault(made.index, StreamCursor()))
-                    for choice in self._chunks(new, begins):
+                for completion in output.outputs:
+                    begins = completion.index not in cursor
+                    added = self._openai.added(completion, cursor.setdefault(completion.index, StreamCursor()))
+                    for choice in self._chunks(added, begins):
                         chunk = Answer(id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage)
                         yield event(chunk)
         yield DONE
 
-    def _chunks(self, new: list[ChunkChoice], begins: bool) -> Iterator[ChatChoice]:
-        """What is new, of which the first has the role, and at the end a chunk of its own that says why."""
-        for told in new:
+    def _chunks(self, added: list[ChunkChoice], begins: bool) -> Iterator[ChatChoice]:
+        """The chunks for new choices: the first has the role, and the last one the finish reason alone."""
+        for choice in added:
             if begins:
-                told.delta = msgspec.structs.replace(told.delta, role="assistant")
-            if told.delta != ChatDelta() or told.logprobs:
-                yield ChatChoice(index=told.index, delta=_own(told.delta), logprobs=told.logprobs)
-            if told.finish_reason:
-                yield ChatChoice(index=told.index, delta=_own(ChatDelta(content="")), finish_reason=told.finish_reason)
+                choice.delta = msgspec.structs.replace(choice.delta, role="assistant")
+            if choice.delta != ChatDelta() or choice.logprobs:
+                yield ChatChoice(index=choice.index, delta=_adapt(choice.delta), logprobs=choice.logprobs)
+            if choice.finish_reason:
+                yield ChatChoice(
+                    index=choice.index,
+                    delta=_adapt(ChatDelta(content="")),
+                    finish_reason=choice.finish_reason,
+                )
 
 
-def _own(told: T) -> T:
-    """Without ``reasoning``: BladeLLM has ``reasoning_content`` alone."""
-    told.reasoning = UNSET
-    told.reasoning_content = told.reasoning_content or UNSET
-    return told
+def _adapt(choice: T) -> T:
+    """Remove ``reasoning``: BladeLLM has ``reasoning_content`` alone."""
+    choice.reasoning = UNSET
+    choice.reasoning_content = choice.reasoning_content or UNSET
+    return choice

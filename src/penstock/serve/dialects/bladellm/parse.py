@@ -17,37 +17,37 @@ T = TypeVar("T", CompletionRequest, ChatRequest)
 
 DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 1.0}
 """They apply instead of the checkpoint's ``generation_config.json``."""
-SEARCHING = ("top_p", "top_k", "min_p", "temperature")
+SAMPLING_DEFAULTS = ("top_p", "top_k", "min_p", "temperature")
 """Defaults that do not apply to beam search."""
-NOWHERE = ("return_token_ids", "prompt_logprobs")
+UNSUPPORTED_FIELDS = ("return_token_ids", "prompt_logprobs")
 """Fields whose result BladeLLM's response format has no place for."""
-AS_WORDS = {"true": True, "false": False}
+BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
-def read(found: dict[str, Any], schema: type[T], service: ModelService, unknown: UnknownFields) -> T:
+def read(fields: dict[str, Any], schema: type[T], service: ModelService, unknown: UnknownFields) -> T:
     """Parse a request. ``model`` selects an adapter; other names are ignored.
 
     Raises ``PenstockError`` as OpenAI's ``parse`` does.
     """
-    given = {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in fields.items() if value is not None}
     for name in _booleans(schema) & given.keys():
         if isinstance(given[name], str):
-            given[name] = AS_WORDS.get(given[name].lower(), given[name])
+            given[name] = BOOLEAN_TEXTS.get(given[name].lower(), given[name])
     if isinstance(model := given.get("model"), str) and model not in service.gateway.engine.adapters:
         del given["model"]
-    for name in NOWHERE:
+    for name in UNSUPPORTED_FIELDS:
         if given.get(name) not in (None, False):
             raise PenstockError(Code.UNSUPPORTED, f"{name}: has no place in BladeLLM's answers", name)
     own = given.get("use_beam_search") is True
-    defaults = {name: value for name, value in DEFAULTS.items() if not (own and name in SEARCHING)}
+    defaults = {name: value for name, value in DEFAULTS.items() if not (own and name in SAMPLING_DEFAULTS)}
     if "max_completion_tokens" not in given:
         defaults["max_tokens"] = service.gateway.input_processor.default_max_tokens
     return parse(defaults | given, schema, unknown)
 
 
-def named(found: dict[str, Any]) -> str | None:
+def model_name(fields: dict[str, Any]) -> str | None:
     """The ``model`` of a request."""
-    name = found.get("model")
+    name = fields.get("model")
     return name if isinstance(name, str) else None
 
 

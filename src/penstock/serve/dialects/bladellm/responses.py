@@ -30,11 +30,11 @@ class Usage(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, outputs: list[RequestOutput]) -> Usage:
         """The usage of all sequences so far, stop tokens included."""
-        found = usage_of(outputs)
+        result = usage_of(outputs)
         return cls(
-            prompt_tokens=found.prompt_tokens,
-            completion_tokens=found.completion_tokens,
-            total_tokens=found.total_tokens,
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            total_tokens=result.total_tokens,
         )
 
 
@@ -62,7 +62,7 @@ class Answer(msgspec.Struct, kw_only=True):
     error_info: None = None
 
 
-class ErrorAnswer(msgspec.Struct, kw_only=True):
+class ErrorResponse(msgspec.Struct, kw_only=True):
     choices: list[None] = []
     error_info: ErrorInfo
 
@@ -88,6 +88,6 @@ class BladeLLMErrorFormat(ErrorFormat):
 ERROR_FORMAT = BladeLLMErrorFormat()
 
 
-def _error(failure: Failure) -> ErrorAnswer:
+def _error(failure: Failure) -> ErrorResponse:
     words = failure.message.encode("utf-8", "replace").decode()
-    return ErrorAnswer(error_info=ErrorInfo(code=STATUS[failure.code], message=words))
+    return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=words))

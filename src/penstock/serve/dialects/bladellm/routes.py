@@ -20,7 +20,7 @@ from penstock.serve.http.request_record import record_of
 from penstock.serve.models.registry import ModelRegistry
 
 from .handler import BladeChatHandler, BladeCompletionHandler
-from .parse import named, read
+from .parse import model_name, read
 from .responses import ERROR_FORMAT
 
 
@@ -31,10 +31,10 @@ class BladeLLM(Dialect):
 
     def __init__(self, registry: ModelRegistry) -> None:
         self._registry = registry
-        self._by_everybody = registry.options.compat == "bladellm"
+        self._is_default = registry.options.compat == "bladellm"
 
-    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
-        return self.error_format_of(request.scope) is not None
+    def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
+        return self.error_format_of(raw_request.scope) is not None
 
     def error_format_of(self, scope: Scope) -> ErrorFormat | None:
         """The error format for a request by its headers; None where it is not BladeLLM's."""
@@ -42,16 +42,16 @@ class BladeLLM(Dialect):
             return None
         token = Headers(scope=scope).get("authorization", "").strip()
         bare = bool(token) and " " not in token and token.lower() not in ("bearer", "basic")
-        return ERROR_FORMAT if bare or self._by_everybody else None
+        return ERROR_FORMAT if bare or self._is_default else None
 
-    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        service, record = self._registry.find_or_first(named(found)), record_of(request.scope)
-        wanted = read(found, CompletionRequest, service, record.unknown)
-        handler = BladeCompletionHandler(CompletionHandler(service, record, wanted), record.request_id)
-        return Reply.of(service, handler, ERROR_FORMAT, wanted.stream)
+    def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        service, record = self._registry.find_or_first(model_name(fields)), record_of(raw_request.scope)
+        request = read(fields, CompletionRequest, service, record.unknown)
+        handler = BladeCompletionHandler(CompletionHandler(service, record, request), record.request_id)
+        return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
-    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        service, record = self._registry.find_or_first(named(found)), record_of(request.scope)
-        wanted = read(found, ChatRequest, service, record.unknown)
-        handler = BladeChatHandler(ChatHandler(service, record, wanted, size), record.request_id)
-        return Reply.of(service, handler, ERROR_FORMAT, wanted.stream)
+    def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        service, record = self._registry.find_or_first(model_name(fields)), record_of(raw_request.scope)
+        request = read(fields, ChatRequest, service, record.unknown)
+        handler = BladeChatHandler(ChatHandler(service, record, request, size), record.request_id)
+        return Reply.of(service, handler, ERROR_FORMAT, request.stream)

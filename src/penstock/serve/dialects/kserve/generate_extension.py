@@ -28,28 +28,28 @@ def from_fields(model: Model, found: dict[str, Any], unknown: UnknownFields) -> 
     if both := fields.keys() & more.keys():
         raise invalid(min(both), "is given twice, and in parameters")
     fields |= more
-    asked_as = fields.pop("id", "")
-    if not isinstance(asked_as, str | int):
+    request_id = fields.pop("id", "")
+    if not isinstance(request_id, str | int):
         raise invalid("id", "must be text or a number")
     types = {spec.name: spec.datatype for spec in model.inputs}
     inputs: list[Tensor] = []
     for name, value in fields.items():
-        if name in model.not_yet:
-            model.check_not_yet(name, bool(value))
+        if name in model.unsupported_inputs:
+            model.check_supported_input(name, bool(value))
             continue
         if (own := model.aliases.get(name, name)) not in types:
             unknown.ignore("", name, types)
         elif value is not None:
             shape = [len(value)] if isinstance(value, list) else [1]
             inputs.append(from_json(name, types[own], shape, value))
-    return InferenceRequest(inputs, str(asked_as))
+    return InferenceRequest(inputs, str(request_id))
 
 
-async def to_fields(model: Model, asked: InferenceRequest, answer: ModelResponse) -> dict[str, Any]:
+async def to_fields(model: Model, infer_request: InferenceRequest, answer: ModelResponse) -> dict[str, Any]:
     """A response's outputs as fields: a single element as a value, several as a list."""
-    found: dict[str, Any] = {"id": asked.id} if asked.id else {}
-    found |= {"model_name": model.name, "model_version": VERSION}
-    found |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
+    result |= {"model_name": model.name, "model_version": VERSION}
+    result |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
     for tensor in answer.outputs:
-        found[tensor.name] = to_json(tensor)[0] if len(tensor.elements) == 1 else await in_json(tensor)
-    return found
+        result[tensor.name] = to_json(tensor)[0] if len(tensor.elements) == 1 else await in_json(tensor)
+    return result

@@ -39,7 +39,7 @@ def parameters(given: Any) -> dict[str, Any]:
     return {name: getattr(value, one) for name, value in given.items() if (one := value.WhichOneof("parameter_choice"))}
 
 
-def asked_of(request: Any, memory: SharedMemory) -> InferenceRequest:
+def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
     """Parse a ``ModelInferRequest``. Raises ``PenstockError`` (``invalid``) where it is wrong."""
     where = [parameters(given.parameters) for given in request.inputs]
     shared = [in_memory(given.name, found) for given, found in zip(request.inputs, where, strict=True)]
@@ -61,21 +61,23 @@ def asked_of(request: Any, memory: SharedMemory) -> InferenceRequest:
     return InferenceRequest(inputs, request.id, outputs, parameters(request.parameters))
 
 
-def response_of(model: Model, asked: InferenceRequest, answer: ModelResponse, memory: SharedMemory) -> Any:
+def build_infer_response(
+    model: Model, infer_request: InferenceRequest, answer: ModelResponse, memory: SharedMemory
+) -> Any:
     """A ``ModelInferResponse``, whose outputs may lie in shared memory.
 
     Raises ``PenstockError`` (``invalid``) where there is no room for them.
     """
-    found = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=asked.id)
+    result = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=infer_request.id)
     for tensor in answer.outputs:
-        told = found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        raw, wanted = to_bytes(tensor), asked.outputs.get(tensor.name, {})
-        if in_memory(tensor.name, wanted):
-            for name, value in memory.write(tensor.name, wanted, raw).items():
-                setattr(told.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
+        output = result.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        raw, output_parameters = to_bytes(tensor), infer_request.outputs.get(tensor.name, {})
+        if in_memory(tensor.name, output_parameters):
+            for name, value in memory.write(tensor.name, output_parameters, raw).items():
+                setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
             raw = b""  # clients index the raw contents by the outputs before theirs
-        found.raw_output_contents.append(raw)
-    return found
+        result.raw_output_contents.append(raw)
+    return result
 
 
 def metadata_of(model: Model) -> Any:
@@ -90,29 +92,30 @@ def statistics_of(found: list[dict[str, Any]]) -> Any:
     return json_format.ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
 
-def wanted_trace(request: Any) -> dict[str, Any]:
+def parse_trace_settings(request: Any) -> dict[str, Any]:
     """The settings of a ``TraceSettingRequest``; one without a value is reset."""
-    found = {name: list(setting.value) for name, setting in request.settings.items()}
+    settings = {name: list(setting.value) for name, setting in request.settings.items()}
     return {
-        name: values if name == "trace_level" and values else next(iter(values), None) for name, values in found.items()
+        name: values if name == "trace_level" and values else next(iter(values), None)
+        for name, values in settings.items()
     }
 
 
-def trace_of(current: Mapping[str, Any]) -> Any:
-    found = pb.TraceSettingResponse()
+def build_trace_settings(current: Mapping[str, Any]) -> Any:
+    result = pb.TraceSettingResponse()
     for name, value in current.items():
-        found.settings[name].value.extend(value if isinstance(value, list) else [value])
-    return found
+        result.settings[name].value.extend(value if isinstance(value, list) else [value])
+    return result
 
 
-def wanted_log(request: Any) -> dict[str, Any]:
+def parse_log_settings(request: Any) -> dict[str, Any]:
     """The settings of a ``LogSettingsRequest``."""
     return parameters(request.settings)
 
 
-def log_of(current: Mapping[str, Any]) -> Any:
-    found = pb.LogSettingsResponse()
+def build_log_settings(current: Mapping[str, Any]) -> Any:
+    result = pb.LogSettingsResponse()
     for name, value in current.items():
         kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
-        setattr(found.settings[name], kind, value)
-    return found
+        setattr(result.settings[name], kind, value)
+    return result

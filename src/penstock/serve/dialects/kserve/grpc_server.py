@@ -18,14 +18,14 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from penstock import __version__
 from penstock.config.options import ServerOptions
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.http.middleware import REQUEST_ID, matches_key
-from penstock.serve.http.reply import GONE, INTERNAL
+from penstock.serve.http.reply import CLIENT_DISCONNECTED, INTERNAL
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.http.unknown_fields import HEADER, UnknownFieldLog, UnknownFields
+from penstock.version import __version__
 
 from . import grpc_messages as messages
 from . import server_state as state
@@ -106,7 +106,7 @@ def unary(method: Method) -> Any:
     async def called(self: Inference, request: Any, context: Any) -> Any:
         model = getattr(request, "model_name", "") or getattr(request, "name", "")
         context.set_trailing_metadata((SERVER,))
-        async with self.authorized(context, method.__name__, model) as record:
+        async with self.authorized_request(context, method.__name__, model) as record:
             _check_read(request)
             try:
                 return await method(self, request, record)
@@ -136,7 +136,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def ServerReady(self, request: Any, record: RequestRecord) -> Any:
-        return pb.ServerReadyResponse(ready=_passes(self._repository.registry.check))
+        return pb.ServerReadyResponse(ready=_succeeds(self._repository.registry.check))
 
     @unary
     async def ServerMetadata(self, request: Any, record: RequestRecord) -> Any:
@@ -147,7 +147,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         def check() -> None:
             self._repository.find(request.name, request.version).check()
 
-        return pb.ModelReadyResponse(ready=_passes(check))
+        return pb.ModelReadyResponse(ready=_succeeds(check))
 
     @unary
     async def ModelMetadata(self, request: Any, record: RequestRecord) -> Any:
@@ -164,8 +164,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def RepositoryIndex(self, request: Any, record: RequestRecord) -> Any:
-        found = state.index(self._repository, request.ready)
-        return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in found])
+        result = state.index(self._repository, request.ready)
+        return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in result])
 
     @unary
     async def RepositoryModelLoad(self, request: Any, record: RequestRecord) -> Any:
@@ -179,12 +179,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def TraceSetting(self, request: Any, record: RequestRecord) -> Any:
-        wanted = messages.wanted_trace(request)
-        return messages.trace_of(state.trace_settings(self._repository, wanted, request.model_name))
+        wanted = messages.parse_trace_settings(request)
+        return messages.build_trace_settings(state.trace_settings(self._repository, wanted, request.model_name))
 
     @unary
     async def LogSettings(self, request: Any, record: RequestRecord) -> Any:
-        return messages.log_of(state.log_settings(self._repository, messages.wanted_log(request)))
+        return messages.build_log_settings(state.log_settings(self._repository, messages.parse_log_settings(request)))
 
     @unary
     async def ModelInfer(self, request: Any, record: RequestRecord) -> Any:
@@ -195,22 +195,22 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
         """Requests of a stream are answered concurrently; clients match responses by the requests' ids."""
         context.set_trailing_metadata((SERVER,))
-        async with self.authorized(context, "ModelStreamInfer", quiet=True) as whole:
+        async with self.authorized_request(context, "ModelStreamInfer", quiet=True) as stream_record:
             news: asyncio.Queue[Any] = asyncio.Queue()
             tasks: set[asyncio.Task[None]] = set()
 
             async def answer(request: Any) -> None:
-                model, asked_as = getattr(request, "model_name", ""), getattr(request, "id", "")
+                model, request_id = getattr(request, "model_name", ""), getattr(request, "id", "")
                 try:
                     async with (
-                        self.recorded(context, "ModelStreamInfer", model) as record,
+                        self.request_record(context, "ModelStreamInfer", model) as record,
                         aclosing(self._responses(request, record, streamed=True)) as responses,
                     ):
                         async for response in responses:
                             news.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
-                        whole.unknown.join(record.unknown)
+                        stream_record.unknown.join(record.unknown)
                 except PenstockError as error:
-                    failed = pb.ModelInferResponse(model_name=model, id=asked_as)
+                    failed = pb.ModelInferResponse(model_name=model, id=request_id)
                     news.put_nowait(
                         pb.ModelStreamInferResponse(error_message=error.failure.message, infer_response=failed)
                     )
@@ -222,13 +222,13 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
                     task.add_done_callback(tasks.discard)
 
             async def run() -> None:
-                reading, told = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
+                reading, stopping = asyncio.create_task(read()), asyncio.create_task(self._stopping.wait())
                 try:
-                    await asyncio.wait((reading, told), return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     reading.cancel()
-                    told.cancel()
-                    await asyncio.gather(reading, told, return_exceptions=True)
+                    stopping.cancel()
+                    await asyncio.gather(reading, stopping, return_exceptions=True)
                 await asyncio.gather(*tasks)
                 news.put_nowait(None)
 
@@ -236,7 +236,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             try:
                 while (response := await news.get()) is not None:
                     yield response
-                context.set_trailing_metadata(_trailing(whole.unknown))
+                context.set_trailing_metadata(_trailing(stream_record.unknown))
             finally:
                 for task in (running, *tasks):
                     task.cancel()
@@ -244,10 +244,10 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def SystemSharedMemoryStatus(self, request: Any, record: RequestRecord) -> Any:
-        found = pb.SystemSharedMemoryStatusResponse()
+        result = pb.SystemSharedMemoryStatusResponse()
         for region in self._repository.memory.status(request.name):
-            found.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
-        return found
+            result.regions[region["name"]].CopyFrom(pb.SystemSharedMemoryStatusResponse.RegionStatus(**region))
+        return result
 
     @unary
     async def SystemSharedMemoryRegister(self, request: Any, record: RequestRecord) -> Any:
@@ -274,25 +274,27 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """The ``ModelInferResponse`` messages of a request."""
         _check_read(request)
-        if (size := request.ByteSize()) > (most := self._repository.registry.max_body_size):
-            raise PenstockError(Code.TOO_LARGE, f"body: has {size} bytes, and at most {most} are taken", "body", most)
+        if (size := request.ByteSize()) > (maximum := self._repository.registry.max_body_size):
+            raise PenstockError(
+                Code.TOO_LARGE, f"body: has {size} bytes, and at most {maximum} are taken", "body", maximum
+            )
         model = self._repository.find(request.model_name, request.model_version)
-        asked = messages.asked_of(request, self._repository.memory)
-        empty_last = bool(asked.parameters.get(messages.EMPTY_FINAL, False))
+        infer_request = messages.parse_infer_request(request, self._repository.memory)
+        empty_last = bool(infer_request.parameters.get(messages.EMPTY_FINAL, False))
         with model.service.admit():
-            async with aclosing(answers(self._repository, model, asked, record, streamed)) as found:
+            async with aclosing(answers(self._repository, model, infer_request, record, streamed)) as found:
                 async for answer in found:
-                    response = messages.response_of(model, asked, answer, self._repository.memory)
+                    response = messages.build_infer_response(model, infer_request, answer, self._repository.memory)
                     if streamed:
                         response.parameters[messages.FINAL].bool_param = answer.last and not empty_last
                     yield response
         if streamed and empty_last:
-            last = pb.ModelInferResponse(model_name=model.name, id=asked.id)
+            last = pb.ModelInferResponse(model_name=model.name, id=infer_request.id)
             last.parameters[messages.FINAL].bool_param = True
             yield last
 
     @asynccontextmanager
-    async def authorized(
+    async def authorized_request(
         self, context: Any, method: str, model: str = "", quiet: bool = False
     ) -> AsyncIterator[RequestRecord]:
         """The record of a call whose API key is valid. Failures become the call's status, and the call is logged.
@@ -301,7 +303,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             quiet: log failures only, unless at level debug.
         """
         try:
-            async with self.recorded(context, method, model, quiet or method in PUBLIC_METHODS) as record:
+            async with self.request_record(context, method, model, quiet or method in PUBLIC_METHODS) as record:
                 given = dict(context.invocation_metadata() or ()).get("authorization", "")
                 if self._keys and method not in PUBLIC_METHODS and not matches_key(given.encode(), self._keys):
                     raise PenstockError.of(NO_KEY)
@@ -310,7 +312,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             await context.abort(STATUS[error.failure.code], error.failure.message)
 
     @asynccontextmanager
-    async def recorded(
+    async def request_record(
         self, context: Any, method: str, model: str, quiet: bool = False
     ) -> AsyncIterator[RequestRecord]:
         """A request's record; logs the request at the end. Unexpected exceptions become an internal error."""
@@ -324,7 +326,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             record.failure = error.failure
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            record.failure = GONE
+            record.failure = CLIENT_DISCONNECTED
             raise
         except Exception as error:
             logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
@@ -337,7 +339,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         failure = record.failure
         if record.unknown.places and not failure:
             self._unknown_field_log.log(record.request_id, record.client.rpartition(":")[0], record.unknown)
-        facts = {"id": record.request_id, "seconds": time.monotonic() - record.begun, **record.facts}
+        facts = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.facts}
         level = logging.INFO
         if failure:
             self._repository.registry.metrics.record_failure(failure)
@@ -351,16 +353,18 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 def _handlers(inference: Inference) -> grpc.GenericRpcHandler:
     """The service's methods as handlers; invalid messages get an error status instead of a traceback."""
     service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-    found = {}
+    result = {}
     for method in service.methods:
         kind = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
-        asked, told = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
-        found[method.name] = kind(
-            getattr(inference, method.name),
-            request_deserializer=partial(_read, asked),
-            response_serializer=told.SerializeToString,
+        request_class, response_class = (
+            message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type)
         )
-    return grpc.method_handlers_generic_handler(service.full_name, found)
+        result[method.name] = kind(
+            getattr(inference, method.name),
+            request_deserializer=partial(_read, request_class),
+            response_serializer=response_class.SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, result)
 
 
 def _read(kind: Any, raw: bytes) -> Any:
@@ -379,7 +383,7 @@ def _trailing(unknown: UnknownFields) -> tuple[tuple[str, str], ...]:
     return (SERVER, (HEADER, names)) if (names := unknown.header) else (SERVER,)
 
 
-def _passes(check: Callable[[], None]) -> bool:
+def _succeeds(check: Callable[[], None]) -> bool:
     try:
         check()
     except PenstockError:

@@ -54,14 +54,14 @@ def event(found: object) -> bytes:
     return b"data: " + msgspec.json.encode(found) + b"\n\n"
 
 
-class Index(msgspec.Struct):
+class IndexRequest(msgspec.Struct):
     """Body of ``/v2/repository/index``."""
 
     ready: bool = False
     """List ready models only."""
 
 
-class Change(msgspec.Struct, forbid_unknown_fields=True):
+class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of a request to load or unload a model."""
 
     parameters: dict[str, Any] | None = None
@@ -89,14 +89,14 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
     async def body_of(request: Request) -> bytes:
         return await _body(request, registry.max_body_size, registry.options.client_timeout)
 
-    async def wish_of(request: Request) -> dict[str, Any]:
+    async def settings_body_of(request: Request) -> dict[str, Any]:
         """The body of an administrative request, which is accepted without a live engine."""
         body = await _body(request, MIN_BODY_SIZE, registry.options.client_timeout)
         return read_object(body) if body else {}
 
     async def change_of(request: Request, schema: type[T]) -> T:
         """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
-        return convert(await wish_of(request), schema, UnknownFields(strict=True))
+        return convert(await settings_body_of(request), schema, UnknownFields(strict=True))
 
     async def live() -> Response:
         return Response()
@@ -129,47 +129,47 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
         length, unknown = request.headers.get(HEADER_LENGTH), record_of(request.scope).unknown
-        asked = parse(await body_of(request), length, memory, unknown)
+        infer_request = parse(await body_of(request), length, memory, unknown)
         model = repository.find(name, version)
-        return InferReply(repository, model, asked, request)
+        return InferReply(repository, model, infer_request, request)
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
             found = read_object(await body_of(request))
             model = repository.find(name, version)
-            asked = from_fields(model, found, record_of(request.scope).unknown)
+            infer_request = from_fields(model, found, record_of(request.scope).unknown)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
-                stream = answers(repository, model, asked, record_of(request.scope), streamed)
+                stream = answers(repository, model, infer_request, record_of(request.scope), streamed)
                 async with aclosing(stream):
                     async for answer in stream:
-                        told = await to_fields(model, asked, answer)
-                        yield event(told) if streamed else msgspec.json.encode(told)
+                        output = await to_fields(model, infer_request, answer)
+                        yield event(output) if streamed else msgspec.json.encode(output)
 
             return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
 
         return generate
 
     async def index(request: Request) -> Response:
-        wish = convert(await wish_of(request), Index, record_of(request.scope).unknown)
+        wish = convert(await settings_body_of(request), IndexRequest, record_of(request.scope).unknown)
         return Json(state.index(repository, wish.ready))
 
     async def load(request: Request, name: str) -> Response:
-        wish = await change_of(request, Change)
+        wish = await change_of(request, LoadRequest)
         await state.load(repository, name, wish.parameters)
         return Response()
 
     async def unload(request: Request, name: str) -> Response:
-        wish = await change_of(request, Change)
+        wish = await change_of(request, LoadRequest)
         await state.unload(repository, name, wish.parameters)
         return Response()
 
     async def logging(request: Request) -> Response:
-        return Json(state.log_settings(repository, await wish_of(request) if request.method == "POST" else {}))
+        return Json(state.log_settings(repository, await settings_body_of(request) if request.method == "POST" else {}))
 
     async def tracing(request: Request, name: str = "") -> Response:
-        wanted = await wish_of(request) if request.method == "POST" else {}
-        return Json(state.trace_settings(repository, wanted, name))
+        settings = await settings_body_of(request) if request.method == "POST" else {}
+        return Json(state.trace_settings(repository, settings, name))
 
     async def memory_status(name: str = "") -> Response:
         return Json(memory.status(name))
@@ -250,21 +250,23 @@ WITH_BODY = ("/infer", "/generate", "/generate_stream")
 class InferReply(Reply):
     """The response to ``infer``: JSON, followed by the outputs that were requested in binary."""
 
-    def __init__(self, repository: ModelRepository, model: Model, asked: InferenceRequest, request: Request) -> None:
+    def __init__(
+        self, repository: ModelRepository, model: Model, infer_request: InferenceRequest, request: Request
+    ) -> None:
         self._header: int | None = None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            found = answers(repository, model, asked, record_of(request.scope), streamed=False)
+            found = answers(repository, model, infer_request, record_of(request.scope), streamed=False)
             async with aclosing(found):
                 async for answer in found:
-                    head, binary = await written(model, asked, answer, repository.memory)
+                    head, binary = await encode_response(model, infer_request, answer, repository.memory)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
         super().__init__(model.service, pieces(), ERROR_FORMAT, streamed=False)
 
-    def _start(self, status: int, whole: bytes | None) -> Message:
-        message = super()._start(status, whole)
+    def _start(self, status: int, document: bytes | None) -> Message:
+        message = super()._start(status, document)
         if self._header is not None:
             kept = [header for header in message["headers"] if header[0] != b"content-type"]
             length = (HEADER_LENGTH.encode(), str(self._header).encode())
@@ -285,15 +287,15 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
         if not header_length.isdecimal() or int(header_length) > len(body):
             raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]}")
         head, raw = body[: int(header_length)], body[int(header_length) :]
-    found = read_object(head)
+    result = read_object(head)
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}
-    for name, value in found.items():
+    for name, value in result.items():
         if name not in known:
             unknown.ignore("", name, known)
         elif not isinstance(value, known[name]):
             raise invalid(name, f"must be {known[name].__name__}")
     inputs, at = [], 0
-    for given in found.get("inputs", ()):
+    for given in result.get("inputs", ()):
         name, parameters = _named(given, "inputs")
         if in_memory(name, parameters):
             inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), memory.read(name, parameters)))
@@ -308,47 +310,47 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
         at += size
     if at != len(raw):
         raise invalid("inputs", f"{len(raw) - at} bytes of the body belong to none of them")
-    outputs = dict([_named(given, "outputs") for given in found.get("outputs", ())])
+    outputs = dict([_named(given, "outputs") for given in result.get("outputs", ())])
     for name, parameters in outputs.items():
         in_memory(name, parameters)
         if parameters.get("classification"):
             raise invalid(name, "classification is for models that classify")
-    return InferenceRequest(inputs, found.get("id", ""), outputs, found.get("parameters", {}))
+    return InferenceRequest(inputs, result.get("id", ""), outputs, result.get("parameters", {}))
 
 
-async def written(
-    model: Model, asked: InferenceRequest, answer: ModelResponse, memory: SharedMemory
+async def encode_response(
+    model: Model, infer_request: InferenceRequest, answer: ModelResponse, memory: SharedMemory
 ) -> tuple[bytes, bytes | None]:
     """The JSON of an answer, and the bytes behind it; None where nothing was wanted so. Outputs that are wanted in
     shared memory are put there.
 
     Raises ``PenstockError`` (``invalid``) where there is no room for them.
     """
-    default, raw = bool(asked.parameters.get("binary_data_output", False)), []
+    default, raw = bool(infer_request.parameters.get("binary_data_output", False)), []
     outputs = []
     for tensor in answer.outputs:
-        told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        wanted = asked.outputs.get(tensor.name, {})
-        if in_memory(tensor.name, wanted):
-            told["parameters"] = memory.write(tensor.name, wanted, to_bytes(tensor))
-        elif wanted.get("binary_data", default):
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        output_parameters = infer_request.outputs.get(tensor.name, {})
+        if in_memory(tensor.name, output_parameters):
+            output["parameters"] = memory.write(tensor.name, output_parameters, to_bytes(tensor))
+        elif output_parameters.get("binary_data", default):
             raw.append(to_bytes(tensor))
-            told["parameters"] = {"binary_data_size": len(raw[-1])}
+            output["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = await in_json(tensor)
-        outputs.append(told)
-    found: dict[str, Any] = {"id": asked.id} if asked.id else {}
-    found |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
-    return msgspec.json.encode(found), b"".join(raw) if raw else None
+            output["data"] = await in_json(tensor)
+        outputs.append(output)
+    result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
+    result |= {"model_name": model.name, "model_version": VERSION, "outputs": outputs}
+    return msgspec.json.encode(result), b"".join(raw) if raw else None
 
 
-async def _body(request: Request, most: int, patience: float) -> bytes:
-    body = await read_body(request, most, patience)
+async def _body(request: Request, maximum: int, patience: float) -> bytes:
+    body = await read_body(request, maximum, patience)
     encoding = request.headers.get("content-encoding", "identity").lower()
-    return body if encoding == "identity" else decompressed(body, encoding, most)
+    return body if encoding == "identity" else decompressed(body, encoding, maximum)
 
 
-def decompressed(body: bytes, encoding: str, most: int) -> bytes:
+def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:
     """Decompress a body. Raises ``PenstockError`` (``invalid``) for invalid data, or where the result is too large."""
     if encoding not in COMPRESSIONS:
         raise PenstockError(
@@ -358,12 +360,12 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         )
     reader = zlib.decompressobj(COMPRESSIONS[encoding])
     try:
-        found = reader.decompress(body, most + 1)
+        result = reader.decompress(body, maximum + 1)
     except zlib.error as error:
         raise invalid("body", f"is not compressed as {encoding}: {error}") from error
-    if len(found) > most:
-        raise PenstockError(Code.TOO_LARGE, f"body: must have at most {most} bytes", "body", most)
-    return found
+    if len(result) > maximum:
+        raise PenstockError(Code.TOO_LARGE, f"body: must have at most {maximum} bytes", "body", maximum)
+    return result
 
 
 def _named(given: Any, where: str) -> tuple[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ PARAMETERS = frozenset(
     "sequence_id sequence_start sequence_end priority timeout binary_data_output "
     "triton_enable_empty_final_response triton_final_response".split()
 )
-"""Of a request, as the protocol and Triton's clients know them; these models have none of their own."""
+"""Request parameters that the protocol or Triton defines; models here define none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +31,33 @@ class InferenceRequest:
     outputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameters of the requested outputs, by name; empty requests all."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Those in ``PARAMETERS`` are known; others are ignored and reported."""
+    """Request parameters; names that are not in ``PARAMETERS`` are ignored and reported."""
 
 
 async def answers(
-    repository: ModelRepository, model: Model, asked: InferenceRequest, record: RequestRecord, streamed: bool
+    repository: ModelRepository, model: Model, infer_request: InferenceRequest, record: RequestRecord, streamed: bool
 ) -> AsyncGenerator[ModelResponse, None]:
     """A model's responses to a request, one unless it is ``streamed``, with the requested outputs.
 
     Raises ``PenstockError`` where the request is wrong or fails.
     """
     names = [spec.name for spec in model.outputs]
-    for name in asked.outputs:
+    for name in infer_request.outputs:
         if name not in names:
             words = f"unexpected inference output for model '{model.name}'{did_you_mean(name, names)}"
             raise invalid(name[:100], words)
-    if asked.parameters.get("sequence_id"):
+    if infer_request.parameters.get("sequence_id"):
         raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests")
-    priority = asked.parameters.get("priority", 0)
+    priority = infer_request.parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority < 2**31:
         raise invalid("priority", "must be a whole number from 0 on")
-    for name in asked.parameters.keys() - PARAMETERS:
+    for name in infer_request.parameters.keys() - PARAMETERS:
         record.unknown.ignore("parameters.", name, PARAMETERS)
-    call = model.call(record, asked.inputs, streamed, priority, asked.id)
-    with repository.counts.counted(model, record, call):
+    call = model.call(record, infer_request.inputs, streamed, priority, infer_request.id)
+    with repository.counts.count_request(model, record, call):
         async with aclosing(model.answers(call)) as found:
             async for answer in found:
-                if asked.outputs:
-                    wanted = [tensor for tensor in answer.outputs if tensor.name in asked.outputs]
+                if infer_request.outputs:
+                    wanted = [tensor for tensor in answer.outputs if tensor.name in infer_request.outputs]
                     answer = ModelResponse(wanted, answer.last)
                 yield answer

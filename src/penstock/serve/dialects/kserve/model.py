@@ -12,11 +12,11 @@ from penstock.core.errors import invalid
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
-from .tensors import BYTES, LARGEST, REAL, WHOLE, Spec, Tensor, kind
+from .tensors import BYTES, FLOAT_CODES, INTEGER_CODES, MAX_VALUES, Spec, Tensor, kind
 
 VERSION = "1"
 """Version of every model."""
-MAX_BATCH = 256
+MAX_BATCH_SIZE = 256
 """Rows of one request."""
 
 
@@ -26,7 +26,7 @@ class ModelCall:
 
     record: RequestRecord
     inputs: Mapping[str, Tensor]
-    """By name; with a batch, its dimension comes first."""
+    """Input name → tensor; with a batch, the first dimension is the batch's."""
     batch: int | None
     """Rows of the batch; None without a batch dimension."""
     streamed: bool
@@ -67,9 +67,9 @@ class Model:
     outputs: ClassVar[tuple[Spec, ...]]
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of its inputs → their names."""
-    not_yet: ClassVar[Mapping[str, str]] = {}
+    unsupported_inputs: ClassVar[Mapping[str, str]] = {}
     """Inputs that are not supported yet, with the reason."""
-    most_batch: int = MAX_BATCH
+    max_batch_size: int = MAX_BATCH_SIZE
     """Maximum number of rows; 0 without a batch dimension."""
     decoupled: ClassVar[bool] = False
     """Whether a request may have any number of responses."""
@@ -94,17 +94,17 @@ class Model:
 
     def metadata(self) -> dict[str, Any]:
         """The metadata that ``/v2/models/NAME`` returns."""
-        head = [-1] if self.most_batch else []
+        head = [-1] if self.max_batch_size else []
 
-        def told(specs: Iterable[Spec]) -> list[dict[str, Any]]:
+        def describe(specs: Iterable[Spec]) -> list[dict[str, Any]]:
             return [{"name": s.name, "datatype": s.datatype, "shape": [*head, *s.shape]} for s in specs]
 
         return {
             "name": self.name,
             "versions": [VERSION],
             "platform": self.platform,
-            "inputs": told(self.inputs),
-            "outputs": told(self.outputs),
+            "inputs": describe(self.inputs),
+            "outputs": describe(self.outputs),
         }
 
     def config(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Model:
             "platform": "",
             "backend": self.platform,
             "version_policy": {"latest": {"num_versions": 1}},
-            "max_batch_size": self.most_batch,
+            "max_batch_size": self.max_batch_size,
             "input": [
                 {"name": s.name, "data_type": _in_config(s), "dims": list(s.shape), "optional": s.optional}
                 for s in self.inputs
@@ -125,7 +125,7 @@ class Model:
         }
 
     def call(
-        self, record: RequestRecord, given: Iterable[Tensor], streamed: bool, priority: int = 0, asked_as: str = ""
+        self, record: RequestRecord, given: Iterable[Tensor], streamed: bool, priority: int = 0, request_id: str = ""
     ) -> ModelCall:
         """Validate the inputs of a request.
 
@@ -133,45 +133,45 @@ class Model:
         ``unsupported`` for those that are not supported yet.
         """
         specs = {spec.name: spec for spec in self.inputs}
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         batches = set()
         for tensor in given:
             if (own := self.aliases.get(tensor.name)) is not None:
                 tensor = replace(tensor, name=own)
-            if tensor.name in self.not_yet:
-                self.check_not_yet(tensor.name, any(tensor.elements))
+            if tensor.name in self.unsupported_inputs:
+                self.check_supported_input(tensor.name, any(tensor.elements))
                 continue
             if (spec := specs.get(tensor.name)) is None:
                 words = f"unexpected inference input for model '{self.name}'{did_you_mean(tensor.name, specs)}"
                 raise invalid(tensor.name[:100], words)
-            if tensor.name in found:
+            if tensor.name in result:
                 raise invalid(tensor.name, "is given twice")
             batches.add(self._rows(spec, tensor))
-            found[tensor.name] = _of_type(spec, tensor)
-        if missing := [name for name, spec in specs.items() if not spec.optional and name not in found]:
+            result[tensor.name] = _of_type(spec, tensor)
+        if missing := [name for name, spec in specs.items() if not spec.optional and name not in result]:
             raise invalid(missing[0], f"is missing, and model '{self.name}' needs it")
         if len(batches) > 1:
-            told = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
-            raise invalid("shape", f"inputs differ in their batch's dimension: {told}")
-        return ModelCall(record, found, batches.pop() if batches else None, streamed, priority, asked_as)
+            describe = ", ".join(sorted(["none" if rows is None else str(rows) for rows in batches]))
+            raise invalid("shape", f"inputs differ in their batch's dimension: {describe}")
+        return ModelCall(record, result, batches.pop() if batches else None, streamed, priority, request_id)
 
-    def check_not_yet(self, name: str, asked: bool) -> None:
+    def check_supported_input(self, name: str, given: bool) -> None:
         """Raise ``PenstockError`` (``unsupported``) for a nonzero input that is not supported yet."""
-        if asked:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: {self.not_yet[name]}", name)
+        if given:
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: {self.unsupported_inputs[name]}", name)
 
     def _rows(self, spec: Spec, tensor: Tensor) -> int | None:
         """The batch size of an input; None without a batch dimension."""
         shape = tensor.shape
-        if len(shape) == len(spec.shape) + 1 and self.most_batch:
-            if not 1 <= shape[0] <= self.most_batch:
-                words = f"has {shape[0]} rows; model '{self.name}' takes from 1 to {self.most_batch}"
-                raise invalid(tensor.name, words, self.most_batch)
+        if len(shape) == len(spec.shape) + 1 and self.max_batch_size:
+            if not 1 <= shape[0] <= self.max_batch_size:
+                words = f"has {shape[0]} rows; model '{self.name}' takes from 1 to {self.max_batch_size}"
+                raise invalid(tensor.name, words, self.max_batch_size)
             rows, shape = shape[0], shape[1:]
         else:
             rows = None
         if len(shape) != len(spec.shape) or any(w not in (-1, s) for w, s in zip(spec.shape, shape, strict=True)):
-            wanted = f"{[-1, *spec.shape] if self.most_batch else list(spec.shape)}"
+            wanted = f"{[-1, *spec.shape] if self.max_batch_size else list(spec.shape)}"
             raise invalid(tensor.name, f"has the shape {list(tensor.shape)}, and model '{self.name}' expects {wanted}")
         return rows
 
@@ -188,17 +188,17 @@ def _of_type(spec: Spec, tensor: Tensor) -> Tensor:
 
 def _in_range(tensor: Tensor) -> Tensor:
     """Raises ``PenstockError`` (``invalid``) for numbers that its type does not have, and those that are not finite."""
-    if tensor.datatype in REAL:
-        most = LARGEST[tensor.datatype]
-        if (wrong := next((value for value in tensor.elements if not -most <= value <= most), None)) is not None:
+    if tensor.datatype in FLOAT_CODES:
+        maximum = MAX_VALUES[tensor.datatype]
+        if (wrong := next((value for value in tensor.elements if not -maximum <= value <= maximum), None)) is not None:
             raise invalid(tensor.name, f"must be a finite number of {tensor.datatype}, is {wrong}")
-    if tensor.datatype in WHOLE and tensor.elements:
+    if tensor.datatype in INTEGER_CODES and tensor.elements:
         bits = int(tensor.datatype.lstrip("UINT"))
         low, high = (0, 2**bits - 1) if tensor.datatype.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-        if (least := min(tensor.elements)) < low:
-            raise invalid(tensor.name, f"must be at least {low}, is {least}", low)
-        if (most := max(tensor.elements)) > high:
-            raise invalid(tensor.name, f"must be at most {high}, is {most}", high)
+        if (minimum := min(tensor.elements)) < low:
+            raise invalid(tensor.name, f"must be at least {low}, is {minimum}", low)
+        if (maximum := max(tensor.elements)) > high:
+            raise invalid(tensor.name, f"must be at most {high}, is {maximum}", high)
     return tensor
 
 

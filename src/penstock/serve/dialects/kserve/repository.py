@@ -22,7 +22,7 @@ from .trtllm.metrics import TrtLlmMetrics
 from .trtllm.text_models import TextModel
 from .trtllm.token_models import Postprocessing, Preprocessing, TokenModel
 
-FOLLOW = 1.0
+FOLLOW_INTERVAL = 1.0
 """Seconds between two checks for log settings that another process has changed."""
 
 
@@ -40,7 +40,7 @@ class ModelRepository:
         self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # where API processes count together
         self.memory = SharedMemory(self.shared, registry.options, lambda: registry.max_body_size)
         self.log = LogSettings()
-        registry.metrics.more.append(TrtLlmMetrics(registry).collect)
+        registry.metrics.dialect_metrics.append(TrtLlmMetrics(registry).collect)
         self.others = tuple(others)
         self._over: dict[ModelService, list[Model]] = {}
 
@@ -50,7 +50,7 @@ class ModelRepository:
         sizes = self.shared.read().max_batch_size
         for models in self._over.values():
             for model in models:
-                model.most_batch = sizes.get(model.name, type(model).most_batch)
+                model.max_batch_size = sizes.get(model.name, type(model).max_batch_size)
                 yield model
         yield from self.others
 
@@ -58,7 +58,7 @@ class ModelRepository:
         """Apply the log settings that clients of any API process have changed."""
         while True:
             self.log.apply(self.shared.read().log)
-            await asyncio.sleep(FOLLOW)
+            await asyncio.sleep(FOLLOW_INTERVAL)
 
     def find(self, name: str, version: str = "") -> Model:
         """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""
@@ -83,18 +83,18 @@ class ModelRepository:
 
 def models_of(service: ModelService) -> list[Model]:
     """The protocol's models over one served model."""
-    made: list[Model] = []
+    models: list[Model] = []
     for name, kind in service.kserve.items():
         match kind:
             case "ensemble":
-                made.append(TextModel(service, name))
+                models.append(TextModel(service, name))
             case "tensorrt_llm_bls":
-                made.append(TextModel(service, name, service.options.accumulate_tokens))
+                models.append(TextModel(service, name, service.options.accumulate_tokens))
             case "preprocessing":
-                made.append(Preprocessing(service))
+                models.append(Preprocessing(service))
             case "tensorrt_llm":
-                made.append(TokenModel(service))
+                models.append(TokenModel(service))
             case "postprocessing":
-                made.append(Postprocessing(service))
-        made[-1].name = name
-    return made
+                models.append(Postprocessing(service))
+        models[-1].name = name
+    return models

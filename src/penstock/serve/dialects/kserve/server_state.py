@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from penstock import __version__
 from penstock.config.settings import did_you_mean
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.models.messages import ServedModel
+from penstock.version import __version__
 
-from .model import MAX_BATCH, VERSION
+from .model import MAX_BATCH_SIZE, VERSION
 from .repository import ModelRepository
 from .settings import change_trace, check_trace
 from .settings import trace_settings as current_trace
@@ -90,18 +90,18 @@ async def load(repository: ModelRepository, name: str, parameters: Mapping[str, 
         words = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
         raise PenstockError(Code.INVALID, words, "model_name")
     try:
-        most_batch = overriding(parameters or {})
+        max_batch_size = max_batch_size_override(parameters or {})
     except PenstockError as error:
         failure = error.failure
         raise PenstockError(failure.code, f"failed to load '{name}', {failure.message}", failure.field) from error
     if repository.model_manager.explicit or _state(repository, model)[0] != "READY":
         await _done("load", name, repository.model_manager.load(model.name))
     sizes = repository.shared.read().max_batch_size
-    if sizes.get(name) != most_batch:
-        with repository.shared.changing() as state:
+    if sizes.get(name) != max_batch_size:
+        with repository.shared.update() as state:
             state.max_batch_size.pop(name, None)
-            if most_batch is not None:
-                state.max_batch_size[name] = most_batch
+            if max_batch_size is not None:
+                state.max_batch_size[name] = max_batch_size
 
 
 async def unload(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
@@ -125,7 +125,7 @@ async def unload(repository: ModelRepository, name: str, parameters: Mapping[str
     await _done("unload", name, repository.model_manager.unload(model.name))
 
 
-def overriding(parameters: Mapping[str, Any]) -> int | None:
+def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
     """The ``max_batch_size`` in the configuration of a load request, its only field with an effect.
 
     Raises ``PenstockError`` for an invalid configuration, or one with fields that are fixed when the server starts.
@@ -143,24 +143,24 @@ def overriding(parameters: Mapping[str, Any]) -> int | None:
         raise invalid("config", f"is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise invalid("config", "must be the text of a JSON object")
-    most_batch = None
+    max_batch_size = None
     for name, value in config.items():
         if name not in MODEL_CONFIG:
             raise invalid("config", f"no such field: {name[:100]}{did_you_mean(name[:100], MODEL_CONFIG)}")
         if name == "parameters" and value:
             raise PenstockError(Code.UNSUPPORTED, "config.parameters: set when the server starts", "config")
         if name == "max_batch_size":
-            most_batch = _batch_size(value)
+            max_batch_size = _batch_size(value)
         else:
             logger.info("the field %s of a configuration in a request to load has no meaning here", name)
-    return most_batch
+    return max_batch_size
 
 
 def _batch_size(value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         value = int(value)  # as protobuf's JSON may have it
-    if type(value) is not int or not 0 <= value <= MAX_BATCH:
-        raise invalid("max_batch_size", f"must be a whole number from 0 to {MAX_BATCH}", MAX_BATCH)
+    if type(value) is not int or not 0 <= value <= MAX_BATCH_SIZE:
+        raise invalid("max_batch_size", f"must be a whole number from 0 to {MAX_BATCH_SIZE}", MAX_BATCH_SIZE)
     return value
 
 
@@ -178,20 +178,20 @@ def log_settings(repository: ModelRepository, wanted: Mapping[str, Any]) -> dict
     Raises ``PenstockError`` where one of them cannot be so; then none is changed.
     """
     if changes := repository.log.check(wanted):
-        with repository.shared.changing() as state:
+        with repository.shared.update() as state:
             state.log |= changes
         repository.log.apply(repository.shared.read().log)
     return repository.log.current(repository.shared.read().log)
 
 
 def trace_settings(repository: ModelRepository, wanted: Mapping[str, Any], model: str = "") -> dict[str, Any]:
-    """Likewise the trace settings, of one model or of all that have none of their own.
+    """Change and return the trace settings of a model, or the global ones, which apply to models without their own.
 
     Raises ``PenstockError`` where one of them cannot be so, or there is no such model.
     """
     if model:
         repository.find(model)
     if changes := check_trace(wanted):
-        with repository.shared.changing() as state:
+        with repository.shared.update() as state:
             change_trace(state.trace, model, changes)
     return current_trace(repository.shared.read().trace, model)

@@ -24,9 +24,9 @@ TRACE = {
     "trace_mode": "triton",
 }
 """Default trace settings."""
-NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
+MIN_VALUES = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 """Numeric settings with their minimum."""
-FIXED = ("log_file", "trace_file", "trace_mode")
+READ_ONLY_SETTINGS = ("log_file", "trace_file", "trace_mode")
 """Settings that cannot be changed over the network, as in Triton."""
 NO_TRACES = "trace settings are kept, and no traces are written: /metrics and the log tell the times of requests"
 
@@ -39,7 +39,7 @@ class LogSettings:
         level = logging.root.level
         self._begun: dict[str, Any] = {
             "log_file": next(iter(files), ""),
-            **{name: level <= least for name, least in LEVELS.items()},
+            **{name: level <= minimum for name, minimum in LEVELS.items()},
             "log_verbose_level": int(level <= logging.DEBUG),
             "log_format": "default",
         }
@@ -51,7 +51,7 @@ class LogSettings:
 
     def check(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Validate changes. Raises ``PenstockError`` for an invalid one."""
-        found = {}
+        result = {}
         for name, value in wanted.items():
             _check_known(name, value, self._begun)
             if name in LEVELS and not isinstance(value, bool):
@@ -60,9 +60,9 @@ class LogSettings:
                 raise invalid(name, "must be a whole number from 0 on")
             if name == "log_format" and value not in FORMATS:
                 raise invalid(name, f"must be one of {', '.join(FORMATS)}")
-            if name not in FIXED:
-                found[name] = value
-        return found
+            if name not in READ_ONLY_SETTINGS:
+                result[name] = value
+        return result
 
     def apply(self, changed: Mapping[str, Any]) -> None:
         """Apply settings to this process's log."""
@@ -70,16 +70,16 @@ class LogSettings:
             return
         self._applied = dict(changed)
         current = self.current(changed)
-        shown = {least for name, least in LEVELS.items() if current[name]}
+        shown = {minimum for name, minimum in LEVELS.items() if current[name]}
         if current["log_verbose_level"]:
             shown.add(logging.DEBUG)
         logging.root.setLevel(min(shown, default=logging.CRITICAL + 1))
         for handler in logging.root.handlers:
-            handler.filters = [each for each in handler.filters if not isinstance(each, Shown)]
-            handler.addFilter(Shown(shown))
+            handler.filters = [each for each in handler.filters if not isinstance(each, LevelFilter)]
+            handler.addFilter(LevelFilter(shown))
 
 
-class Shown(logging.Filter):
+class LevelFilter(logging.Filter):
     """A filter that switches each level on or off."""
 
     def __init__(self, levels: set[int]) -> None:
@@ -98,23 +98,23 @@ def trace_settings(changed: Mapping[str, Mapping[str, Any]], model: str = "") ->
 
 def check_trace(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Validate changes; None resets a setting. Raises ``PenstockError`` for an invalid one."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in wanted.items():
         _check_known(name, value, TRACE)
-        if name in FIXED:
+        if name in READ_ONLY_SETTINGS:
             continue
         if value is None:
-            found[name] = None
-        elif name in NUMBERS:
-            found[name] = str(_number(name, value))
+            result[name] = None
+        elif name in MIN_VALUES:
+            result[name] = str(_number(name, value))
         else:
             levels = value if isinstance(value, list) else [value]
             if not levels or not all(isinstance(level, str) and level in TRACE_LEVELS for level in levels):
                 raise invalid(name, f"must be a list of {', '.join(TRACE_LEVELS)}")
-            found[name] = levels
-    if any(value not in (None, ["OFF"]) for name, value in found.items() if name == "trace_level"):
-        logger.warning("trace_level=%s: %s", found["trace_level"], NO_TRACES)
-    return found
+            result[name] = levels
+    if any(value not in (None, ["OFF"]) for name, value in result.items() if name == "trace_level"):
+        logger.warning("trace_level=%s: %s", result["trace_level"], NO_TRACES)
+    return result
 
 
 def change_trace(trace: dict[str, dict[str, Any]], model: str, wanted: Mapping[str, Any]) -> None:
@@ -127,17 +127,17 @@ def _number(name: str, value: Any) -> int:
     try:
         if not isinstance(value, str | int) or isinstance(value, bool) or len(str(value)) > 20:
             raise ValueError
-        found = int(value)
+        result = int(value)
     except ValueError as error:
         raise invalid(name, f"{str(value)[:50]!r} is no whole number") from error
-    if found < NUMBERS[name]:
-        raise invalid(name, f"must be at least {NUMBERS[name]}, is {found}", NUMBERS[name])
-    return found
+    if result < MIN_VALUES[name]:
+        raise invalid(name, f"must be at least {MIN_VALUES[name]}, is {result}", MIN_VALUES[name])
+    return result
 
 
 def _check_known(name: str, value: Any, current: Mapping[str, Any]) -> None:
     if name not in current:
         raise invalid(name[:100], f"no such setting{did_you_mean(name[:100], current)}")
-    if name in FIXED and value not in (None, current[name]):
+    if name in READ_ONLY_SETTINGS and value not in (None, current[name]):
         words = f"{name}: can not be updated through network protocol; set it when the server starts"
         raise PenstockError(Code.UNSUPPORTED, words, name)

@@ -23,10 +23,10 @@ from penstock.core.errors import invalid
 from .shared_state import Region, SharedState
 
 FOLDER = Path("/dev/shm")
-KEY = re.compile(r"/?([A-Za-z0-9_.-]{1,255})")
+KEY_PATTERN = re.compile(r"/?([A-Za-z0-9_.-]{1,255})")
 """A valid name for ``shm_open``, without slashes."""
 MAX_REGIONS = 1024
-LONGEST_NAME = 255
+MAX_NAME_LENGTH = 255
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 """Parameters of a tensor in a region."""
 NOT_ALLOWED = (
@@ -40,27 +40,27 @@ class SharedMemory:
     """The regions that clients have registered.
 
     Args:
-        most: bytes of an input.
+        max_size: returns the largest size of an input, bytes.
     """
 
-    def __init__(self, shared: SharedState, options: ServerOptions, most: Callable[[], int]) -> None:
+    def __init__(self, shared: SharedState, options: ServerOptions, max_size: Callable[[], int]) -> None:
         self._shared = shared
         self._allowed = options.allow_shared_memory or is_loopback(options.host)
-        self._most = most
+        self._most = max_size
 
     def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
         """Raises ``PenstockError``: ``unsupported`` where this is not allowed, ``invalid`` where there is no such
         object, it is too small, or the name is taken."""
         if not self._allowed:
             raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
-        if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME:
-            raise invalid("name", f"must have from 1 to {LONGEST_NAME} characters", LONGEST_NAME)
-        if not isinstance(key, str) or not (found := KEY.fullmatch(key)) or found[1] in (".", ".."):
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
+            raise invalid("name", f"must have from 1 to {MAX_NAME_LENGTH} characters", MAX_NAME_LENGTH)
+        if not isinstance(key, str) or not (found := KEY_PATTERN.fullmatch(key)) or found[1] in (".", ".."):
             raise invalid("key", "must be the name of a POSIX shared memory object, such as /input_data")
         region = Region(found[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
         with _opened(region, os.O_RDWR):
             pass
-        with self._shared.changing() as state:
+        with self._shared.update() as state:
             if name in state.regions:
                 raise invalid("name", f"shared memory region '{name}' already in manager")
             if len(state.regions) >= MAX_REGIONS:
@@ -70,7 +70,7 @@ class SharedMemory:
     def unregister(self, name: str = "") -> None:
         """Unregister a region, or all of them; an unknown one is ignored, as in Triton."""
         if not name or name in self._shared.read().regions:
-            with self._shared.changing() as state:
+            with self._shared.update() as state:
                 state.regions = {each: found for each, found in state.regions.items() if name and each != name}
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
@@ -80,16 +80,16 @@ class SharedMemory:
             words = f"Unable to find system shared memory region: '{name[:100]}'"
             raise PenstockError(Code.NOT_FOUND, words, "name")
         return [
-            {"name": each, "key": f"/{found.key}", "offset": found.offset, "byte_size": found.byte_size}
-            for each, found in regions.items()
+            {"name": each, "key": f"/{result.key}", "offset": result.offset, "byte_size": result.byte_size}
+            for each, result in regions.items()
             if not name or each == name
         ]
 
     def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
         """The bytes of an input. Raises ``PenstockError`` (``invalid``) where its region or range is wrong."""
         region, offset, size = self._admit(tensor, parameters)
-        if size > (most := self._most()):
-            raise invalid(tensor, f"has {size} bytes of shared memory, and at most {most} are taken", most)
+        if size > (maximum := self._most()):
+            raise invalid(tensor, f"has {size} bytes of shared memory, and at most {maximum} are taken", maximum)
         with _opened(region, os.O_RDONLY) as file:
             raw = os.pread(file, size, region.offset + offset)
         if len(raw) != size:
@@ -159,7 +159,7 @@ def _opened(region: Region, how: int) -> Iterator[int]:
         os.close(file)
 
 
-def _count(name: str, value: Any, least: int) -> int:
-    if type(value) is not int or not least <= value < 2**63:
-        raise invalid(name, f"must be a whole number of bytes from {least} on, is {str(value)[:50]}")
+def _count(name: str, value: Any, minimum: int) -> int:
+    if type(value) is not int or not minimum <= value < 2**63:
+        raise invalid(name, f"must be a whole number of bytes from {minimum} on, is {str(value)[:50]}")
     return value

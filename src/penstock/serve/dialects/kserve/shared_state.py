@@ -28,14 +28,14 @@ class State(msgspec.Struct):
     regions: dict[str, Region] = {}
     """Regions of system shared memory, by name."""
     max_batch_size: dict[str, int] = {}
-    """Of models that were loaded with a configuration in the request."""
+    """Model name → ``max_batch_size`` set by its load request."""
 
 
 class SharedState:
     """A file that all API processes read and write.
 
     Args:
-        folder: which the processes have to themselves, and which goes with the server.
+        folder: which the processes have to themselves, and which is deleted when the server ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,21 +47,21 @@ class SharedState:
     def read(self) -> State:
         """The current state; do not modify it."""
         try:
-            found = os.stat(self._path)
+            stat = os.stat(self._path)
         except FileNotFoundError:
             return self._state
-        if (seen := (found.st_ino, found.st_mtime_ns)) != self._seen:
+        if (seen := (stat.st_ino, stat.st_mtime_ns)) != self._seen:
             self._state = msgspec.json.decode(self._path.read_bytes(), type=State)
             self._seen = seen
         return self._state
 
     @contextmanager
-    def changing(self) -> Iterator[State]:
-        """A copy to modify, written on exit, by one process at a time; an exception discards it."""
+    def update(self) -> Iterator[State]:
+        """A copy to modify, which is written on exit, by one process at a time; an exception discards it."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = msgspec.json.decode(msgspec.json.encode(self.read()), type=State)
             yield state
-            written = self._path.with_suffix(".new")
-            written.write_bytes(msgspec.json.encode(state))
-            written.replace(self._path)
+            tmp_path = self._path.with_suffix(".new")
+            tmp_path.write_bytes(msgspec.json.encode(state))
+            tmp_path.replace(self._path)

@@ -22,7 +22,7 @@ from .model import VERSION, Model, ModelCall
 MICROSECONDS, MILLISECONDS = 1e6, 1e3
 NANOSECONDS_EACH = 1000
 REASONS = {Code.OVERLOADED: "REJECTED", Code.CANCELLED: "CANCELED"}
-ABOUT = {
+HELP = {
     "nv_inference_request_success": "Requests that were answered.",
     "nv_inference_count": "Rows of requests that were answered.",
     "nv_inference_exec_count": "Requests that were computed.",
@@ -31,7 +31,7 @@ ABOUT = {
     "nv_inference_compute_infer_duration_us": "Of that, time after the queue.",
 }
 FAILURES = "nv_inference_request_failure"
-LAST = "penstock:kserve_last_inference_milliseconds"
+LAST_INFERENCE = "penstock:kserve_last_inference_milliseconds"
 
 
 class Statistics:
@@ -39,15 +39,15 @@ class Statistics:
 
     def __init__(self) -> None:
         labels = ["model", "version"]  # gauges, since the names of counters here end in _total
-        self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in ABOUT.items()}
+        self._sums = {name: Gauge(name, about, labels, multiprocess_mode="sum") for name, about in HELP.items()}
         about = "When the model answered last, in milliseconds since 1970."
-        self._last = Gauge(LAST, about, labels, multiprocess_mode="max")
+        self._last = Gauge(LAST_INFERENCE, about, labels, multiprocess_mode="max")
         self._failures = Gauge(FAILURES, "Requests that failed.", [*labels, "reason"], multiprocess_mode="sum")
 
     @contextmanager
-    def counted(self, model: Model, record: RequestRecord, call: ModelCall) -> Iterator[None]:
+    def count_request(self, model: Model, record: RequestRecord, call: ModelCall) -> Iterator[None]:
         """Count a request by its outcome."""
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             yield
         except BaseException as error:
@@ -57,41 +57,41 @@ class Statistics:
             reason = REASONS.get(code, "OTHER") if code else "OTHER"
             self._failures.labels(model=model.name, version=VERSION, reason=reason).inc()
             raise
-        spent, queued = (time.monotonic() - begun) * MICROSECONDS, record.facts.get("queue", 0.0) * MICROSECONDS
+        spent, queued = (time.monotonic() - started) * MICROSECONDS, record.facts.get("queue", 0.0) * MICROSECONDS
         self._last.labels(model=model.name, version=VERSION).set(int(time.time() * MILLISECONDS))
         values = (1, call.rows, 1, spent, queued, max(0.0, spent - queued))
-        for name, value in zip(ABOUT, values, strict=True):
+        for name, value in zip(HELP, values, strict=True):
             self._sums[name].labels(model=model.name, version=VERSION).inc(value)
 
     def statistics(self, model: Model) -> dict[str, Any]:
-        """As ``/v2/models/NAME/stats`` tells it, of all API processes."""
-        found = dict.fromkeys([*ABOUT, FAILURES, LAST], 0.0)
+        """The model statistics of ``/v2/models/NAME/stats``, over all API processes."""
+        result = dict.fromkeys([*HELP, FAILURES, LAST_INFERENCE], 0.0)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
         for family in registry.collect():
-            for sample in family.samples if family.name in found else ():
+            for sample in family.samples if family.name in result else ():
                 if sample.labels.get("model") == model.name:
-                    found[family.name] += sample.value
-        answered, rows, computed, _, queued, inferred = (int(found[name]) for name in ABOUT)
+                    result[family.name] += sample.value
+        answered, rows, computed, _, queued, inferred = (int(result[name]) for name in HELP)
 
-        def timed(count: int, microseconds: int) -> dict[str, int]:
+        def duration(count: int, microseconds: int) -> dict[str, int]:
             return {"count": count, "ns": microseconds * NANOSECONDS_EACH}
 
         return {
             "name": model.name,
             "version": VERSION,
-            "last_inference": int(found[LAST]),
+            "last_inference": int(result[LAST_INFERENCE]),
             "inference_count": rows,
             "execution_count": computed,
             "inference_stats": {
-                "success": timed(answered, queued + inferred),
-                "fail": timed(int(found[FAILURES]), 0),
-                "queue": timed(answered, queued),
-                "compute_input": timed(answered, 0),
-                "compute_infer": timed(answered, inferred),
-                "compute_output": timed(answered, 0),
-                "cache_hit": timed(0, 0),
-                "cache_miss": timed(0, 0),
+                "success": duration(answered, queued + inferred),
+                "fail": duration(int(result[FAILURES]), 0),
+                "queue": duration(answered, queued),
+                "compute_input": duration(answered, 0),
+                "compute_infer": duration(answered, inferred),
+                "compute_output": duration(answered, 0),
+                "cache_hit": duration(0, 0),
+                "cache_miss": duration(0, 0),
             },
             "batch_stats": [],
             "memory_usage": [],

@@ -18,7 +18,7 @@ import msgspec
 from penstock.core.errors import invalid
 
 BYTES, BOOL, INT32, INT64, UINT64, FP32 = "BYTES", "BOOL", "INT32", "INT64", "UINT64", "FP32"
-WHOLE = {
+INTEGER_CODES = {
     "INT8": "b",
     "INT16": "h",
     "INT32": "i",
@@ -28,12 +28,12 @@ WHOLE = {
     "UINT32": "I",
     "UINT64": "Q",
 }
-REAL = {"FP16": "e", "FP32": "f", "FP64": "d"}
-CODES = {"BOOL": "?", **WHOLE, **REAL}
+FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
+STRUCT_CODES = {"BOOL": "?", **INTEGER_CODES, **FLOAT_CODES}
 """Datatype → format of ``struct``; elements of BYTES have a length prefix."""
-LARGEST = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_info.max}
+MAX_VALUES = {"FP16": 65504.0, "FP32": 3.4028234663852886e38, "FP64": sys.float_info.max}
 """Largest finite number of each datatype."""
-LONGEST_NAME = 100
+MAX_NAME_LENGTH = 100
 """Characters of a name."""
 MAX_INLINE_ELEMENTS = 65_536
 """Elements encoded as JSON in one turn of the event loop."""
@@ -64,7 +64,7 @@ class Spec:
 
 def kind(datatype: str) -> str:
     """The kind of a datatype; datatypes of one kind are converted where the values fit."""
-    return "whole" if datatype in WHOLE else "real" if datatype in REAL else datatype
+    return "whole" if datatype in INTEGER_CODES else "real" if datatype in FLOAT_CODES else datatype
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
     Raises ``PenstockError`` (``invalid``) where they are not of its type, or not as many as its shape has.
     """
     _check_datatype(name, datatype)
-    elements = [_element(name, datatype, value) for value in _flat(data)]
+    elements = [_element(name, datatype, value) for value in _flatten(data)]
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
@@ -92,10 +92,10 @@ def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
     _check_datatype(name, datatype)
     if datatype == BYTES:
         return _checked(Tensor(name, datatype, check_shape(name, shape), _texts(name, raw)))
-    size = struct.calcsize(CODES[datatype])
+    size = struct.calcsize(STRUCT_CODES[datatype])
     if len(raw) % size:
         raise invalid(name, f"has {len(raw)} bytes, which are no elements of {datatype}")
-    elements = struct.unpack(f"<{len(raw) // size}{CODES[datatype]}", raw)
+    elements = struct.unpack(f"<{len(raw) // size}{STRUCT_CODES[datatype]}", raw)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 
 
@@ -111,14 +111,14 @@ def to_bytes(tensor: Tensor) -> bytes:
         return tensor.elements.tobytes()
     if tensor.datatype == BYTES:
         return b"".join([LENGTH.pack(len(element)) + element for element in tensor.elements])
-    return struct.pack(f"<{len(tensor.elements)}{CODES[tensor.datatype]}", *tensor.elements)
+    return struct.pack(f"<{len(tensor.elements)}{STRUCT_CODES[tensor.datatype]}", *tensor.elements)
 
 
 def to_json(tensor: Tensor) -> list[Any]:
     """The elements as one list for JSON; infinities become the largest finite numbers."""
     if tensor.datatype == BYTES:
         return [element.decode(errors="replace") for element in tensor.elements]
-    if tensor.datatype in REAL:
+    if tensor.datatype in FLOAT_CODES:
         return [value if math.isfinite(value) else math.copysign(3.4e38, value) for value in tensor.elements]
     return list(tensor.elements)
 
@@ -144,10 +144,12 @@ def text(name: str, element: bytes) -> str:
 
 
 def _check_datatype(name: str, datatype: Any) -> None:
-    if len(name) > LONGEST_NAME:
-        raise invalid("name", f"of {len(name)} characters is longer than {LONGEST_NAME}", LONGEST_NAME)
-    if not isinstance(datatype, str) or (datatype != BYTES and datatype not in CODES):
-        raise invalid(name, f"has the datatype {str(datatype)[:50]!r}, which is none of {BYTES}, {', '.join(CODES)}")
+    if len(name) > MAX_NAME_LENGTH:
+        raise invalid("name", f"of {len(name)} characters is longer than {MAX_NAME_LENGTH}", MAX_NAME_LENGTH)
+    if not isinstance(datatype, str) or (datatype != BYTES and datatype not in STRUCT_CODES):
+        raise invalid(
+            name, f"has the datatype {str(datatype)[:50]!r}, which is none of {BYTES}, {', '.join(STRUCT_CODES)}"
+        )
 
 
 def _checked(tensor: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def _checked(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _flat(data: Any) -> Iterator[Any]:
+def _flatten(data: Any) -> Iterator[Any]:
     """The elements of nested lists."""
     left = [iter([data])]
     while left:
@@ -178,18 +180,18 @@ def _element(name: str, datatype: str, value: Any) -> Any:
             raise invalid(name, f"is not valid text: {error}") from error
     if datatype == BOOL and (isinstance(value, bool) or value in (0, 1)):
         return bool(value)
-    if datatype in REAL and isinstance(value, int | float) and not isinstance(value, bool):
+    if datatype in FLOAT_CODES and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError as error:
             raise invalid(name, f"has an integer that no {datatype} holds") from error
-    if datatype in WHOLE and type(value) is int:
+    if datatype in INTEGER_CODES and type(value) is int:
         return value
     raise invalid(name, f"{str(value)[:50]!r} is no element of {datatype}")
 
 
 def _texts(name: str, raw: bytes) -> list[bytes]:
-    found, at = [], 0
+    result, at = [], 0
     while at < len(raw):
         if at + LENGTH.size > len(raw):
             raise invalid(name, "ends within the length of an element")
@@ -197,6 +199,6 @@ def _texts(name: str, raw: bytes) -> list[bytes]:
         at += LENGTH.size
         if at + length > len(raw):
             raise invalid(name, f"has an element of {length} bytes where {len(raw) - at} are left")
-        found.append(raw[at : at + length])
+        result.append(raw[at : at + length])
         at += length
-    return found
+    return result

@@ -22,7 +22,7 @@ from .completions import CompletionHandler
 from .embeddings import EmbeddingHandler
 from .parse import parse
 from .requests import CompletionRequest, EmbeddingRequest
-from .responses import OF_ALL, OF_CHATS, encode, error_of
+from .responses import CHAT_FIELD_NAMES, FIELD_NAMES, encode, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
     """A request."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
-    """What its sender knows it by."""
+    """The client's id of the request."""
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
@@ -47,20 +47,20 @@ class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a line is no request."""
+    """Why a line is not a valid request."""
 
     code: str
     message: str
     line: int
-    """Its number, from 1 on."""
+    """Line number, from 1."""
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a line: a response, be it a good one or not, or the error that it is."""
+    """The result of a line: the response, which may be an error response, or why the line is invalid."""
 
     id: str
     custom_id: str | None
-    """None for what is no request."""
+    """None for an invalid line."""
     response: BatchResponse | None
     error: BatchError | None
 
@@ -82,7 +82,7 @@ async def answer(service: ModelService, record: RequestRecord, url: str, body: b
     except Exception:
         logger.exception("a request failed", extra={"facts": {"id": record.request_id}})
         record.failure = INTERNAL
-    names = OF_CHATS if url == CHAT else OF_ALL
+    names = CHAT_FIELD_NAMES if url == CHAT else FIELD_NAMES
     return STATUS[record.failure.code], encode(error_of(rename_field(record.failure, names)))
 
 
@@ -94,9 +94,9 @@ def _handler(
         _refuse_stream(asked)
         return ChatHandler(service, record, asked, len(body))
     if url == COMPLETIONS:
-        wanted = parse(read_object(body), CompletionRequest, record.unknown)
-        _refuse_stream(wanted)
-        return CompletionHandler(service, record, wanted)
+        request = parse(read_object(body), CompletionRequest, record.unknown)
+        _refuse_stream(request)
+        return CompletionHandler(service, record, request)
     if url == EMBEDDINGS:
         texts = parse(read_object(body), EmbeddingRequest, record.unknown)
         return EmbeddingHandler(service, record, texts)

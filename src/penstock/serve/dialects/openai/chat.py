@@ -19,24 +19,24 @@ from penstock.text import ToolCall
 
 from .responses import (
     DONE,
-    LEAST,
-    CalledFunction,
-    Chat,
+    MIN_LOGPROB,
     ChatChoice,
-    ChatChunk,
+    ChatCompletion,
+    ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
     ChunkChoice,
     FunctionDelta,
-    Likely,
+    ResponseFunctionCall,
+    ResponseToolCall,
     TokenLogprob,
-    ToolCallAnswer,
     ToolCallDelta,
+    TopLogprob,
     Usage,
     encode,
+    encode_in_pieces,
     event,
-    in_pieces,
     prompt_logprobs_of,
     token_of,
     usage_of,
@@ -56,7 +56,7 @@ class ChatHandler:
         self._echoed = self._chat.prompt.echoed
         self._vocabulary = service.gateway.input_processor.tokenizer.vocabulary
         self._byte_lists: dict[int, list[int]] = {}
-        """By token id: the bytes of tokens whose log probabilities were sent."""
+        """Cache of token id → bytes as a list of integers, for logprobs."""
         self.id = f"chatcmpl-{record.request_id}"
         self._created = int(time.time())
 
@@ -65,11 +65,11 @@ class ChatHandler:
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         last = await self._chat.final()
-        answer = Chat(
+        answer = ChatCompletion(
             id=self.id,
             created=self._created,
             model=self._chat.model,
-            choices=[await self.choice(made, last.prompt_token_ids) for made in last.outputs],
+            choices=[await self.choice(completion, last.prompt_token_ids) for completion in last.outputs],
             usage=usage_of([last]),
         )
         await self._add_prompt(answer, last)
@@ -81,19 +81,21 @@ class ChatHandler:
         cursor: dict[int, StreamCursor] = {}
         async with aclosing(self.outputs()) as outputs:
             async for output in outputs:
-                begins, told = not cursor, []
+                begins, events = not cursor, []
                 usage = usage_of([output]) if always else None if with_usage else UNSET
-                for made in output.outputs:
+                for completion in output.outputs:
                     chunks = []
-                    if made.index not in cursor:
-                        cursor[made.index] = StreamCursor()
-                        chunks.append(ChunkChoice(index=made.index, delta=ChatDelta(role="assistant", content="")))
+                    if completion.index not in cursor:
+                        cursor[completion.index] = StreamCursor()
+                        chunks.append(
+                            ChunkChoice(index=completion.index, delta=ChatDelta(role="assistant", content=""))
+                        )
                         if self._request.return_token_ids:
                             chunks[0].token_ids = []
                         if self._echoed:
                             echoed = ChatDelta(content=self._echoed)
-                            chunks.append(ChunkChoice(index=made.index, delta=echoed))
-                    chunks += self.new(made, cursor[made.index])
+                            chunks.append(ChunkChoice(index=completion.index, delta=echoed))
+                    chunks += self.added(completion, cursor[completion.index])
                     for chunk in chunks:
                         if chunk.delta == ChatDelta():
                             chunk.delta.content = (
@@ -106,38 +108,38 @@ class ChatHandler:
                         answer = self._chunk([chunk], usage)
                         if begins:
                             await self._add_prompt(answer, output)
-                        told.append(event(answer))
+                        events.append(event(answer))
                         begins = False
-                if told:
-                    yield b"".join(told)
+                if events:
+                    yield b"".join(events)
         if with_usage:
             yield event(self._chunk([], usage_of([output])))
         yield DONE
 
-    def new(self, made: CompletionOutput, cursor: StreamCursor) -> list[ChunkChoice]:
+    def added(self, completion: CompletionOutput, cursor: StreamCursor) -> list[ChunkChoice]:
         """The chunks of what a step added to a sequence: none, one or two."""
-        piece = cursor.progress.advance(made)
+        piece = cursor.progress.advance(completion)
         if piece is None:
             return []
-        delta = cursor.delta(self._chat.message(made))
-        chunk = ChunkChoice(index=made.index, delta=_delta(delta))
+        delta = cursor.delta(self._chat.message(completion))
+        chunk = ChunkChoice(index=completion.index, delta=_delta(delta))
         if self.sampling.logprobs is not None:
             chunk.logprobs = self._logprobs(piece.positions)
         if self._request.return_token_ids:
             chunk.token_ids = piece.token_ids
         chunks = [chunk]
-        if made.finished:
+        if completion.finished:
             if delta.calls:  # OpenAI's client does not tell the end of a call that begins in the chunk with the reason
-                chunks.append(ChunkChoice(index=made.index, delta=ChatDelta()))
+                chunks.append(ChunkChoice(index=completion.index, delta=ChatDelta()))
                 chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
-            chunks[-1].finish_reason = self._reason(made, cursor.calls > 0)
-            chunks[-1].stop_reason = made.stop_reason
+            chunks[-1].finish_reason = self._reason(completion, cursor.calls > 0)
+            chunks[-1].stop_reason = completion.stop_reason
         elif not delta and chunk.logprobs is None and not self._request.return_token_ids:
             return []
         return chunks
 
-    async def choice(self, made: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
-        read = self._chat.message(made)
+    async def choice(self, completion: CompletionOutput, prompt_token_ids: list[int]) -> ChatChoice:
+        read = self._chat.message(completion)
         only_else = not read.content and bool(read.tool_calls or read.reasoning_content)
         message = ChatMessage(content=self._echoed or None if only_else else self._echoed + read.content)
         if read.reasoning_content:
@@ -145,30 +147,34 @@ class ChatHandler:
         if read.tool_calls:
             message.tool_calls = [_call(call) for call in read.tool_calls]
         choice = ChatChoice(
-            index=made.index,
+            index=completion.index,
             message=message,
-            finish_reason=self._reason(made, bool(read.tool_calls)),
-            stop_reason=made.stop_reason,
+            finish_reason=self._reason(completion, bool(read.tool_calls)),
+            stop_reason=completion.stop_reason,
         )
-        if made.logprobs is not None:
+        if completion.logprobs is not None:
             fair_queue = self._service.gateway.fair_queue
             await fair_queue.turn()
-            choice.logprobs = ChatLogprobs(content=await in_pieces(made.logprobs, self._position, fair_queue))
+            choice.logprobs = ChatLogprobs(
+                content=await encode_in_pieces(completion.logprobs, self._position, fair_queue)
+            )
         if self._request.return_token_ids:
-            choice.token_ids = message.completion_token_ids = made.token_ids
+            choice.token_ids = message.completion_token_ids = completion.token_ids
             message.prompt_token_ids = prompt_token_ids
         return choice
 
-    def _reason(self, made: CompletionOutput, called: bool) -> Reason:
+    def _reason(self, completion: CompletionOutput, called: bool) -> Reason:
         """``finish_reason`` as in OpenAI's API: ``stop`` where ``tool_choice`` named the tool."""
-        if made.finish_reason == "stop":
+        if completion.finish_reason == "stop":
             return "tool_calls" if called and not isinstance(self._request.tool_choice, NamedTool) else "stop"
         return "length"
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(id=self.id, created=self._created, model=self._chat.model, choices=choices, usage=usage)
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self.id, created=self._created, model=self._chat.model, choices=choices, usage=usage
+        )
 
-    async def _add_prompt(self, answer: Chat | ChatChunk, output: RequestOutput) -> None:
+    async def _add_prompt(self, answer: ChatCompletion | ChatCompletionChunk, output: RequestOutput) -> None:
         """Add the requested fields of the prompt; in a stream to the first chunk."""
         answer.prompt_logprobs = await prompt_logprobs_of(output, self._service.gateway.fair_queue)
         if self._request.return_token_ids:
@@ -184,12 +190,16 @@ class ChatHandler:
         entries = [
             (
                 p.rank,
-                Likely(token=token_of(token_id, p, as_ids), logprob=max(p.logprob, LEAST), bytes=self._bytes(token_id)),
+                TopLogprob(
+                    token=token_of(token_id, p, as_ids),
+                    logprob=max(p.logprob, MIN_LOGPROB),
+                    bytes=self._bytes(token_id),
+                ),
             )
             for token_id, p in position.items()
         ]
-        own, most = entries[0][1], self.sampling.logprobs or 0
-        top = [likely for rank, likely in sorted(entries, key=lambda entry: entry[0]) if rank <= most]
+        own, maximum = entries[0][1], self.sampling.logprobs or 0
+        top = [top_logprob for rank, top_logprob in sorted(entries, key=lambda entry: entry[0]) if rank <= maximum]
         return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
 
     def _bytes(self, token_id: int) -> list[int]:
@@ -217,6 +227,6 @@ def _part(part: CallDelta) -> ToolCallDelta:
     return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
 
 
-def _call(call: ToolCall) -> ToolCallAnswer:
-    function = CalledFunction(name=call.name, arguments=call.arguments)
-    return ToolCallAnswer(id=call.id, function=function)
+def _call(call: ToolCall) -> ResponseToolCall:
+    function = ResponseFunctionCall(name=call.name, arguments=call.arguments)
+    return ResponseToolCall(id=call.id, function=function)

@@ -14,7 +14,7 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from penstock.serve.chat.prompt import truncated
+from penstock.serve.chat.prompt import truncate
 from penstock.serve.generation import SequenceCursor, generate, merge_streams
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
@@ -23,14 +23,14 @@ from .parse import completion_sampling
 from .requests import MAX_PROMPTS, CompletionRequest
 from .responses import (
     DONE,
-    LEAST,
-    PIECE,
+    MIN_LOGPROB,
+    PIECE_SIZE,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     encode,
     event,
-    joined,
+    join_json,
     prompt_logprobs_of,
     token_of,
     usage_of,
@@ -48,7 +48,7 @@ class CompletionHandler:
         self._tokenizer = service.gateway.input_processor.tokenizer
         self._adapter = service.adapter_of(request.model)
         self.sampling: SamplingParams = completion_sampling(request, service.gateway.input_processor.default_sampling())
-        self._untold = 1 if request.max_tokens == 0 else 0
+        self._num_hidden_tokens = 1 if request.max_tokens == 0 else 0
         """Generated tokens per sequence that are not returned (1 with ``max_tokens`` 0)."""
         self._prompts = _prompts(request)
         self._size = sum([len(prompt) for prompt in self._prompts if isinstance(prompt, str)])
@@ -70,9 +70,11 @@ class CompletionHandler:
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
                 last[index] = output
-        found = [last[index] for index in range(len(self._prompts))]
-        choices = [await self.choice(i, output, made) for i, output in enumerate(found) for made in output.outputs]
-        yield encode(self._answer(choices, usage=usage_of(found, self._untold)))
+        result = [last[index] for index in range(len(self._prompts))]
+        choices = [
+            await self.choice(i, output, completion) for i, output in enumerate(result) for completion in output.outputs
+        ]
+        yield encode(self._answer(choices, usage=usage_of(result, self._num_hidden_tokens)))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
@@ -81,16 +83,16 @@ class CompletionHandler:
         progress = [SequenceCursor() for _ in self._offsets]
         async with aclosing(self.outputs()) as outputs:
             async for i, output in outputs:
-                last[i], told = output, []
-                usage = usage_of([output], self._untold) if always else None if with_usage else UNSET
-                for made in output.outputs:
-                    choice = await self.new(i, output, made, progress[i * self.sampling.n + made.index])
+                last[i], events = output, []
+                usage = usage_of([output], self._num_hidden_tokens) if always else None if with_usage else UNSET
+                for completion in output.outputs:
+                    choice = await self.added(i, output, completion, progress[i * self.sampling.n + completion.index])
                     if choice:
-                        told.append(event(self._answer([choice], usage=usage)))
-                if told:
-                    yield b"".join(told)
+                        events.append(event(self._answer([choice], usage=usage)))
+                if events:
+                    yield b"".join(events)
         if with_usage:
-            yield event(self._answer([], usage=usage_of(list(last.values()), self._untold)))
+            yield event(self._answer([], usage=usage_of(list(last.values()), self._num_hidden_tokens)))
         yield DONE
 
     async def _prompt(self, prompt: Prompt) -> Prompt:
@@ -103,20 +105,20 @@ class CompletionHandler:
         token_ids = await self._service.gateway.encode(prompt, special, size)
         if request.truncate_prompt_tokens is None:
             return {"prompt": prompt, "prompt_token_ids": token_ids}
-        most = self._service.gateway.engine.check().max_model_len - (self.sampling.max_tokens or 1)
-        return truncated(token_ids, request, most)
+        maximum = self._service.gateway.engine.check().max_model_len - (self.sampling.max_tokens or 1)
+        return truncate(token_ids, request, maximum)
 
-    async def new(
-        self, i: int, output: RequestOutput, made: CompletionOutput, progress: SequenceCursor
+    async def added(
+        self, i: int, output: RequestOutput, completion: CompletionOutput, progress: SequenceCursor
     ) -> CompletionChoice | None:
         """What a step added to a sequence; None where there is nothing to send."""
         first = not progress.tokens
-        piece = progress.advance(made)
+        piece = progress.advance(completion)
         if piece is None:
             return None
-        text, ids, positions = ("", [], []) if self._untold else piece
+        text, ids, positions = ("", [], []) if self._num_hidden_tokens else piece
         ids_wanted = bool(self._request.return_token_ids)
-        choice = CompletionChoice(index=i * self.sampling.n + made.index, text=text)
+        choice = CompletionChoice(index=i * self.sampling.n + completion.index, text=text)
         echoed: list[PositionLogprobs | None] = []
         if first and self._request.echo:
             choice.text = self._prompt_text(output) + text
@@ -130,21 +132,21 @@ class CompletionHandler:
         if ids_wanted:
             choice.token_ids = choice.completion_token_ids = ids
         if progress.finished:
-            self._finish(choice, made)
+            self._finish(choice, completion)
         elif not choice.text and choice.logprobs is None and not ids_wanted and choice.prompt_logprobs is UNSET:
             return None
         return choice
 
-    async def choice(self, i: int, output: RequestOutput, made: CompletionOutput) -> CompletionChoice:
-        choice = await self.new(i, output, made, SequenceCursor())
+    async def choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        choice = await self.added(i, output, completion, SequenceCursor())
         assert choice is not None
         return choice
 
-    def _finish(self, choice: CompletionChoice, made: CompletionOutput) -> None:
-        if self._untold:
+    def _finish(self, choice: CompletionChoice, completion: CompletionOutput) -> None:
+        if self._num_hidden_tokens:
             choice.finish_reason = "length"
         else:
-            choice.finish_reason, choice.stop_reason = made.finish_reason, made.stop_reason  # type: ignore[assignment]
+            choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason  # type: ignore[assignment]
 
     def _answer(self, choices: list[CompletionChoice], **usage: object) -> Completion:
         return Completion(
@@ -163,16 +165,16 @@ class CompletionHandler:
     async def _logprobs(
         self, index: int, positions: list[PositionLogprobs | None], prompt: RequestOutput | None
     ) -> CompletionLogprobs:
-        """As ``_piece``; long ones in pieces, one in each turn of the event loop."""
-        if len(positions) <= PIECE:
+        """The logprobs of consecutive tokens; long ones are built in pieces, one per turn of the event loop."""
+        if len(positions) <= PIECE_SIZE:
             return self._piece(index, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
-        for start in range(0, len(positions), PIECE):
+        for start in range(0, len(positions), PIECE_SIZE):
             await self._fair_queue.turn()
-            piece = self._piece(index, positions[start : start + PIECE], prompt)
+            piece = self._piece(index, positions[start : start + PIECE_SIZE], prompt)
             for name, found in parts.items():
                 found.append(encode(getattr(piece, name))[1:-1])
-        encoded: dict[str, Any] = {name: joined(found) for name, found in parts.items()}
+        encoded: dict[str, Any] = {name: join_json(found) for name, found in parts.items()}
         return CompletionLogprobs(**encoded)
 
     def _piece(
@@ -181,24 +183,24 @@ class CompletionHandler:
         """The logprobs of consecutive prompt and output tokens. None stands for the prompt's first token, which has
         none; ``prompt`` has its id."""
         as_ids = self._request.return_tokens_as_token_ids
-        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for position in positions:
             if position is None:
                 assert prompt is not None
                 token_id = prompt.prompt_token_ids[0]
                 token = self._tokenizer.decode([token_id], skip_special_tokens=False)
-                found.token_logprobs.append(None)
-                found.top_logprobs.append(None)
+                result.token_logprobs.append(None)
+                result.top_logprobs.append(None)
             else:
                 token_id, own = next(iter(position.items()))
                 token = own.decoded_token
-                found.token_logprobs.append(max(own.logprob, LEAST))
+                result.token_logprobs.append(max(own.logprob, MIN_LOGPROB))
                 likeliest = sorted(position.items(), key=lambda entry: entry[1].rank)
-                found.top_logprobs.append({token_of(i, p, as_ids): max(p.logprob, LEAST) for i, p in likeliest})
-            found.tokens.append(f"token_id:{token_id}" if as_ids else token)
-            found.text_offset.append(self._offsets[index])
+                result.top_logprobs.append({token_of(i, p, as_ids): max(p.logprob, MIN_LOGPROB) for i, p in likeliest})
+            result.tokens.append(f"token_id:{token_id}" if as_ids else token)
+            result.text_offset.append(self._offsets[index])
             self._offsets[index] += len(token)
-        return found
+        return result
 
 
 def _prompts(request: CompletionRequest) -> list[Prompt]:

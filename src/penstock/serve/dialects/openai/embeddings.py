@@ -16,18 +16,18 @@ from penstock.core.errors import invalid
 from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import NO_GENERATION, Prompt
 from penstock.frontend.outputs import RequestOutput, cosine, floats_of
-from penstock.serve.chat.prompt import truncated
+from penstock.serve.chat.prompt import truncate
 from penstock.serve.generation import generate, merge_streams
-from penstock.serve.http.body import given
+from penstock.serve.http.body import require
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
-from .requests import MAX_PROMPTS, SIDES, EmbeddingRequest, ScoreRequest
-from .responses import Embedding, Embeddings, EmbeddingUsage, PairScore, Scores, encode
+from .requests import MAX_PROMPTS, TEXT_PAIRS, EmbeddingRequest, ScoreRequest
+from .responses import Embedding, EmbeddingResponse, EmbeddingUsage, Score, ScoreResponse, encode
 
 
 class _PoolingHandler:
-    """What both kinds of requests have in common: several prompts, each of which becomes a vector."""
+    """Base of embeddings and scores: computes one vector per prompt."""
 
     kind = ""
 
@@ -47,23 +47,23 @@ class _PoolingHandler:
         self._created = int(time.time())
 
     async def _vectors(self, prompts: Sequence[tuple[str, Prompt]]) -> list[RequestOutput]:
-        """The finished outputs, in the prompts' order; before each stands the field it came in."""
+        """The finished outputs, in the order of ``prompts``: field name (for errors) and prompt."""
         size = sum(len(prompt) for _, prompt in prompts if isinstance(prompt, str))
         streams = [self._vector(field, prompt, size) for field, prompt in prompts]
-        found: dict[int, RequestOutput] = {}
+        result: dict[int, RequestOutput] = {}
         async with aclosing(merge_streams(streams)) as outputs:
             async for index, output in outputs:
-                found[index] = output
-        return [found[index] for index in range(len(prompts))]
+                result[index] = output
+        return [result[index] for index in range(len(prompts))]
 
     async def _vector(self, field: str, prompt: Prompt, size: int) -> AsyncGenerator[RequestOutput, None]:
-        """One of them; texts of such a size together are not encoded one after the other in one go."""
+        """The output stream of one prompt; ``size`` is the number of characters of all prompts together."""
         try:
             cut = self._request.truncate_prompt_tokens is not None
             if cut or (isinstance(prompt, str) and (not self._special or size > MAX_INLINE_SIZE)):
                 token_ids = await self._service.gateway.encode(prompt, self._special, size)
-                most = self._service.gateway.engine.check().max_model_len
-                prompt = {"prompt_token_ids": truncated(token_ids, self._request, most, "right")}
+                maximum = self._service.gateway.engine.check().max_model_len
+                prompt = {"prompt_token_ids": truncate(token_ids, self._request, maximum, "right")}
             stream = generate(
                 self._service, self._record, prompt, NO_GENERATION, pooling=self._pooling, **self._options
             )
@@ -95,16 +95,16 @@ class EmbeddingHandler(_PoolingHandler):
         yield await asyncio.to_thread(self._answer, outputs)  # which takes as long as there are many numbers
 
     def _answer(self, outputs: list[RequestOutput]) -> bytes:
-        answer = Embeddings(
+        answer = EmbeddingResponse(
             id=self.id,
             created=self._created,
             model=self._model,
-            data=[Embedding(index=i, embedding=self._told(output)) for i, output in enumerate(outputs)],
+            data=[Embedding(index=i, embedding=self._encode_embedding(output)) for i, output in enumerate(outputs)],
             usage=_usage(outputs),
         )
         return encode(answer)
 
-    def _told(self, output: RequestOutput) -> list[float] | str:
+    def _encode_embedding(self, output: RequestOutput) -> list[float] | str:
         if self._as_text:
             return base64.b64encode(output.embedding or b"").decode()
         return floats_of(output)
@@ -115,10 +115,10 @@ class ScoreHandler(_PoolingHandler):
 
     def __init__(self, service: ModelService, record: RequestRecord, request: ScoreRequest) -> None:
         super().__init__(service, record, request)
-        self._names = _sides(request)
+        self._names = _text_fields(request)
         first, second = self._names
         self._first, self._second = (
-            [text] if isinstance(text := given(getattr(request, name), name), str) else text for name in self._names
+            [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in self._names
         )
         if len(self._first) not in (1, len(self._second)):
             words = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
@@ -135,26 +135,26 @@ class ScoreHandler(_PoolingHandler):
         if len(before) == 1:
             before = before * len(after)
         pairs = enumerate(zip(before, after, strict=True))
-        answer = Scores(
+        answer = ScoreResponse(
             id=self.id,
             created=self._created,
             model=self._model,
-            data=[PairScore(index=i, score=cosine(a, b)) for i, (a, b) in pairs],
+            data=[Score(index=i, score=cosine(a, b)) for i, (a, b) in pairs],
             usage=_usage(outputs),
         )
         return encode(answer)
 
 
-def _sides(request: ScoreRequest) -> tuple[str, str]:
+def _text_fields(request: ScoreRequest) -> tuple[str, str]:
     """The names of both sides.
 
     Raises ``PenstockError`` (``invalid``) where there are more than two.
     """
-    named = {name for sides in SIDES for name in sides if getattr(request, name) is not None}
-    found = next((sides for sides in SIDES if named.issubset(sides)), None)
-    if found is None:
+    named = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
+    result = next((sides for sides in TEXT_PAIRS if named.issubset(sides)), None)
+    if result is None:
         raise invalid(max(named), "give text_1 and text_2, or queries and documents, and no others")
-    return found
+    return result
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> EmbeddingUsage:

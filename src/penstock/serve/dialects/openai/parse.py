@@ -13,11 +13,11 @@ from penstock.serve.chat.sampling import sampling_of
 from penstock.serve.http.body import convert
 from penstock.serve.http.unknown_fields import UnknownFields
 
-from .requests import NOT_YET, CompletionRequest
+from .requests import UNSUPPORTED_FIELDS, CompletionRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-ONLY_CHATS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
+CHAT_ONLY_FIELDS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
 
 
 def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
@@ -29,8 +29,8 @@ def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     Raises ``PenstockError``: ``unsupported`` for fields that are not supported yet, ``invalid`` for those of chats in
     completions, for wrong values, and for unknown fields with ``strict_requests``.
     """
-    elsewhere = ONLY_CHATS if schema is CompletionRequest else frozenset()
-    not_yet = next((fields for kind, fields in NOT_YET.items() if issubclass(schema, kind)), {})
+    elsewhere = CHAT_ONLY_FIELDS if schema is CompletionRequest else frozenset()
+    not_yet = next((fields for kind, fields in UNSUPPORTED_FIELDS.items() if issubclass(schema, kind)), {})
     for name in (not_yet.keys() | elsewhere).difference(schema.__struct_fields__).intersection(found):
         value = found.pop(name)
         if value is None or value in not_yet.get(name, ()):

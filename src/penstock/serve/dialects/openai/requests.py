@@ -12,15 +12,15 @@ from penstock.serve.chat.request import (
     Count,
     GenerationRequest,
     Message,
+    NonEmptyText,
+    PromptRequest,
     TokenId,
     TokenIds,
     Tool,
-    Truncated,
-    Words,
 )
 
 MAX_PROMPTS = 2048
-PROMPTS = [
+PROMPT_SCHEMAS = [
     {"type": "string"},
     {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
     {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
@@ -36,7 +36,7 @@ PROMPTS = [
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[
         str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
-        msgspec.Meta(extra_json_schema={"anyOf": PROMPTS}),
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
     ]
     """One or several texts, or lists of token ids."""
     prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
@@ -44,12 +44,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     max_tokens: Count | None = None
     """16 by default; 0 goes with echo."""
     echo: bool | None = None
-    """Give the prompt, too."""
+    """Return the prompt before the answer."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
 
-class PoolingRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
+class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     """Fields of all embedding and score requests. A field that is null is taken as absent."""
 
     model: str | None = None
@@ -65,7 +65,7 @@ class PoolingRequest(Truncated, kw_only=True, forbid_unknown_fields=True):
 class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     input: Annotated[
         str | Annotated[list[str | TokenId | TokenIds], msgspec.Meta(min_length=1)],
-        msgspec.Meta(extra_json_schema={"anyOf": PROMPTS}),
+        msgspec.Meta(extra_json_schema={"anyOf": PROMPT_SCHEMAS}),
     ]
     """One or several texts, or lists of token ids."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -76,27 +76,27 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     """Whether vectors have length 1; by default as the checkpoint says."""
 
 
-Texts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+TextOrTexts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Pairs, or one text and several, under one of the names that there are for both sides."""
+    """Pairs of texts, or one text and several. The two fields have one of several pairs of names (``TEXT_PAIRS``)."""
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-    items: Texts | None = None
+    text_1: TextOrTexts | None = None
+    text_2: TextOrTexts | None = None
+    queries: TextOrTexts | None = None
+    documents: TextOrTexts | None = None
+    items: TextOrTexts | None = None
     """With queries, too."""
-    data_1: Texts | None = None
-    data_2: Texts | None = None
+    data_1: TextOrTexts | None = None
+    data_2: TextOrTexts | None = None
 
 
-SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt or messages, to see what becomes of them."""
+    """A prompt or messages to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -112,16 +112,16 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A LoRA adapter as PEFT saves it."""
 
-    lora_name: Words
-    """What requests ask for as their model."""
-    lora_path: Words
+    lora_name: NonEmptyText
+    """Name under which requests select the adapter, in ``model``."""
+    lora_path: NonEmptyText
     """A folder of the server."""
     base_model_name: str | None = None
-    """The model that it changes; where none is named, the first."""
+    """The adapter's base model; by default the first one."""
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    lora_name: Words
+    lora_name: NonEmptyText
     lora_int_id: int | None = None
 
 
@@ -141,7 +141,7 @@ REQUESTS = (
     UnloadAdapterRequest,
 )
 
-NOT_YET: dict[type, dict[str, tuple[Any, ...]]] = {
+UNSUPPORTED_FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
     GenerationRequest: {
         "audio": (),
         "collect_metrics": (False,),

@@ -15,11 +15,11 @@ from penstock.serve.http.status import STATUS
 
 T = TypeVar("T")
 
-PIECE = 32
+PIECE_SIZE = 32
 """Positions whose logprobs are encoded in one turn of the event loop."""
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
-KINDS = {
+ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
     Code.NOT_ALLOWED: "method_not_allowed_error",
@@ -28,7 +28,7 @@ KINDS = {
     Code.INTERNAL: "internal_error",
     Code.TIMEOUT: "timeout_error",
 }
-CODES = {
+ERROR_CODES = {
     Code.UNAUTHORIZED: "invalid_api_key",
     Code.OVERLOADED: "rate_limit_exceeded",
     Code.TOO_LONG: "context_length_exceeded",
@@ -42,7 +42,7 @@ class Error(msgspec.Struct, kw_only=True):
     code: str | int | None
 
 
-class ErrorAnswer(msgspec.Struct, kw_only=True):
+class ErrorResponse(msgspec.Struct, kw_only=True):
     error: Error
 
 
@@ -91,7 +91,7 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class Likely(msgspec.Struct, kw_only=True, gc=False):
+class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]
@@ -101,7 +101,7 @@ class TokenLogprob(msgspec.Struct, kw_only=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[Likely]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
@@ -109,15 +109,15 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
-class CalledFunction(msgspec.Struct, kw_only=True):
+class ResponseFunctionCall(msgspec.Struct, kw_only=True):
     name: str
     arguments: str
 
 
-class ToolCallAnswer(msgspec.Struct, kw_only=True):
+class ResponseToolCall(msgspec.Struct, kw_only=True):
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: ResponseFunctionCall
 
 
 class FunctionDelta(msgspec.Struct, kw_only=True):
@@ -140,7 +140,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType | None = None
     """The reasoning, under vLLM's present name and its older one (``reasoning_content``)."""
     reasoning_content: str | UnsetType | None = None
-    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
+    tool_calls: list[ResponseToolCall] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     completion_token_ids: list[int] | UnsetType = UNSET
     """For FastDeploy's clients."""
@@ -176,7 +176,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Chat(msgspec.Struct, kw_only=True):
+class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -188,7 +188,7 @@ class Chat(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, kw_only=True):
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
@@ -211,7 +211,7 @@ class Embedding(msgspec.Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class Embeddings(msgspec.Struct, kw_only=True):
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -220,18 +220,18 @@ class Embeddings(msgspec.Struct, kw_only=True):
     usage: EmbeddingUsage
 
 
-class PairScore(msgspec.Struct, kw_only=True):
+class Score(msgspec.Struct, kw_only=True):
     object: Literal["score"] = "score"
     index: int
     score: float
 
 
-class Scores(msgspec.Struct, kw_only=True):
+class ScoreResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["list"] = "list"
     created: int
     model: str
-    data: list[PairScore]
+    data: list[Score]
     usage: EmbeddingUsage
 
 
@@ -246,27 +246,37 @@ class Model(msgspec.Struct, kw_only=True):
     max_model_len: int | None
 
 
-class Models(msgspec.Struct, kw_only=True):
+class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
 
 
-class Tokenized(msgspec.Struct, kw_only=True):
+class TokenizeResponse(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class Detokenized(msgspec.Struct, kw_only=True):
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
 
 
-ANSWERS = (Completion, Chat, Embeddings, Scores, Models, Model, Tokenized, Detokenized, ErrorAnswer)
+RESPONSES = (
+    Completion,
+    ChatCompletion,
+    EmbeddingResponse,
+    ScoreResponse,
+    ModelList,
+    Model,
+    TokenizeResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+)
 
-OF_ALL = {"bad_word_ids": "bad_words_token_ids"}
+FIELD_NAMES = {"bad_word_ids": "bad_words_token_ids"}
 """Internal field names → OpenAI's, for errors."""
-OF_CHATS = OF_ALL | {"prompt": "messages"}
+CHAT_FIELD_NAMES = FIELD_NAMES | {"prompt": "messages"}
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
@@ -276,65 +286,67 @@ def event(answer: msgspec.Struct) -> bytes:
     return b"data: " + encode(answer) + b"\n\n"
 
 
-async def in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
+async def encode_in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_queue: FairQueue) -> Any:
     """A list of ``make(item)`` for msgspec to encode; a long one is encoded in pieces, with turns of other requests in
     between."""
-    if len(items) <= PIECE:
+    if len(items) <= PIECE_SIZE:
         return list(map(make, items))
     parts = []
-    for start in range(0, len(items), PIECE):
+    for start in range(0, len(items), PIECE_SIZE):
         await fair_queue.turn()
-        parts.append(encode(list(map(make, items[start : start + PIECE])))[1:-1])
-    return joined(parts)
+        parts.append(encode(list(map(make, items[start : start + PIECE_SIZE])))[1:-1])
+    return join_json(parts)
 
 
-def joined(parts: Sequence[bytes]) -> msgspec.Raw:
+def join_json(parts: Sequence[bytes]) -> msgspec.Raw:
     """A JSON list of parts that hold encoded elements."""
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
-def error_of(failure: Failure) -> ErrorAnswer:
+def error_of(failure: Failure) -> ErrorResponse:
     """A failure in OpenAI's format."""
     no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
     message = failure.message
     if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain look for this message
         longest = f"This model's maximum context length is {failure.limit:.0f} tokens."
-        told = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
-        message = f"{longest} {told} Please reduce the length of the {failure.field}."
-    return ErrorAnswer(
+        requested = f"However, your {failure.field} resulted in {failure.value:.0f} tokens."
+        message = f"{longest} {requested} Please reduce the length of the {failure.field}."
+    return ErrorResponse(
         error=Error(
             message=message.encode("utf-8", "replace").decode(),
-            type=KINDS.get(failure.code, "invalid_request_error"),
+            type=ERROR_TYPES.get(failure.code, "invalid_request_error"),
             param=failure.field.encode("utf-8", "replace").decode() or None,
-            code="model_not_found" if no_model else CODES.get(failure.code, STATUS[failure.code]),
+            code="model_not_found" if no_model else ERROR_CODES.get(failure.code, STATUS[failure.code]),
         )
     )
 
 
-def usage_of(outputs: list[RequestOutput], untold: int = 0) -> Usage:
-    """Token counts of a request's prompts and all their sequences, less ``untold`` per sequence."""
+def usage_of(outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Usage:
+    """Token counts of a request's prompts and all their sequences, less ``num_hidden_tokens`` per sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    made = sum(max(len(m.token_ids) - untold, 0) for output in outputs for m in output.outputs)
-    made += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them, too
+    completion_tokens = sum(max(len(m.token_ids) - num_hidden_tokens, 0) for output in outputs for m in output.outputs)
+    completion_tokens += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them, too
     cached = sum(output.num_cached_tokens for output in outputs)
     thought = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(
         prompt_tokens=prompt,
-        completion_tokens=made,
-        total_tokens=prompt + made,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt + completion_tokens,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
         completion_tokens_details=CompletionDetails(reasoning_tokens=thought),
     )
 
 
-def token_of(token_id: int, told: Logprob, as_id: bool | None) -> str:
+def token_of(token_id: int, logprob: Logprob, as_id: bool | None) -> str:
     """A token's name among logprobs: its text, or with ``return_tokens_as_token_ids`` its id."""
-    return f"token_id:{token_id}" if as_id else told.decoded_token
+    return f"token_id:{token_id}" if as_id else logprob.decoded_token
 
 
 async def prompt_logprobs_of(output: RequestOutput, fair_queue: FairQueue) -> Any:
     """``prompt_logprobs`` as in vLLM; unset where they were not requested."""
-    return UNSET if output.prompt_logprobs is None else await in_pieces(output.prompt_logprobs, _by_id, fair_queue)
+    return (
+        UNSET if output.prompt_logprobs is None else await encode_in_pieces(output.prompt_logprobs, _by_id, fair_queue)
+    )
 
 
 def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | None:
@@ -342,7 +354,7 @@ def _by_id(position: PositionLogprobs | None) -> dict[int, dict[str, Any]] | Non
         None
         if position is None
         else {
-            token_id: {"logprob": max(p.logprob, LEAST), "rank": p.rank, "decoded_token": p.decoded_token}
+            token_id: {"logprob": max(p.logprob, MIN_LOGPROB), "rank": p.rank, "decoded_token": p.decoded_token}
             for token_id, p in position.items()
         }
     )

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.core import Failure, SamplingParams
 from penstock.core.errors import invalid
 from penstock.serve.chat.messages import messages_of, template_options
-from penstock.serve.chat.request import ChatRequest, Truncated
+from penstock.serve.chat.request import ChatRequest, PromptRequest
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
@@ -38,19 +38,19 @@ from .requests import (
     UnloadAdapterRequest,
 )
 from .responses import (
-    ANSWERS,
+    CHAT_FIELD_NAMES,
     DONE,
-    OF_ALL,
-    OF_CHATS,
-    Chat,
+    FIELD_NAMES,
+    RESPONSES,
+    ChatCompletion,
     Completion,
-    Detokenized,
-    Embeddings,
-    ErrorAnswer,
+    DetokenizeResponse,
+    EmbeddingResponse,
+    ErrorResponse,
     Model,
-    Models,
-    Scores,
-    Tokenized,
+    ModelList,
+    ScoreResponse,
+    TokenizeResponse,
     encode,
     error_of,
     event,
@@ -76,8 +76,8 @@ class OpenAIErrorFormat(ErrorFormat):
         return event(error_of(rename_field(failure, self._names))) + DONE
 
 
-ERROR_FORMAT = OpenAIErrorFormat(OF_ALL)
-CHAT_ERROR_FORMAT = OpenAIErrorFormat(OF_CHATS)
+ERROR_FORMAT = OpenAIErrorFormat(FIELD_NAMES)
+CHAT_ERROR_FORMAT = OpenAIErrorFormat(CHAT_FIELD_NAMES)
 
 
 class Json(Response):
@@ -100,57 +100,61 @@ class OpenAI(Dialect):
         self._registry = registry
         self._check = check or (lambda sampling: None)
 
-    def speaks(self, request: Request, found: dict[str, Any]) -> bool:
+    def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
         return True
 
-    def completion(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        record = record_of(request.scope)
-        if found.get("prompt_token_ids"):
-            found.setdefault("prompt", "")  # required by the schema, and not used
-        wanted = _parse(self._registry, found, CompletionRequest, request)
-        service = self._registry.find(wanted.model)
-        handler = CompletionHandler(service, record, wanted)
+    def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        record = record_of(raw_request.scope)
+        if fields.get("prompt_token_ids"):
+            fields.setdefault("prompt", "")  # required by the schema, and not used
+        request = _parse(self._registry, fields, CompletionRequest, raw_request)
+        service = self._registry.find(request.model)
+        handler = CompletionHandler(service, record, request)
         self._check(handler.sampling)
-        return Reply.of(service, handler, ERROR_FORMAT, wanted.stream)
+        return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
-    def chat(self, request: Request, found: dict[str, Any], size: int) -> Response:
-        record = record_of(request.scope)
+    def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
+        record = record_of(raw_request.scope)
         record.error_format = CHAT_ERROR_FORMAT
-        wanted = _parse(self._registry, found, ChatRequest, request)
-        service = self._registry.find(wanted.model)
-        handler = ChatHandler(service, record, wanted, size)
+        request = _parse(self._registry, fields, ChatRequest, raw_request)
+        service = self._registry.find(request.model)
+        handler = ChatHandler(service, record, request, size)
         self._check(handler.sampling)
-        return Reply.of(service, handler, CHAT_ERROR_FORMAT, wanted.stream)
+        return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
 
 
-def _parse(registry: ModelRegistry, found: dict[str, Any], schema: type[T], request: Request) -> T:
+def _parse(registry: ModelRegistry, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
     """``parse`` with the checks of ``require_model``, and the request's own ``request_id``."""
-    if registry.options.require_model and "model" in schema.__struct_fields__ and found.get("model") is None:
+    if registry.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
         raise invalid("model", f"is missing; it is {' or '.join(service.name for service in registry)}")
-    record = record_of(request.scope)
-    wanted = parse(found, schema, record.unknown)
-    if isinstance(wanted, Truncated) and wanted.request_id and record.request_id != request.headers.get("x-request-id"):
-        record.request_id = wanted.request_id
-    return wanted
+    record = record_of(raw_request.scope)
+    request = parse(fields, schema, record.unknown)
+    if (
+        isinstance(request, PromptRequest)
+        and request.request_id
+        and record.request_id != raw_request.headers.get("x-request-id")
+    ):
+        record.request_id = request.request_id
+    return request
 
 
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Add all routes but completions and chats."""
 
-    async def read(request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await registry.read(request)
-        return _parse(registry, read_object(body), schema, request), len(body)
+    async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
+        body = await registry.read(raw_request)
+        return _parse(registry, read_object(body), schema, raw_request), len(body)
 
-    async def create_embedding(request: Request) -> Response:
-        wanted, _ = await read(request, EmbeddingRequest)
-        service = registry.find(wanted.model)
-        handler = EmbeddingHandler(service, record_of(request.scope), wanted)
+    async def create_embedding(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, EmbeddingRequest)
+        service = registry.find(request.model)
+        handler = EmbeddingHandler(service, record_of(raw_request.scope), request)
         return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
-    async def create_score(request: Request) -> Response:
-        wanted, _ = await read(request, ScoreRequest)
-        service = registry.find(wanted.model)
-        handler = ScoreHandler(service, record_of(request.scope), wanted)
+    async def create_score(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, ScoreRequest)
+        service = registry.find(request.model)
+        handler = ScoreHandler(service, record_of(raw_request.scope), request)
         return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
     def model(service: ModelService, name: str) -> Model:
@@ -161,56 +165,56 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     async def list_models() -> Response:
         named = [(service, [*service.names, *service.gateway.engine.adapters]) for service in registry]
-        return Json(Models(data=[model(service, name) for service, names in named for name in names]))
+        return Json(ModelList(data=[model(service, name) for service, names in named for name in names]))
 
     async def retrieve_model(name: str) -> Response:
         service = registry.find(name)
         return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
-    async def load_lora_adapter(request: Request) -> Response:
-        wanted, _ = await read(request, LoadAdapterRequest)
-        service = registry.find(wanted.base_model_name)
-        if wanted.lora_name == DEFAULT_NAME or any(wanted.lora_name in each.names for each in registry.models):
-            raise invalid("lora_name", f"{wanted.lora_name!r} is a model's own name")
-        if any(wanted.lora_name in each.gateway.engine.adapters for each in registry):
-            raise invalid("lora_name", f"{wanted.lora_name!r} is loaded already; unload it first")
-        await service.gateway.engine.load_adapter(wanted.lora_name, wanted.lora_path)
-        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
+    async def load_lora_adapter(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, LoadAdapterRequest)
+        service = registry.find(request.base_model_name)
+        if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in registry.models):
+            raise invalid("lora_name", f"{request.lora_name!r} is a model's own name")
+        if any(request.lora_name in each.gateway.engine.adapters for each in registry):
+            raise invalid("lora_name", f"{request.lora_name!r} is loaded already; unload it first")
+        await service.gateway.engine.load_adapter(request.lora_name, request.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
-    async def unload_lora_adapter(request: Request) -> Response:
-        wanted, _ = await read(request, UnloadAdapterRequest)
-        await registry.find(wanted.lora_name).gateway.engine.unload_adapter(wanted.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
+    async def unload_lora_adapter(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, UnloadAdapterRequest)
+        await registry.find(request.lora_name).gateway.engine.unload_adapter(request.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
-    async def tokenize(request: Request) -> Response:
-        wanted, size = await read(request, TokenizeRequest)
-        gateway = registry.find(wanted.model).gateway
+    async def tokenize(raw_request: Request) -> Response:
+        request, size = await read(raw_request, TokenizeRequest)
+        gateway = registry.find(request.model).gateway
         tokenizer = gateway.input_processor.tokenizer
-        if (wanted.prompt is None) == (wanted.messages is None):
+        if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        if wanted.messages is not None:
-            options = template_options(wanted, gateway.input_processor.response_formats().tools is not None)
-            conversation = await gateway.chat_prompt(messages_of(wanted.messages), size, options)
+        if request.messages is not None:
+            options = template_options(request, gateway.input_processor.response_formats().tools is not None)
+            conversation = await gateway.chat_prompt(messages_of(request.messages), size, options)
             tokens = await gateway.encode(conversation)
         else:
-            tokens = await gateway.encode(wanted.prompt or "", wanted.add_special_tokens is not False)
-        spelled = [tokenizer.token(token_id) for token_id in tokens] if wanted.return_token_strs else None
-        most = gateway.engine.check().max_model_len
-        return Json(Tokenized(count=len(tokens), max_model_len=most, tokens=tokens, token_strs=spelled))
+            tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
+        spelled = [tokenizer.token(token_id) for token_id in tokens] if request.return_token_strs else None
+        maximum = gateway.engine.check().max_model_len
+        return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
 
-    async def detokenize(request: Request) -> Response:
-        wanted, _ = await read(request, DetokenizeRequest)
-        gateway = registry.find(wanted.model).gateway
-        if len(wanted.tokens) > (most := gateway.engine.check().max_model_len):
-            raise invalid("tokens", f"{len(wanted.tokens)} are more than the {most} of the context", most)
-        return Json(Detokenized(prompt=gateway.input_processor.tokenizer.decode(wanted.tokens, False)))
+    async def detokenize(raw_request: Request) -> Response:
+        request, _ = await read(raw_request, DetokenizeRequest)
+        gateway = registry.find(request.model).gateway
+        if len(request.tokens) > (maximum := gateway.engine.check().max_model_len):
+            raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
+        return Json(DetokenizeResponse(prompt=gateway.input_processor.tokenizer.decode(request.tokens, False)))
 
     for path, endpoint, schema, answer in (
-        ("/v1/embeddings", create_embedding, EmbeddingRequest, Embeddings),
-        ("/score", create_score, ScoreRequest, Scores),
-        ("/v1/score", create_score, ScoreRequest, Scores),
-        ("/tokenize", tokenize, TokenizeRequest, Tokenized),
-        ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
+        ("/v1/embeddings", create_embedding, EmbeddingRequest, EmbeddingResponse),
+        ("/score", create_score, ScoreRequest, ScoreResponse),
+        ("/v1/score", create_score, ScoreRequest, ScoreResponse),
+        ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
+        ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
     ):
         app.add_api_route(
             path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
@@ -223,7 +227,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
             app.add_api_route(
                 path, update, methods=["POST"], openapi_extra=_described(None, named), response_class=Response
             )
-    app.add_api_route("/v1/models", list_models, openapi_extra=_described(Models), response_class=Response)
+    app.add_api_route("/v1/models", list_models, openapi_extra=_described(ModelList), response_class=Response)
     app.add_api_route(
         "/v1/models/{name:path}", retrieve_model, openapi_extra=_described(Model), response_class=Response
     )
@@ -233,19 +237,19 @@ def shared_paths() -> dict[str, dict[str, Any]]:
     """Operations of the OpenAPI document for the paths that other dialects share."""
     return {
         "/v1/completions": _described(Completion, CompletionRequest),
-        "/v1/chat/completions": _described(Chat, ChatRequest),
+        "/v1/chat/completions": _described(ChatCompletion, ChatRequest),
     }
 
 
-SCHEMAS = (*REQUESTS, *ANSWERS)
+SCHEMAS = (*REQUESTS, *RESPONSES)
 
 
 def _described(answer: type | None, request: type | None = None) -> dict[str, Any]:
     """An operation for the OpenAPI document; without ``answer`` the response is plain text."""
     streamed = request in (CompletionRequest, ChatRequest)
-    told = reference(answer) if answer else None
-    asked = reference(request) if request else None
-    described = operation(told, reference(ErrorAnswer), asked, streamed)
+    response_schema = reference(answer) if answer else None
+    request_schema = reference(request) if request else None
+    described = operation(response_schema, reference(ErrorResponse), request_schema, streamed)
     if answer is None:
         described["responses"]["200"]["content"] = {"text/plain": {"schema": STRING}}
     return described

@@ -13,7 +13,7 @@ from penstock.serve.http.request_record import record_of
 from penstock.serve.models.registry import ModelRegistry
 
 from .handler import PaddleNLPHandler
-from .requests import DECISIVE, OWN, names_of, parse
+from .requests import PADDLENLP_FIELDS, SELECTING_FIELDS, field_names, parse
 from .responses import PaddleNLPErrorFormat
 
 NAME = "paddlenlp"
@@ -33,19 +33,19 @@ class PaddleNLP(Dialect):
         self._registry = registry
         self._preferred = registry.options.compat == NAME
 
-    def speaks(self, request: HttpRequest, found: dict[str, Any]) -> bool:
-        if not PROMPTS.isdisjoint(found) or found.keys() >= {"model", "messages"}:
+    def matches(self, raw_request: HttpRequest, fields: dict[str, Any]) -> bool:
+        if not PROMPTS.isdisjoint(fields) or fields.keys() >= {"model", "messages"}:
             return False
-        own = DECISIVE if "messages" in found else OWN
-        return not own.isdisjoint(found) or (self._preferred and "model" not in found)
+        own = SELECTING_FIELDS if "messages" in fields else PADDLENLP_FIELDS
+        return not own.isdisjoint(fields) or (self._preferred and "model" not in fields)
 
-    def completion(self, request: HttpRequest, found: dict[str, Any], size: int) -> Response:
-        record, named = record_of(request.scope), found.get("req_id")
+    def completion(self, raw_request: HttpRequest, fields: dict[str, Any], size: int) -> Response:
+        record, req_id = record_of(raw_request.scope), fields.get("req_id")
         error_format = record.error_format = PaddleNLPErrorFormat(
-            named if isinstance(named, str) else "", names_of(found)
+            req_id if isinstance(req_id, str) else "", field_names(fields)
         )
-        wanted = parse(found, record.unknown)
-        service = self._registry.find_or_first(wanted.model)
-        return Reply.of(service, PaddleNLPHandler(service, record, wanted, size), error_format, wanted.stream)
+        request = parse(fields, record.unknown)
+        service = self._registry.find_or_first(request.model)
+        return Reply.of(service, PaddleNLPHandler(service, record, request, size), error_format, request.stream)
 
     chat = completion

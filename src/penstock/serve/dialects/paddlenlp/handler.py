@@ -20,8 +20,8 @@ from penstock.serve.generation import SequenceCursor, generate
 from penstock.serve.http.request_record import RequestRecord
 from penstock.serve.models.service import ModelService
 
-from .requests import PATIENCE, Request, asked, sampling_of
-from .responses import Piece, Usage, Whole, encode, line
+from .requests import DEFAULT_TIMEOUT, Request, field_value, sampling_of
+from .responses import FullResponse, StreamChunk, Usage, encode, line
 
 
 class PaddleNLPHandler:
@@ -52,24 +52,24 @@ class PaddleNLPHandler:
         self._req_id = request.req_id or uuid4().hex
         record.facts["req_id"] = self._req_id
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[StreamChunk, None]:
         """The answer as it comes; the last piece has ``is_end`` 1. Raises ``PenstockError`` where it fails."""
         request, progress, count = self._request, SequenceCursor(), 0
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
-                made = output.outputs[0]
-                if request.return_all_tokens and not made.finished:
+                completion = output.outputs[0]
+                if request.return_all_tokens and not completion.finished:
                     continue
-                if (new := progress.advance(made)) is None:
+                if (new := progress.advance(completion)) is None:
                     continue
-                token_ids = new.token_ids[:-1] if made.finish_reason == FinishReason.STOP else new.token_ids
-                yield Piece(
+                token_ids = new.token_ids[:-1] if completion.finish_reason == FinishReason.STOP else new.token_ids
+                yield StreamChunk(
                     req_id=self._req_id,
                     token=new.text,
                     token_ids=token_ids,
                     send_idx=count,
-                    is_end=int(made.finished),
-                    usage=_usage(output) if made.finished and request.return_usage else UNSET,
+                    is_end=int(completion.finished),
+                    usage=_usage(output) if completion.finished and request.return_usage else UNSET,
                 )
                 count += 1
 
@@ -84,16 +84,16 @@ class PaddleNLPHandler:
             async for piece in pieces:
                 texts.append(piece.token)
         text = "".join(texts)
-        yield encode(Whole(req_id=self._req_id, tokens_all=text, result=text, usage=piece.usage))
+        yield encode(FullResponse(req_id=self._req_id, tokens_all=text, result=text, usage=piece.usage))
 
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """Raises ``PenstockError`` (``timeout``), whatever the engine does, once the client has waited too long for a
         piece of a stream or, with ``timeout``, for an answer in one piece.
         """
-        request, timeout = self._request, asked(self._request, "timeout")
+        request, timeout = self._request, field_value(self._request, "timeout")
         in_pieces = request.stream and not request.return_all_tokens and not self._service.options.disable_streaming
-        limit = timeout or PATIENCE
-        deadline = self._record.begun + limit
+        limit = timeout or DEFAULT_TIMEOUT
+        deadline = self._record.arrived + limit
         async with aclosing(self._generated()) as outputs:
             while True:
                 try:
@@ -124,14 +124,14 @@ class PaddleNLPHandler:
             prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
         else:
             prompt = {"prompt_token_ids": request.input_ids}
-        count, wanted = len(prompt["prompt_token_ids"]), asked(request, "max_dec_len") or 0
-        most = gateway.engine.check().max_model_len
-        if wanted and count + wanted > most:
-            words = f"{count} tokens of input and {wanted} of output are more than the {most} of the context"
-            raise invalid("max_tokens", words, most)
+        count, wanted = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
+        maximum = gateway.engine.check().max_model_len
+        if wanted and count + wanted > maximum:
+            words = f"{count} tokens of input and {wanted} of output are more than the {maximum} of the context"
+            raise invalid("max_tokens", words, maximum)
         return prompt
 
 
 def _usage(output: RequestOutput) -> Usage:
-    prompt, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-    return Usage(prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made)
+    prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return Usage(prompt_tokens=prompt, completion_tokens=num_output, total_tokens=prompt + num_output)

@@ -15,7 +15,7 @@ from penstock.serve.models.registry import ModelRegistry
 from penstock.serve.models.service import ModelService
 
 from .handler import PaddleNLPHandler
-from .requests import names_of, parse
+from .requests import field_names, parse
 from .responses import PaddleNLPErrorFormat, encode
 
 
@@ -25,7 +25,7 @@ class PaddleNLPModel(Model):
     name = "model"
     inputs: ClassVar = (Spec("IN", BYTES),)
     outputs: ClassVar = (Spec("OUT", BYTES),)
-    most_batch = 0
+    max_batch_size = 0
     decoupled = True
 
     def __init__(self, registry: ModelRegistry) -> None:
@@ -40,39 +40,39 @@ class PaddleNLPModel(Model):
         (raw,) = call.inputs["IN"].elements
         error_format = PaddleNLPErrorFormat()
         try:
-            found = _one(raw)
-            named = found.get("req_id")
-            error_format = PaddleNLPErrorFormat(named if isinstance(named, str) else "", names_of(found))
-            request = parse(found, call.record.unknown)
+            fields = _request_document(raw)
+            req_id = fields.get("req_id")
+            error_format = PaddleNLPErrorFormat(req_id if isinstance(req_id, str) else "", field_names(fields))
+            request = parse(fields, call.record.unknown)
             if not call.streamed:
                 request.return_all_tokens = True
             service = self._registry.find_or_first(request.model)
             handler = PaddleNLPHandler(service, call.record, request, len(raw))
             async with aclosing(handler.pieces()) as pieces:
                 async for piece in pieces:
-                    told = msgspec.to_builtins(piece)
-                    del told["error_msg"], told["error_code"]
-                    yield _answer(told, bool(piece.is_end))
+                    document = msgspec.to_builtins(piece)
+                    del document["error_msg"], document["error_code"]
+                    yield _answer(document, bool(piece.is_end))
         except PenstockError as error:
             call.record.failure = error.failure
-            yield _answer(_told(error_format, error.failure), True)
+            yield _answer(_error_output(error_format, error.failure), True)
 
 
-def _one(raw: bytes) -> dict[str, Any]:
+def _request_document(raw: bytes) -> dict[str, Any]:
     """The request in ``IN``. Raises ``PenstockError`` (``invalid``) for anything but a list with one object."""
     try:
-        found = msgspec.json.decode(raw)
+        result = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("IN", f"is not JSON: {error}") from error
-    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], dict):
+    if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], dict):
         raise invalid("IN", "must be a list with one request")
-    return found[0]
+    return result[0]
 
 
-def _answer(told: dict[str, Any], last: bool) -> ModelResponse:
-    return ModelResponse([Tensor("OUT", BYTES, (1,), [encode([told])])], last)
+def _answer(document: dict[str, Any], last: bool) -> ModelResponse:
+    return ModelResponse([Tensor("OUT", BYTES, (1,), [encode([document])])], last)
 
 
-def _told(error_format: PaddleNLPErrorFormat, failure: Failure) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(error_format.answer(failure))
-    return found
+def _error_output(error_format: PaddleNLPErrorFormat, failure: Failure) -> dict[str, Any]:
+    result: dict[str, Any] = msgspec.to_builtins(error_format.answer(failure))
+    return result

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.core import SamplingParams
 from penstock.core.errors import invalid
-from penstock.serve.chat.request import ChatRequest, Message, Seed, TokenId, TokenIds, Words
+from penstock.serve.chat.request import ChatRequest, Message, NonEmptyText, Seed, TokenId, TokenIds
 from penstock.serve.dialects.openai.requests import CompletionRequest
 from penstock.serve.http.body import convert
 from penstock.serve.http.unknown_fields import UnknownFields
@@ -21,10 +21,10 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A field that is null is taken as absent."""
 
     req_id: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")] | None = None
-    """Refused while another request of this id is open."""
+    """The client's id of the request; refused while another request with it is open."""
     model: str | None = None
     """An adapter; any other name is the model that is served."""
-    text: Words | None = None
+    text: NonEmptyText | None = None
     """One user turn, rendered by the chat template (or continued as it is: option ``template_text``, or a model without
     a template). A request has this, or messages, or input_ids."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
@@ -33,7 +33,7 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A system message before the others."""
 
     max_dec_len: Length | None = None
-    """What is left of the context by default, or MAX_DEC_LEN where that is less."""
+    """By default what is left of the context, at most MAX_DEC_LEN."""
     seq_len: Length | None = None
     max_tokens: Length | None = None
     """Other names of ``max_dec_len``."""
@@ -57,21 +57,21 @@ class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Seconds in which each piece of a stream must come, or all of an answer in one piece. By default 300 seconds in
     which another token must be made."""
     response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """The same, as PaddleNLP's own client calls it over gRPC."""
+    """The name of ``timeout`` in PaddleNLP's gRPC client."""
     return_usage: bool | None = None
     return_all_tokens: bool | None = None
     """Stream all in one piece."""
 
 
-OWN = frozenset(Request.__struct_fields__).difference(
+PADDLENLP_FIELDS = frozenset(Request.__struct_fields__).difference(
     CompletionRequest.__struct_fields__, ChatRequest.__struct_fields__
 )
 """Fields that OpenAI's requests do not have."""
-DECISIVE = OWN.difference(
+SELECTING_FIELDS = PADDLENLP_FIELDS.difference(
     ("text", "input_ids", "system", "timeout", "response_timeout", "eos_token_ids", "return_usage")
 )
-"""Of these, those that select this dialect beside ``messages``."""
-SAME = {
+"""Fields that select this dialect even where the request has ``messages``."""
+FIELD_ALIASES = {
     "max_dec_len": ("max_dec_len", "seq_len", "max_tokens"),
     "topp": ("topp", "top_p"),
     "infer_seed": ("infer_seed", "seed"),
@@ -79,7 +79,7 @@ SAME = {
 }
 """Fields with several names, of which a request may use one."""
 PROMPTS = ("text", "messages", "input_ids")
-THEIRS = {
+FIELD_NAMES = {
     "external_id": "req_id",
     "max_tokens": "max_dec_len",
     "min_tokens": "min_dec_len",
@@ -91,10 +91,10 @@ THEIRS = {
     "stop_token_ids": "eos_token_ids",
 }
 """Internal field name → PaddleNLP's, for errors."""
-PATIENCE = 300.0
+DEFAULT_TIMEOUT = 300.0
 
 
-def parse(found: dict[str, Any], unknown: UnknownFields) -> Request:
+def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     """A request from its JSON.
 
     Args:
@@ -103,52 +103,52 @@ def parse(found: dict[str, Any], unknown: UnknownFields) -> Request:
     Raises ``PenstockError`` (``invalid``) for values of a wrong type or that are out of bounds, for what does not go
     together, and for unknown fields where requests are read strictly.
     """
-    request = convert(found, Request, unknown)
+    request = convert(fields, Request, unknown)
     given = [name for name in PROMPTS if getattr(request, name) is not None]
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")
     if len(given) > 1:
         raise invalid(given[1], f"does not go with {given[0]}")
-    for names in SAME.values():
+    for names in FIELD_ALIASES.values():
         given = [name for name in names if getattr(request, name) is not None]
         if len(given) > 1:
             raise invalid(given[1], f"is {given[0]} by another name; give one of them")
     return request
 
 
-def asked(request: Request, name: str) -> Any:
+def field_value(request: Request, name: str) -> Any:
     """The value of a field, given by any of its names."""
-    values = [getattr(request, same) for same in SAME.get(name, (name,))]
+    values = [getattr(request, same) for same in FIELD_ALIASES.get(name, (name,))]
     return next((value for value in values if value is not None), None)
 
 
 def sampling_of(request: Request) -> SamplingParams:
     """The sampling parameters, with PaddleNLP's defaults instead of the checkpoint's."""
 
-    def or_else(name: str, default: Any) -> Any:
-        value = asked(request, name)
+    def value_or(name: str, default: Any) -> Any:
+        value = field_value(request, name)
         return default if value is None else value
 
-    temperature, topp, ends = or_else("temperature", 0.95), or_else("topp", 0.7), or_else("eos_token_ids", ())
+    temperature, topp, ends = value_or("temperature", 0.95), value_or("topp", 0.7), value_or("eos_token_ids", ())
     return SamplingParams(
-        max_tokens=asked(request, "max_dec_len"),
-        min_tokens=or_else("min_dec_len", 1),
+        max_tokens=field_value(request, "max_dec_len"),
+        min_tokens=value_or("min_dec_len", 1),
         temperature=temperature if topp else 0.0,
         top_p=topp or 1.0,
-        repetition_penalty=or_else("penalty_score", 1.0),
-        frequency_penalty=or_else("frequency_score", 0.0),
-        presence_penalty=or_else("presence_score", 0.0),
-        seed=asked(request, "infer_seed"),
+        repetition_penalty=value_or("penalty_score", 1.0),
+        frequency_penalty=value_or("frequency_score", 0.0),
+        presence_penalty=value_or("presence_score", 0.0),
+        seed=field_value(request, "infer_seed"),
         stop_token_ids=(ends,) if isinstance(ends, int) else tuple(ends),
     )
 
 
-def names_of(found: dict[str, Any]) -> dict[str, str]:
+def field_names(fields: dict[str, Any]) -> dict[str, str]:
     """Internal field name → the name that this request uses."""
     names = {}
-    for ours, theirs in THEIRS.items():
-        if ours not in found:
-            names[ours] = next((name for name in SAME.get(theirs, ()) if found.get(name) is not None), theirs)
-    if "prompt" not in found:
-        names["prompt"] = next((name for name in PROMPTS if name in found), PROMPTS[0])
+    for ours, theirs in FIELD_NAMES.items():
+        if ours not in fields:
+            names[ours] = next((name for name in FIELD_ALIASES.get(theirs, ()) if fields.get(name) is not None), theirs)
+    if "prompt" not in fields:
+        names["prompt"] = next((name for name in PROMPTS if name in fields), PROMPTS[0])
     return names

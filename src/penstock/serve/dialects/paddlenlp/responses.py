@@ -13,7 +13,7 @@ from penstock.serve.http.status import STATUS
 
 encode = msgspec.json.Encoder().encode
 
-LIMITS = {"max_prompt_len": "MAX_SEQ_LEN", "max_output_len": "MAX_DEC_LEN"}
+LIMIT_NAMES = {"max_prompt_len": "MAX_SEQ_LEN", "max_output_len": "MAX_DEC_LEN"}
 """Options in error messages → PaddleNLP's names."""
 
 
@@ -24,7 +24,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
-class Piece(msgspec.Struct, kw_only=True):
+class StreamChunk(msgspec.Struct, kw_only=True):
     """One line of a stream."""
 
     req_id: str
@@ -42,21 +42,21 @@ class Piece(msgspec.Struct, kw_only=True):
     """In the last piece, with ``return_usage``."""
 
 
-class Whole(msgspec.Struct, kw_only=True):
+class FullResponse(msgspec.Struct, kw_only=True):
     """An answer that is not streamed."""
 
     req_id: str
     tokens_all: str
     """The text."""
     result: str
-    """The same; PaddleNLP's document has the first name, its server the second."""
+    """The text again: PaddleNLP's documentation has ``tokens_all``, its server sends ``result``."""
     is_end: int = 1
     error_msg: str = ""
     error_code: int = 0
     usage: Usage | UnsetType = UNSET
 
 
-class ErrorAnswer(msgspec.Struct, kw_only=True):
+class ErrorResponse(msgspec.Struct, kw_only=True):
     req_id: str
     error_msg: str
     error_code: int
@@ -89,9 +89,9 @@ class PaddleNLPErrorFormat(ErrorFormat):
         """200, as in PaddleNLP: its clients read ``error_code``."""
         return 200
 
-    def answer(self, failure: Failure) -> ErrorAnswer:
+    def answer(self, failure: Failure) -> ErrorResponse:
         """The error as a struct."""
         words = rename_field(failure, self._names).message
-        for setting, theirs in LIMITS.items():
+        for setting, theirs in LIMIT_NAMES.items():
             words = words.replace(f"{setting} (", f"{theirs} (")
-        return ErrorAnswer(req_id=self._req_id, error_msg=words, error_code=STATUS[failure.code])
+        return ErrorResponse(req_id=self._req_id, error_msg=words, error_code=STATUS[failure.code])

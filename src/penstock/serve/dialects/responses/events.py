@@ -22,8 +22,8 @@ class Events:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        told = {"type": kind, "sequence_number": self._number, **fields}
-        return b"event: " + kind.encode() + b"\ndata: " + encode(told) + b"\n\n"
+        document = {"type": kind, "sequence_number": self._number, **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + encode(document) + b"\n\n"
 
 
 class Items:
@@ -42,17 +42,17 @@ class Items:
         self._open = False
         """Whether the last item is in progress."""
 
-    def tell(self, delta: Delta) -> bytes:
+    def events(self, delta: Delta) -> bytes:
         """The events for a delta."""
         events = b""
         if delta.reasoning:
-            events += self._within("reasoning")
+            events += self._ensure_open("reasoning")
             self._content["text"] += delta.reasoning
-            events += self._told("response.reasoning_text.delta", content_index=0, delta=delta.reasoning)
+            events += self._item_event("response.reasoning_text.delta", content_index=0, delta=delta.reasoning)
         if delta.content:
-            events += self._within("message")
+            events += self._ensure_open("message")
             self._content["text"] += delta.content
-            events += self._told("response.output_text.delta", content_index=0, delta=delta.content, logprobs=[])
+            events += self._item_event("response.output_text.delta", content_index=0, delta=delta.content, logprobs=[])
         for part in delta.calls:
             events += self._call(part)
         return events
@@ -65,25 +65,27 @@ class Items:
         item = self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            told = {"arguments": item["arguments"], "name": item["name"]}
-            events = self._told("response.function_call_arguments.done", **told)
+            fields = {"arguments": item["arguments"], "name": item["name"]}
+            events = self._item_event("response.function_call_arguments.done", **fields)
         elif item["type"] == "reasoning":
-            events = self._told("response.reasoning_text.done", content_index=0, text=self._content["text"])
+            events = self._item_event("response.reasoning_text.done", content_index=0, text=self._content["text"])
         else:
-            events = self._told("response.output_text.done", content_index=0, text=self._content["text"], logprobs=[])
-            events += self._told("response.content_part.done", content_index=0, part=self._content)
+            events = self._item_event(
+                "response.output_text.done", content_index=0, text=self._content["text"], logprobs=[]
+            )
+            events += self._item_event("response.content_part.done", content_index=0, part=self._content)
         return events + self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     @property
     def _content(self) -> Item:
-        found: Item = self.items[-1]["content"][0]
-        return found
+        result: Item = self.items[-1]["content"][0]
+        return result
 
-    def _told(self, kind: str, **fields: Any) -> bytes:
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
         """An event of the last item."""
         return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
-    def _within(self, kind: str) -> bytes:
+    def _ensure_open(self, kind: str) -> bytes:
         """Begin an item of this kind, unless it goes on."""
         if self._open and self.items[-1]["type"] == kind:
             return b""
@@ -91,7 +93,7 @@ class Items:
             return self._begin({"type": kind, "summary": []}, {"type": "reasoning_text", "text": ""})
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         events = self._begin({"type": kind, "role": "assistant"}, part)
-        return events + self._told("response.content_part.added", content_index=0, part=part)
+        return events + self._item_event("response.content_part.added", content_index=0, part=part)
 
     def _begin(self, item: Item, part: Item | None = None) -> bytes:
         ended = self.end()
@@ -112,16 +114,16 @@ class Items:
         if not part.arguments:
             return events
         self.items[-1]["arguments"] += part.arguments
-        return events + self._told("response.function_call_arguments.delta", delta=part.arguments)
+        return events + self._item_event("response.function_call_arguments.delta", delta=part.arguments)
 
 
 def usage_of(output: RequestOutput) -> dict[str, Any]:
     prompt = len(output.prompt_token_ids)
-    made = sum(len(made.token_ids) for made in output.outputs) + output.num_discarded_tokens
+    completion = sum(len(completion.token_ids) for completion in output.outputs) + output.num_discarded_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
-        "output_tokens": made,
+        "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in output.outputs)},
-        "total_tokens": prompt + made,
+        "total_tokens": prompt + completion,
     }

@@ -19,26 +19,26 @@ from penstock.serve.chat.messages import (
     tool_result,
 )
 from penstock.serve.chat.request import ROLES, ChatRequest
-from penstock.serve.http.body import check_supported, convert, given
+from penstock.serve.http.body import check_supported, convert, require
 from penstock.serve.http.unknown_fields import UnknownFields
 
-from .requests import NOT_HERE, Counted, Format, Item, NamedTool, Part, ResponsesRequest, Tool
+from .requests import UNSUPPORTED_FIELDS, CountTokensRequest, Format, Item, NamedTool, Part, ResponsesRequest, Tool
 
-T = TypeVar("T", bound=Counted)
+T = TypeVar("T", bound=CountTokensRequest)
 
-PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that hold text, each with the field that has it."""
-SAME = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
+CHAT_FIELDS = "stream temperature top_p top_k min_p seed stop ignore_eos cache_salt priority".split()
 """Fields that have the same name in chats."""
 
 
-def read(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+def read(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     """Parse a request. Raises ``PenstockError``: ``unsupported`` or ``invalid``."""
-    check_supported(found, NOT_HERE)
-    return convert(found, schema, unknown)
+    check_supported(fields, UNSUPPORTED_FIELDS)
+    return convert(fields, schema, unknown)
 
 
-def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
+def to_chat_request(request: CountTokensRequest, variables: Collection[str]) -> ChatRequest:
     """The chat request for a Responses request.
 
     Args:
@@ -47,27 +47,27 @@ def chat_of(request: Counted, variables: Collection[str]) -> ChatRequest:
     Raises ``PenstockError``: ``invalid`` for contradictions, ``unsupported`` for content that is not text.
     """
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    found: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
+    result: dict[str, Any] = {"model": request.model, "parallel_tool_calls": request.parallel_tool_calls}
     if isinstance(request, ResponsesRequest):
-        found |= {name: getattr(request, name) for name in SAME} | {"max_tokens": request.max_output_tokens}
-    found["messages"] = messages + _messages(request.input)
+        result |= {name: getattr(request, name) for name in CHAT_FIELDS} | {"max_tokens": request.max_output_tokens}
+    result["messages"] = messages + _messages(request.input)
     if request.tools:
-        found["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+        result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if isinstance(request.tool_choice, NamedTool):
-        found["tool_choice"] = named_tool(request.tool_choice.name)
+        result["tool_choice"] = named_tool(request.tool_choice.name)
     else:
-        found["tool_choice"] = request.tool_choice
-    called = found["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
+        result["tool_choice"] = request.tool_choice
+    called = result["tool_choice"] not in (None, "auto", "none")  # a forced call has no text to constrain
     if request.text and request.text.format and not called:
-        found["response_format"] = _format(request.text.format)
+        result["response_format"] = _format(request.text.format)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning and (effort := request.reasoning.effort):
-        found |= effort_fields(effort, variables)
+        result |= effort_fields(effort, variables)
         if "enable_thinking" in variables:
             kwargs.setdefault("enable_thinking", effort != "none")
     if kwargs:
-        found["chat_template_kwargs"] = kwargs
-    return msgspec.convert(found, ChatRequest)
+        result["chat_template_kwargs"] = kwargs
+    return msgspec.convert(result, ChatRequest)
 
 
 def _messages(items: str | list[Item]) -> list[dict[str, Any]]:
@@ -97,12 +97,12 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     elif item.type == "function_call":
         if not _open(messages):
             messages.append({"role": "assistant", "content": ""})
-        name, arguments = given(item.name, f"{path}.name"), given(item.arguments, f"{path}.arguments")
-        call = function_call(given(item.call_id, f"{path}.call_id"), name, arguments)
+        name, arguments = require(item.name, f"{path}.name"), require(item.arguments, f"{path}.arguments")
+        call = function_call(require(item.call_id, f"{path}.call_id"), name, arguments)
         messages[-1].setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
         content = _text(item.output, f"{path}.output")
-        messages.append(tool_result(given(item.call_id, f"{path}.call_id"), content))
+        messages.append(tool_result(require(item.call_id, f"{path}.call_id"), content))
     else:
         raise PenstockError(Code.UNSUPPORTED, f"{path}.type: {item.type[:50]} is not supported", f"{path}.type")
 
@@ -115,14 +115,14 @@ def _open(messages: list[dict[str, Any]]) -> bool:
 def _text(content: str | list[Part] | None, path: str) -> str:
     if content is None:
         raise invalid(path, "is missing")
-    return text_of(content, path, PARTS)
+    return text_of(content, path, TEXT_PARTS)
 
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type != "function":
         words = f"{path}.type: {tool.type[:50]} is not supported, only function is"
         raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
-    return function_tool(given(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict)
+    return function_tool(require(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict)
 
 
 def _format(wanted: Format) -> dict[str, Any]:

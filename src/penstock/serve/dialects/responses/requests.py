@@ -1,4 +1,4 @@
-"""What clients send."""
+"""Requests of the Responses API."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.serve.chat.request import TOOL_NAME, Count, Number, Seed, Words
+from penstock.serve.chat.request import TOOL_NAME, Count, NonEmptyText, Number, Seed
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Part(msgspec.Struct):
-    """Of an item's content."""
+    """A part of an item's content."""
 
     type: str
     text: str | None = None
@@ -68,8 +68,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What makes a prompt. A field that is null is one that is not given."""
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that determine the prompt. A field that is null is taken as absent."""
 
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     model: str | None = None
@@ -88,7 +88,7 @@ class Counted(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     conversation: None = None
 
 
-class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -103,7 +103,7 @@ class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: int | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: Count | None = None
-    """Of tools that a server has of its own; this one has none."""
+    """Limit of calls of built-in tools; ignored, as there are none."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -114,17 +114,17 @@ class ResponsesRequest(Counted, kw_only=True, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[Number, msgspec.Meta(ge=0, le=1)] | None = None
     seed: Seed | None = None
-    stop: Words | list[Words] | None = None
+    stop: NonEmptyText | list[NonEmptyText] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """vLLM's additions."""
 
 
-NOTHING_KEPT = "the server keeps no state between requests: send the conversation as input"
-NOT_HERE: dict[str, tuple[Any, str]] = {
-    "previous_response_id": (None, NOTHING_KEPT),
-    "conversation": (None, NOTHING_KEPT),
+STATELESS = "the server keeps no state between requests: send the conversation as input"
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, str]] = {
+    "previous_response_id": (None, STATELESS),
+    "conversation": (None, STATELESS),
     "prompt": (None, "no prompts are kept here: send instructions and input"),
     "store": (False, "nothing is kept here; send false"),
     "background": (False, "background responses are not supported; send false"),

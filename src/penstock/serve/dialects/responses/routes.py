@@ -16,7 +16,7 @@ from penstock.frontend.outputs import RequestOutput
 from penstock.serve.chat.generation import ChatGeneration
 from penstock.serve.chat.prompt import count_tokens
 from penstock.serve.chat.stream_cursor import StreamCursor
-from penstock.serve.dialects.openai.responses import ErrorAnswer, encode, error_of
+from penstock.serve.dialects.openai.responses import ErrorResponse, encode, error_of
 from penstock.serve.http.body import read_object
 from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
@@ -26,13 +26,18 @@ from penstock.serve.models.registry import ModelRegistry
 from penstock.serve.models.service import ModelService
 
 from .events import Events, Items, usage_of
-from .parse import chat_of, read
-from .requests import Counted, ResponsesRequest
+from .parse import read, to_chat_request
+from .requests import CountTokensRequest, ResponsesRequest
 
-SCHEMAS = (ResponsesRequest, Counted)
-PREFIX = "responses."
-"""Of these schemas' names in the OpenAPI document."""
-NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+SCHEMAS = (ResponsesRequest, CountTokensRequest)
+SCHEMA_PREFIX = "responses."
+"""Prefix of schema names in the OpenAPI document."""
+FIELD_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 """Field names of chats → those of responses, for errors."""
 
 
@@ -68,7 +73,7 @@ class ResponseHandler:
     def __init__(
         self, service: ModelService, record: RequestRecord, request: ResponsesRequest, size: int, events: Events
     ) -> None:
-        self._chat = ChatGeneration(service, record, chat_of(request, service.template_variables), size)
+        self._chat = ChatGeneration(service, record, to_chat_request(request, service.template_variables), size)
         self._events = events
         self._request = request
         self._name = record.request_id
@@ -77,21 +82,21 @@ class ResponseHandler:
     async def full(self) -> AsyncGenerator[bytes, None]:
         items = Items(self._name, lambda kind, **fields: b"")
         last = await self._chat.final()
-        items.tell(StreamCursor().delta(self._chat.message(last.outputs[0])))
+        items.events(StreamCursor().delta(self._chat.message(last.outputs[0])))
         items.end(self._status(last))
         yield encode(self._response(items, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         event, cursor = self._events.event, StreamCursor()
         items = Items(self._name, event)
-        begun = False
+        started = False
         async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:
-                if not begun:
-                    begun = True
+                if not started:
+                    started = True
                     empty = self._response(items, None)
                     yield event("response.created", response=empty) + event("response.in_progress", response=empty)
-                if events := items.tell(delta):
+                if events := items.events(delta):
                     yield events
                 if output.outputs[0].finished:
                     status = self._status(output)
@@ -104,7 +109,7 @@ class ResponseHandler:
         """The response object so far; ``output`` is the final output, None before it."""
         request = self._request
         status = self._status(output) if output else "in_progress"
-        given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED}
+        given = {name: msgspec.to_builtins(getattr(request, name)) for name in ECHOED_FIELDS}
         return {
             "id": f"resp_{self._name}",
             "object": "response",
@@ -126,7 +131,7 @@ class ResponseHandler:
         }
 
 
-ECHOED = (
+ECHOED_FIELDS = (
     "instructions max_output_tokens metadata reasoning temperature text tool_choice tools top_p user service_tier"
 ).split()
 """Fields of the request that the response repeats."""
@@ -135,30 +140,30 @@ ECHOED = (
 def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Add the routes of OpenAI's Responses API."""
 
-    async def create_response(request: Request) -> Response:
-        body = await registry.read(request)
-        record, events = record_of(request.scope), Events()
-        wanted = read(read_object(body), ResponsesRequest, record.unknown)
-        error_format = record.error_format = ResponsesErrorFormat(NAMES, events)
-        service = registry.find(wanted.model)
+    async def create_response(raw_request: Request) -> Response:
+        body = await registry.read(raw_request)
+        record, events = record_of(raw_request.scope), Events()
+        request = read(read_object(body), ResponsesRequest, record.unknown)
+        error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
+        service = registry.find(request.model)
         return Reply.of(
-            service, ResponseHandler(service, record, wanted, len(body), events), error_format, wanted.stream
+            service, ResponseHandler(service, record, request, len(body), events), error_format, request.stream
         )
 
-    async def count_input_tokens(request: Request) -> Response:
-        body = await registry.read(request)
-        unknown = record_of(request.scope).unknown
-        wanted = read(read_object(body), Counted, unknown)
-        service = registry.find(wanted.model)
-        count = await count_tokens(service, chat_of(wanted, service.template_variables), len(body), unknown)
+    async def count_input_tokens(raw_request: Request) -> Response:
+        body = await registry.read(raw_request)
+        unknown = record_of(raw_request.scope).unknown
+        request = read(read_object(body), CountTokensRequest, unknown)
+        service = registry.find(request.model)
+        count = await count_tokens(service, to_chat_request(request, service.template_variables), len(body), unknown)
         return Response(
             encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"
         )
 
-    for path, endpoint, asked in (
+    for path, endpoint, request in (
         ("/v1/responses", create_response, ResponsesRequest),
-        ("/v1/responses/input_tokens", count_input_tokens, Counted),
+        ("/v1/responses/input_tokens", count_input_tokens, CountTokensRequest),
     ):
-        wanted = reference(asked, PREFIX)
-        described = operation(OBJECT, reference(ErrorAnswer), wanted, streamed=asked is ResponsesRequest)
+        schema = reference(request, SCHEMA_PREFIX)
+        described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)

@@ -14,7 +14,7 @@ from penstock.core import Code, Failure, PenstockError, SamplingParams
 from penstock.core.errors import invalid
 from penstock.frontend.input_processor import Prompt
 
-from ...chat.prompt import truncated
+from ...chat.prompt import truncate
 from ...chat.request import GenerationRequest
 from ...chat.sampling import sampling_of
 from ...generation import generate
@@ -26,7 +26,7 @@ from ...http.request_record import RequestRecord, record_of
 from ...models.registry import ModelRegistry
 from ...models.service import ModelService
 from ..openai.parse import parse
-from ..openai.responses import ErrorAnswer, encode, error_of
+from ..openai.responses import ErrorResponse, encode, error_of
 
 PATH = "/generate"
 IGNORED = ("logprobs", "prompt_logprobs")
@@ -41,11 +41,11 @@ class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=Tru
     """16 by default."""
 
 
-class Texts(msgspec.Struct):
+class TextOrTexts(msgspec.Struct):
     text: list[str]
 
 
-SCHEMAS = (GenerateRequest, Texts)
+SCHEMAS = (GenerateRequest, TextOrTexts)
 
 
 class GenerateErrorFormat(ErrorFormat):
@@ -69,7 +69,7 @@ class GenerateErrorFormat(ErrorFormat):
 
 LINES = GenerateErrorFormat(b"\n")
 ZEROS = GenerateErrorFormat(b"\0")
-"""As in vLLM up to 0.6."""
+"""Chunks end with a zero byte, as in vLLM up to 0.6."""
 ERROR_FORMATS = {PATH: LINES}
 
 
@@ -88,20 +88,20 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     """Add ``/generate``."""
     error_format = ZEROS if is_ascend(registry) else LINES
 
-    async def create(request: Request) -> Response:
-        record = record_of(request.scope)
+    async def create(raw_request: Request) -> Response:
+        record = record_of(raw_request.scope)
         record.error_format = error_format
-        body = await registry.read(request)
-        found = {name: value for name, value in read_object(body).items() if name not in IGNORED}
-        wanted = parse(found, GenerateRequest, record.unknown)
-        if wanted.return_token_ids:
+        body = await registry.read(raw_request)
+        fields = {name: value for name, value in read_object(body).items() if name not in IGNORED}
+        request = parse(fields, GenerateRequest, record.unknown)
+        if request.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
-        service = registry.find(wanted.model)
+        service = registry.find(request.model)
         return Reply.of(
-            service, GenerateHandler(service, record, wanted, error_format.end), error_format, wanted.stream
+            service, GenerateHandler(service, record, request, error_format.end), error_format, request.stream
         )
 
-    described = operation(reference(Texts), reference(ErrorAnswer), reference(GenerateRequest))
+    described = operation(reference(TextOrTexts), reference(ErrorResponse), reference(GenerateRequest))
     app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
 
 
@@ -126,22 +126,22 @@ class GenerateHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """All there is so far in each object."""
-        told = None
+        last_text = None
         async with aclosing(self._texts()) as texts:
             async for text in texts:
-                if text != told:
+                if text != last_text:
                     yield encode(text) + self._end
-                    told = text
+                    last_text = text
 
-    async def _texts(self) -> AsyncGenerator[Texts, None]:
+    async def _texts(self) -> AsyncGenerator[TextOrTexts, None]:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         prompt: Prompt = request.prompt
         if request.truncate_prompt_tokens is not None:
             gateway = self._service.gateway
-            most = gateway.engine.check().max_model_len - (self._sampling.max_tokens or 1)
-            prompt = truncated(await gateway.encode(prompt), request, most)
+            maximum = gateway.engine.check().max_model_len - (self._sampling.max_tokens or 1)
+            prompt = truncate(await gateway.encode(prompt), request, maximum)
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                yield Texts([request.prompt + made.text for made in output.outputs])
+                yield TextOrTexts([request.prompt + completion.text for completion in output.outputs])

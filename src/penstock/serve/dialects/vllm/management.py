@@ -12,16 +12,16 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from penstock import __version__
 from penstock.config.settings import settings
 from penstock.core.errors import invalid
+from penstock.version import __version__
 
-from ...chat.request import Words
+from ...chat.request import NonEmptyText
 from ...http.body import convert, read_object
 from ...http.openapi import OBJECT, operation, reference
 from ...http.request_record import record_of
 from ...models.registry import ModelRegistry
-from ..openai.responses import ErrorAnswer
+from ..openai.responses import ErrorResponse
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
 """Prefixes of response ids, before the request's id."""
@@ -30,7 +30,7 @@ PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Requests to abort, by the ids of their responses or their own."""
 
-    request_ids: Words | Annotated[list[Words], msgspec.Meta(max_length=4096)]
+    request_ids: NonEmptyText | Annotated[list[NonEmptyText], msgspec.Meta(max_length=4096)]
 
 
 SCHEMAS = (AbortRequest,)
@@ -46,10 +46,10 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return JSONResponse({"server_load": registry.open})
 
     async def server_info(config_format: str = "text") -> Response:
-        found = {model.name: _plain(model.configuration) for model in registry.models}
+        fields = {model.name: _plain(model.configuration) for model in registry.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
-        told: Any = found if config_format == "json" else json.dumps(found)
+        told: Any = fields if config_format == "json" else json.dumps(fields)
         return JSONResponse({"version": __version__, "vllm_config": told})
 
     async def tokenizer_info(model: str | None = None) -> Response:
@@ -61,16 +61,16 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
             await service.gateway.engine.reset_prefix_cache()
         return Response()
 
-    async def abort_requests(request: Request) -> Response:
-        found = read_object(await registry.read(request))
-        wanted = convert(found, AbortRequest, record_of(request.scope).unknown)
-        named = [wanted.request_ids] if isinstance(wanted.request_ids, str) else wanted.request_ids
+    async def abort_requests(raw_request: Request) -> Response:
+        fields = read_object(await registry.read(raw_request))
+        request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown)
+        named = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*named, *(name.removeprefix(prefix) for name in named for prefix in PREFIXES)}
         for service in registry:
             service.gateway.engine.cancel(sorted(ids))
         return Response()
 
-    failure = reference(ErrorAnswer)
+    failure = reference(ErrorResponse)
     for method in ("GET", "POST"):
         app.add_api_route(
             "/ping",
@@ -104,8 +104,8 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
 def _plain(configuration: msgspec.Struct) -> dict[str, Any]:
     """The configuration by section, with secrets masked."""
-    found: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
+    result: dict[str, dict[str, Any]] = msgspec.to_builtins(configuration)
     for setting in settings().values():
-        if setting.secret and found[setting.section][setting.name]:
-            found[setting.section][setting.name] = "***"
-    return found
+        if setting.secret and result[setting.section][setting.name]:
+            result[setting.section][setting.name] = "***"
+    return result

@@ -18,12 +18,12 @@ from ..model import Model, ModelCall, ModelResponse
 from ..tensors import BOOL, FP32, INT32, UINT64, Spec, Tensor
 from .perf_metrics import OUTPUTS as PERF_METRICS
 from .perf_metrics import perf_metrics
-from .sampling import Names
-from .stopping import Running
+from .sampling import InputNames
+from .stopping import RunningRequests
 
 T = TypeVar("T")
 
-NOT_YET = {
+UNSUPPORTED_INPUTS = {
     **dict.fromkeys(
         ("lora_task_id", "lora_weights", "lora_config"),
         "not supported yet; OpenAI's API takes the name of an adapter (--lora-modules) as the model's",
@@ -39,7 +39,7 @@ NOT_YET = {
 }
 ALIASES = {"min_tokens": "min_length", "seed": "random_seed"}
 """Input names since TensorRT-LLM 0.17 → the earlier ones."""
-SAMPLING = (
+SAMPLING_INPUTS = (
     Spec("end_id", INT32, optional=True),
     Spec("pad_id", INT32, optional=True),
     Spec("temperature", FP32, optional=True),
@@ -60,7 +60,7 @@ SAMPLING = (
     Spec("return_num_output_tokens", BOOL, optional=True),
 )
 """Inputs that both models have under the same name."""
-TOLD = (
+GENERATION_OUTPUTS = (
     Spec("cum_log_probs", FP32, (-1,)),
     Spec("output_log_probs", FP32, (-1, -1)),
     Spec("context_logits", FP32, (-1, -1)),
@@ -73,8 +73,8 @@ TOLD = (
 )
 """Outputs that both models have under the same name."""
 FP32_BYTES = 4
-NOTHING = SequenceDelta("", [], [])
-LEAST = -3.4e38
+EMPTY_DELTA = SequenceDelta("", [], [])
+MIN_FP32 = -3.4e38
 """Stands for minus infinity in FP32."""
 
 
@@ -90,7 +90,7 @@ class SequenceResponse(NamedTuple):
 
     row: int
     output: RequestOutput
-    made: CompletionOutput
+    completion: CompletionOutput
     piece: SequenceDelta
 
 
@@ -100,20 +100,20 @@ class GenerationModel(Model):
     Where a request may have many answers, each is of one sequence of a row, or of all its beams, as in TensorRT-LLM's.
     """
 
-    names: ClassVar[Names]
+    names: ClassVar[InputNames]
     decoupled = True
     aliases = ALIASES
-    not_yet = NOT_YET
+    unsupported_inputs = UNSUPPORTED_INPUTS
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
         self._tokenizer = service.gateway.input_processor.tokenizer
-        self._running = Running()
+        self._running = RunningRequests()
 
     @property
     def vocabulary(self) -> int:
         """Size of the model's vocabulary."""
-        return self._service.gateway.engine.check().vocabulary
+        return self._service.gateway.engine.check().vocab_size
 
     def parameters(self) -> dict[str, str]:
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
@@ -122,52 +122,56 @@ class GenerationModel(Model):
         """The prompts of a request."""
         raise NotImplementedError
 
-    def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
-        """The model's own outputs for some rows."""
+    def output_tensors(
+        self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
+    ) -> list[Tensor]:
+        """The outputs that only this model has, for some sequences."""
         raise NotImplementedError
 
-    def worth(self, piece: SequenceDelta) -> bool:
-        """Whether a step brought what an answer of its own is made for."""
+    def has_output(self, piece: SequenceDelta) -> bool:
+        """Whether a step added something that a streamed response is sent for."""
         raise NotImplementedError
 
     async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         try:
-            if self._same(call, "stop"):
+            if self._uniform_value(call, "stop"):
                 self._stop(call)
                 if not call.streamed:
                     yield ModelResponse([])
                 return
-            streamed = bool(self._same(call, "stream"))
-            self._same(call, "num_return_sequences")
-            self._check_beams(self._same(call, "beam_width"))
+            streamed = bool(self._uniform_value(call, "stream"))
+            self._uniform_value(call, "num_return_sequences")
+            self._check_beams(self._uniform_value(call, "beam_width"))
             if streamed and not call.streamed:
                 raise invalid("stream", "there is one answer to this request; ask generate_stream or ModelStreamInfer")
             rows = await self.rows(call)
-            await self._check_scores(rows)
+            await self._check_logits_size(rows)
             streams = [
                 generate(self._service, call.record, row.prompt, row.sampling, priority=call.priority) for row in rows
             ]
             last: dict[int, RequestOutput] = {}
             left = {(i, k): SequenceCursor() for i, row in enumerate(rows) for k in range(row.sampling.n)}
-            with self._running.one(call.record.client, call.id) as own, own.until_stopped():
+            with self._running.track(call.record.client, call.id) as own, own.until_stopped():
                 async with aclosing(merge_streams(streams)) as outputs:
                     async for i, output in outputs:
                         last[i] = output
-                        for news in self._news(i, rows[i], output, left, streamed) if call.streamed else ():
+                        for news in self._step_responses(i, rows[i], output, left, streamed) if call.streamed else ():
                             yield self._answer(call, news, 1, streamed, not left)
             if len(last) < len(rows):
                 raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
             if not call.streamed:
                 every = [
-                    SequenceResponse(i, last[i], made, whole(made))
+                    SequenceResponse(i, last[i], completion, full_delta(completion))
                     for i in range(len(rows))
-                    for made in last[i].outputs
+                    for completion in last[i].outputs
                 ]
                 yield self._answer(call, every, len(rows), False, True)
                 return
-            for news, final in ending(  # which were stopped
+            for news, final in group_stopped(
                 [
-                    SequenceResponse(i, last[i], last[i].outputs[k], NOTHING if streamed else whole(last[i].outputs[k]))
+                    SequenceResponse(
+                        i, last[i], last[i].outputs[k], EMPTY_DELTA if streamed else full_delta(last[i].outputs[k])
+                    )
                     for i, k in left
                 ],
                 rows,
@@ -176,22 +180,22 @@ class GenerationModel(Model):
         except PenstockError as error:
             raise self.names.renamed(error) from error
 
-    def _news(
+    def _step_responses(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
     ) -> Iterator[list[SequenceResponse]]:
         """The sequences of each response after a step: those that have ended, which are removed from ``left``, and in a
         stream those with new tokens; all beams of a row in one response."""
-        for made in output.outputs:
-            progress = left.get((index, made.index))
-            if progress is None or (piece := progress.advance(made)) is None:
+        for completion in output.outputs:
+            progress = left.get((index, completion.index))
+            if progress is None or (piece := progress.advance(completion)) is None:
                 continue
-            if made.finished:
-                del left[index, made.index]
+            if completion.finished:
+                del left[index, completion.index]
             if row.sampling.use_beam_search:
                 if not any((index, k) in left for k in range(row.sampling.n)):
-                    yield [SequenceResponse(index, output, each, whole(each)) for each in output.outputs]
-            elif made.finished or (streamed and self._worth(row, piece)):
-                yield [SequenceResponse(index, output, made, piece if streamed else whole(made))]
+                    yield [SequenceResponse(index, output, each, full_delta(each)) for each in output.outputs]
+            elif completion.finished or (streamed and self._sends_response(row, piece)):
+                yield [SequenceResponse(index, output, completion, piece if streamed else full_delta(completion))]
 
     def _stop(self, call: ModelCall) -> None:
         if not (call.record.client and call.id):
@@ -199,12 +203,12 @@ class GenerationModel(Model):
         self._running.stop(call.record.client, call.id)
 
     def _check_beams(self, beams: int | None) -> None:
-        if (beams or 0) > (most := self._service.options.max_beam_width):
-            raise invalid("beam_width", f"must be at most {most}, is {beams} (max_beam_width)", most)
+        if (beams or 0) > (maximum := self._service.options.max_beam_width):
+            raise invalid("beam_width", f"must be at most {maximum}, is {beams} (max_beam_width)", maximum)
 
-    async def _check_scores(self, rows: Sequence[Row]) -> None:
+    async def _check_logits_size(self, rows: Sequence[Row]) -> None:
         """Raise ``PenstockError`` (``invalid``) where the requested logits exceed ``max_logits_size``."""
-        gateway, most = self._service.gateway, self._service.options.max_logits_size
+        gateway, maximum = self._service.gateway, self._service.options.max_logits_size
         engine, size = gateway.engine.check(), 0
         for row in rows:
             tokens = 0
@@ -212,123 +216,128 @@ class GenerationModel(Model):
                 tokens += len(await gateway.encode(row.prompt))
             if row.sampling.return_generation_logits:
                 tokens += row.sampling.n * min(row.sampling.max_tokens or 0, engine.max_model_len)
-            size += tokens * engine.vocabulary * FP32_BYTES
-            if size > most:
+            size += tokens * engine.vocab_size * FP32_BYTES
+            if size > maximum:
                 context = row.sampling.return_context_logits
-                words = f"is for {size} bytes of logits or more; {most} are allowed (max_logits_size)"
-                raise invalid("return_context_logits" if context else "return_generation_logits", words, most)
+                words = f"is for {size} bytes of logits or more; {maximum} are allowed (max_logits_size)"
+                raise invalid("return_context_logits" if context else "return_generation_logits", words, maximum)
 
-    def _worth(self, row: Row, piece: SequenceDelta) -> bool:
-        """Whether a step brought what an answer of its own is made for."""
+    def _sends_response(self, row: Row, piece: SequenceDelta) -> bool:
+        """Whether a step added something that a streamed response is sent for."""
         sampling = row.sampling
-        return sampling.return_context_logits or sampling.return_generation_logits or self.worth(piece)
+        return sampling.return_context_logits or sampling.return_generation_logits or self.has_output(piece)
 
-    def _same(self, call: ModelCall, name: str) -> Any:
+    def _uniform_value(self, call: ModelCall, name: str) -> Any:
         """The value of an input that must be the same in all rows."""
-        found = {self.names.value(call, index, name) for index in range(call.rows)}
-        if len(found) > 1:
+        result = {self.names.value(call, index, name) for index in range(call.rows)}
+        if len(result) > 1:
             raise invalid(name, "must be the same in all rows")
-        return found.pop()
+        return result.pop()
 
     def excluded(self, call: ModelCall, row: int) -> bool:
         """Whether a response that is not streamed leaves out a row's prompt."""
         asked = self.names.value(call, row, "exclude_input_in_output")
         return self._service.options.exclude_input_in_output if asked is None else bool(asked)
 
-    def lead(self, call: ModelCall, told: list[SequenceResponse], rows: int) -> tuple[int, ...]:
+    def leading_shape(self, call: ModelCall, responses: list[SequenceResponse], rows: int) -> tuple[int, ...]:
         """The leading dimensions of outputs: rows, where the request has a batch, and sequences."""
-        return (len(told),) if call.batch is None else (rows, len(told) // rows)
+        return (len(responses),) if call.batch is None else (rows, len(responses) // rows)
 
     def _answer(
-        self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool, last: bool
+        self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool, last: bool
     ) -> ModelResponse:
-        lead = self.lead(call, told, rows)
-        found = self.own(call, told, rows, streamed)
-        found.append(Tensor("batch_index", INT32, lead, [each.row for each in told]))
-        found.append(Tensor("sequence_index", INT32, lead, [each.made.index for each in told]))
-        if any(self.names.value(call, each.row, "return_log_probs") for each in told):
-            sums = [each.made.cumulative_logprob or 0.0 for each in told]
-            found.append(Tensor("cum_log_probs", FP32, lead, [max(value, LEAST) for value in sums]))
-            each_one = [[max(next(iter(p.values())).logprob, LEAST) for p in each.piece.positions] for each in told]
-            length, elements = padded(each_one, 0.0)
-            found.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
-        found += self._counted(call, told, lead, streamed)
-        return ModelResponse(found + self._scores(told, lead), last)
+        lead = self.leading_shape(call, responses, rows)
+        result = self.output_tensors(call, responses, rows, streamed)
+        result.append(Tensor("batch_index", INT32, lead, [each.row for each in responses]))
+        result.append(Tensor("sequence_index", INT32, lead, [each.completion.index for each in responses]))
+        if any(self.names.value(call, each.row, "return_log_probs") for each in responses):
+            sums = [each.completion.cumulative_logprob or 0.0 for each in responses]
+            result.append(Tensor("cum_log_probs", FP32, lead, [max(value, MIN_FP32) for value in sums]))
+            each_one = [
+                [max(next(iter(p.values())).logprob, MIN_FP32) for p in each.piece.positions] for each in responses
+            ]
+            length, elements = pad(each_one, 0.0)
+            result.append(Tensor("output_log_probs", FP32, (*lead, length), elements))
+        result += self._token_counts(call, responses, lead, streamed)
+        return ModelResponse(result + self._logits(responses, lead), last)
 
-    def _counted(
-        self, call: ModelCall, told: list[SequenceResponse], lead: tuple[int, ...], streamed: bool
+    def _token_counts(
+        self, call: ModelCall, responses: list[SequenceResponse], lead: tuple[int, ...], streamed: bool
     ) -> list[Tensor]:
         """Token counts and performance metrics, where requested."""
 
         def asked(name: str) -> bool:
-            return any(self.names.value(call, each.row, name) for each in told)
+            return any(self.names.value(call, each.row, name) for each in responses)
 
-        found: list[Tensor] = []
-        prompts = [len(each.output.prompt_token_ids) for each in told]
+        result: list[Tensor] = []
+        prompts = [len(each.output.prompt_token_ids) for each in responses]
         if asked("return_num_input_tokens"):
-            found.append(Tensor("num_input_tokens", INT32, lead, prompts))
+            result.append(Tensor("num_input_tokens", INT32, lead, prompts))
         if asked("return_num_output_tokens"):  # of output_ids, which may begin with the prompt
             begins = [
-                0 if streamed or self.excluded(call, each.row) else n for each, n in zip(told, prompts, strict=True)
+                0 if streamed or self.excluded(call, each.row) else n
+                for each, n in zip(responses, prompts, strict=True)
             ]
-            tokens = [begin + len(each.piece.token_ids) for each, begin in zip(told, begins, strict=True)]
-            found.append(Tensor("num_output_tokens", INT32, lead, tokens))
+            tokens = [begin + len(each.piece.token_ids) for each, begin in zip(responses, begins, strict=True)]
+            result.append(Tensor("num_output_tokens", INT32, lead, tokens))
         if asked("return_perf_metrics"):
             block_size = self._service.gateway.engine.check().block_size
-            found += perf_metrics([each.output for each in told], block_size, lead)
-        return found
+            result += perf_metrics([each.output for each in responses], block_size, lead)
+        return result
 
-    def _scores(self, told: list[SequenceResponse], lead: tuple[int, ...]) -> list[Tensor]:
+    def _logits(self, responses: list[SequenceResponse], lead: tuple[int, ...]) -> list[Tensor]:
         """Requested logits: the prompt's with a row's first tokens, the output's with each token."""
         context = [
             each.output.context_logits or b""
-            for each in told
-            if each.made.index == 0 and len(each.piece.token_ids) == len(each.made.token_ids)
+            for each in responses
+            if each.completion.index == 0 and len(each.piece.token_ids) == len(each.completion.token_ids)
         ]
-        generated = [each.made.generation_logits for each in told]
+        generated = [each.completion.generation_logits for each in responses]
         if not (any(context) or any(generated)):
             return []
-        found, width = [], self.vocabulary
+        result, width = [], self.vocabulary
         if any(context):
             length, elements = rows_of(context, width)
-            found.append(Tensor("context_logits", FP32, (*lead[:-1], length, width), elements))
+            result.append(Tensor("context_logits", FP32, (*lead[:-1], length, width), elements))
         if any(generated):
-            length, elements = rows_of([scores_of(each, width) for each in told], width)
-            found.append(Tensor("generation_logits", FP32, (*lead, length, width), elements))
-        return found
+            length, elements = rows_of([logits_of(each, width) for each in responses], width)
+            result.append(Tensor("generation_logits", FP32, (*lead, length, width), elements))
+        return result
 
 
-def ending(stopped: list[SequenceResponse], rows: Sequence[Row]) -> Iterator[tuple[list[SequenceResponse], bool]]:
+def group_stopped(
+    stopped: list[SequenceResponse], rows: Sequence[Row]
+) -> Iterator[tuple[list[SequenceResponse], bool]]:
     """Group stopped sequences into responses; also tells whether a response is the last one."""
     answers: list[list[SequenceResponse]] = []
-    for told in stopped:
-        if answers and rows[told.row].sampling.use_beam_search and answers[-1][0].row == told.row:
-            answers[-1].append(told)
+    for response in stopped:
+        if answers and rows[response.row].sampling.use_beam_search and answers[-1][0].row == response.row:
+            answers[-1].append(response)
         else:
-            answers.append([told])
+            answers.append([response])
     for answer in answers:
         yield answer, answer is answers[-1]
 
 
-def whole(made: CompletionOutput) -> SequenceDelta:
+def full_delta(completion: CompletionOutput) -> SequenceDelta:
     """A whole sequence as one delta."""
-    return SequenceDelta(made.text, made.token_ids, made.logprobs or [])
+    return SequenceDelta(completion.text, completion.token_ids, completion.logprobs or [])
 
 
-def scores_of(told: SequenceResponse, width: int) -> bytes:
+def logits_of(response: SequenceResponse, width: int) -> bytes:
     """The logits of the tokens in a response, ``width`` for each."""
-    first = len(told.made.token_ids) - len(told.piece.token_ids)
-    return bytes((told.made.generation_logits or bytearray())[first * width * FP32_BYTES :])
+    first = len(response.completion.token_ids) - len(response.piece.token_ids)
+    return bytes((response.completion.generation_logits or bytearray())[first * width * FP32_BYTES :])
 
 
 def rows_of(parts: Sequence[bytes], width: int) -> tuple[int, memoryview[float]]:
     """Pad matrices of FP32 to the same number of rows: that number, and their concatenation."""
-    most = max(map(len, parts))
-    raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(most, b"\0") for part in parts])
-    return most // (width * FP32_BYTES), memoryview(raw).cast("f")
+    maximum = max(map(len, parts))
+    raw = parts[0] if len(parts) == 1 else b"".join([part.ljust(maximum, b"\0") for part in parts])
+    return maximum // (width * FP32_BYTES), memoryview(raw).cast("f")
 
 
-def padded(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:
+def pad(lists: list[list[T]], filling: T) -> tuple[int, list[T]]:
     """Pad lists to the same length: that length, and their concatenation."""
     length = max(map(len, lists), default=0)
     return length, [*itertools.chain.from_iterable([*each, *[filling] * (length - len(each))] for each in lists)]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.config.options import EngineOptions
-from penstock.engine.service.wire import Stats
+from penstock.engine.service.messages import Stats
 from penstock.serve.metrics import Engines
 from penstock.serve.models.registry import ModelRegistry
 

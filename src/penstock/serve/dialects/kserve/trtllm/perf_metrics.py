@@ -30,25 +30,25 @@ def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[
         block_size: tokens of a KV block.
         lead: the tensors' shape.
     """
-    rows = [_figures(output, block_size) for output in outputs]
+    rows = [_metric_values(output, block_size) for output in outputs]
     return [Tensor(spec.name, spec.datatype, lead, [row[i] for row in rows]) for i, spec in enumerate(OUTPUTS)]
 
 
-def _figures(output: RequestOutput, block_size: int) -> tuple[int | float, ...]:
+def _metric_values(output: RequestOutput, block_size: int) -> tuple[int | float, ...]:
     """Values in the order of ``OUTPUTS``. Times are on the monotonic clock, as in TensorRT-LLM.
 
     New blocks are those of the prompt that the prefix cache did not have, total ones all that were allocated up to now.
     """
-    found = [made.perf for made in output.outputs if made.perf]
+    result = [completion.perf for completion in output.outputs if completion.perf]
     times = output.times
     reused = output.num_cached_tokens // block_size
     of_prompt = -(-len(output.prompt_token_ids) // block_size)
-    drafted, accepted = sum(perf.draft_tokens for perf in found), sum(perf.accepted_tokens for perf in found)
-    scheduled = min([perf.first_scheduled for perf in found], default=times.arrived + times.queued)
+    drafted, accepted = sum(perf.draft_tokens for perf in result), sum(perf.accepted_tokens for perf in result)
+    scheduled = min([perf.first_scheduled for perf in result], default=times.arrived + times.queued)
     return (
         of_prompt - reused,
         reused,
-        sum(perf.allocated_blocks for perf in found),
+        sum(perf.allocated_blocks for perf in result),
         int(times.arrived * NANOSECONDS),
         int(scheduled * NANOSECONDS),
         int((times.first_token or times.arrived) * NANOSECONDS),

@@ -26,7 +26,7 @@ ALIASES = {
     "guided_decoding": "guided_decoding_guide",
 }
 """Our parameter names → TensorRT-LLM's, where they differ."""
-GUIDES = {
+GUIDED_INPUTS = {
     "json": "json_object",
     "json_schema": "json",
     "regex": "regex",
@@ -36,7 +36,7 @@ GUIDES = {
 """``guided_decoding_guide_type`` → field of ``GuidedDecodingParams``."""
 
 
-class Names:
+class InputNames:
     """The names of a model's inputs.
 
     Args:
@@ -51,8 +51,8 @@ class Names:
 
     def value(self, call: ModelCall, index: int, name: str) -> Any:
         """A row's value of a scalar input; None where it is not given."""
-        found = call.row(self.of(name), index)
-        return found[0] if found else None
+        result = call.row(self.of(name), index)
+        return result[0] if result else None
 
     def renamed(self, error: PenstockError) -> PenstockError:
         """The error with the request's field names."""
@@ -64,7 +64,7 @@ class Names:
         return PenstockError(failure.code, words, own, failure.limit, failure.value)
 
 
-def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **own: Any) -> SamplingParams:
+def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int, **own: Any) -> SamplingParams:
     """A row's sampling parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, seed 0.
 
     Args:
@@ -81,8 +81,8 @@ def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **ow
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         if (found := value(name)) is not None:
             given[name] = found
-    if (least := value("min_length")) is not None:
-        given["min_tokens"] = least
+    if (minimum := value("min_length")) is not None:
+        given["min_tokens"] = minimum
     beams, returned = value("beam_width"), value("num_return_sequences")
     if beams is not None and beams < 1:
         raise invalid("best_of", f"must be at least 1, is {beams}", 1)
@@ -91,7 +91,7 @@ def sampling_of(call: ModelCall, index: int, names: Names, vocabulary: int, **ow
         given |= {"temperature": 0.0, "length_penalty": value("length_penalty") or 0.0}
         given["early_stopping"] = bool(value("early_stopping"))
     else:
-        given |= _drawing(value("temperature"), value("top_k"), value("top_p"))
+        given |= _truncation(value("temperature"), value("top_k"), value("top_p"))
         given["n"] = 1 if returned is None else returned
     if value("return_log_probs"):
         given["logprobs"] = 0
@@ -112,7 +112,7 @@ def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
         raise invalid(name, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
 
 
-def guided_of(call: ModelCall, index: int, names: Names) -> dict[str, Any]:
+def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
     """A row's constraint of guided decoding, if any."""
     kind = names.value(call, index, "guided_decoding_guide_type")
     guide = names.value(call, index, "guided_decoding_guide")
@@ -120,28 +120,28 @@ def guided_of(call: ModelCall, index: int, names: Names) -> dict[str, Any]:
         if guide:
             raise invalid("guided_decoding_guide_type", "is missing, and guided_decoding_guide is given")
         return {}
-    if (form := GUIDES.get(kind.decode(errors="replace"))) is None:
-        raise invalid("guided_decoding_guide_type", f"is none of {', '.join(GUIDES)}")
+    if (form := GUIDED_INPUTS.get(kind.decode(errors="replace"))) is None:
+        raise invalid("guided_decoding_guide_type", f"is none of {', '.join(GUIDED_INPUTS)}")
     if form == "json_object":
-        return {"guided_decoding": GuidedDecodingParams(json_object=True, asked_as="guided_decoding_guide")}
+        return {"guided_decoding": GuidedDecodingParams(json_object=True, source_field="guided_decoding_guide")}
     if not guide:
         raise invalid("guided_decoding_guide", "is missing")
     words = guide.decode(errors="replace")
-    return {"guided_decoding": GuidedDecodingParams(**{form: words}, asked_as="guided_decoding_guide")}
+    return {"guided_decoding": GuidedDecodingParams(**{form: words}, source_field="guided_decoding_guide")}
 
 
-def bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
+def logit_bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
     """The logit bias from words: each token gets a word's weight for every word that it is in."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for token_ids, weight in entries:
         for token_id in token_ids:
-            found[token_id] = found.get(token_id, 0.0) + weight
-    return {"logit_bias": found} if found else {}
+            result[token_id] = result.get(token_id, 0.0) + weight
+    return {"logit_bias": result} if result else {}
 
 
-def _drawing(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    for name, value, most in (("temperature", temperature, 100), ("top_k", top_k, None), ("top_p", top_p, 1)):
-        between(name, 0 if value is None else value, 0, most)
+def _truncation(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    for name, value, maximum in (("temperature", temperature, 100), ("top_k", top_k, None), ("top_p", top_p, 1)):
+        between(name, 0 if value is None else value, 0, maximum)
     if top_k == 1 or not (top_k or top_p) or temperature == 0:
         return {"temperature": 0.0}
     return {"temperature": 1.0 if temperature is None else temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Stoppable:
+class StoppableRequest:
     """A running request; create it in its own task."""
 
     def __init__(self) -> None:
@@ -32,15 +32,15 @@ class Stoppable:
             self._task.uncancel()
 
 
-class Running:
+class RunningRequests:
     """Running requests by client and request id."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], list[Stoppable]] = {}
+        self._found: dict[tuple[str, str], list[StoppableRequest]] = {}
 
     @contextmanager
-    def one(self, client: str, name: str) -> Iterator[Stoppable]:
-        own = Stoppable()
+    def track(self, client: str, name: str) -> Iterator[StoppableRequest]:
+        own = StoppableRequest()
         others = self._found.setdefault((client, name), [])
         others.append(own)
         try:

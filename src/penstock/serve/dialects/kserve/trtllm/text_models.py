@@ -10,8 +10,8 @@ from penstock.serve.models.service import ModelService
 
 from ..model import ModelCall
 from ..tensors import BOOL, BYTES, FP32, INT32, Spec, Tensor, text
-from .base import SAMPLING, TOLD, GenerationModel, Row, SequenceResponse
-from .sampling import Names, bias_of, guided_of, sampling_of
+from .base import GENERATION_OUTPUTS, SAMPLING_INPUTS, GenerationModel, Row, SequenceResponse
+from .sampling import InputNames, guided_of, logit_bias_of, sampling_of
 
 
 class TextModel(GenerationModel):
@@ -22,7 +22,7 @@ class TextModel(GenerationModel):
         accumulate: whether each answer of a stream has all of the text so far.
     """
 
-    names = Names({})
+    names = InputNames({})
     inputs = (
         Spec("text_input", BYTES),
         Spec("max_tokens", INT32),
@@ -36,9 +36,9 @@ class TextModel(GenerationModel):
         Spec("embedding_bias_weights", FP32, (-1,), optional=True),
         Spec("guided_decoding_guide_type", BYTES, optional=True),
         Spec("guided_decoding_guide", BYTES, optional=True),
-        *SAMPLING,
+        *SAMPLING_INPUTS,
     )
-    outputs = (Spec("text_output", BYTES, (-1,)), *TOLD)
+    outputs = (Spec("text_output", BYTES, (-1,)), *GENERATION_OUTPUTS)
 
     def __init__(self, service: ModelService, name: str, accumulate: bool = False) -> None:
         super().__init__(service)
@@ -48,17 +48,17 @@ class TextModel(GenerationModel):
     async def rows(self, call: ModelCall) -> list[Row]:
         prompts = [text("text_input", element) for element in call.inputs["text_input"].elements]
         size = sum(map(len, prompts))
-        found = []
+        result = []
         for index, prompt in enumerate(prompts):
             words = {
-                name: words_of(call, index, asked)
+                name: texts_of(call, index, asked)
                 for name, asked in (("stop", "stop_words"), ("bad_words", "bad_words"))
             }
             bias = self._bias(call, index)
             guided = guided_of(call, index, self.names)
             sampling = sampling_of(call, index, self.names, self.vocabulary, **words, **bias, **guided)
-            found.append(Row(await self._prompt(prompt, size), sampling))
-        return found
+            result.append(Row(await self._prompt(prompt, size), sampling))
+        return result
 
     async def _prompt(self, prompt: str, size: int) -> Prompt:
         """The prompt, encoded in a thread where the request is long."""
@@ -67,25 +67,31 @@ class TextModel(GenerationModel):
         return {"prompt": prompt, "prompt_token_ids": await self._service.gateway.encode(prompt, size=size)}
 
     def _bias(self, call: ModelCall, index: int) -> dict[str, object]:
-        words = words_of(call, index, "embedding_bias_words")
+        words = texts_of(call, index, "embedding_bias_words")
         weights = call.row("embedding_bias_weights", index) or ()
         if len(words) != len(weights):
             raise invalid("embedding_bias_weights", f"has {len(weights)} elements, and there are {len(words)} words")
-        return bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
+        return logit_bias_of([(self._tokenizer.encode(w, False), x) for w, x in zip(words, weights, strict=True)])
 
-    def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
-        texts = [self._text(call, each, streamed).encode() for each in told]
+    def output_tensors(
+        self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
+    ) -> list[Tensor]:
+        texts = [self._text(call, each, streamed).encode() for each in responses]
         return [Tensor("text_output", BYTES, (len(texts),), texts)]  # in one dimension, as clients of Triton read it
 
-    def _text(self, call: ModelCall, told: SequenceResponse, streamed: bool) -> str:
+    def _text(self, call: ModelCall, response: SequenceResponse, streamed: bool) -> str:
         if streamed:
-            return told.made.text if self._accumulate else told.piece.text
-        return told.made.text if self.excluded(call, told.row) else f"{told.output.prompt}{told.made.text}"
+            return response.completion.text if self._accumulate else response.piece.text
+        return (
+            response.completion.text
+            if self.excluded(call, response.row)
+            else f"{response.output.prompt}{response.completion.text}"
+        )
 
-    def worth(self, piece: SequenceDelta) -> bool:
+    def has_output(self, piece: SequenceDelta) -> bool:
         return bool(piece.text or piece.positions)
 
 
-def words_of(call: ModelCall, index: int, name: str) -> tuple[str, ...]:
+def texts_of(call: ModelCall, index: int, name: str) -> tuple[str, ...]:
     """A row's words, without empty ones."""
     return tuple([text(name, element) for element in call.row(name, index) or () if element])

@@ -15,21 +15,24 @@ from penstock.serve.generation import SequenceDelta
 from penstock.serve.models.service import ModelService
 
 from ..model import Model, ModelCall, ModelResponse
-from ..tensors import BOOL, BYTES, FP32, INT32, LARGEST, Spec, Tensor, text
-from .base import SAMPLING, TOLD, GenerationModel, Row, SequenceResponse, padded
-from .sampling import Names, bias_of, check_ids, sampling_of
-from .text_models import words_of
+from ..tensors import BOOL, BYTES, FP32, INT32, MAX_VALUES, Spec, Tensor, text
+from .base import GENERATION_OUTPUTS, SAMPLING_INPUTS, GenerationModel, Row, SequenceResponse, pad
+from .sampling import InputNames, check_ids, logit_bias_of, sampling_of
+from .text_models import texts_of
 
 logger = logging.getLogger(__name__)
 
-DECODER = (Spec("decoder_input_ids", INT32, (-1,), optional=True), Spec("decoder_input_lengths", INT32, optional=True))
+DECODER_INPUTS = (
+    Spec("decoder_input_ids", INT32, (-1,), optional=True),
+    Spec("decoder_input_lengths", INT32, optional=True),
+)
 """Inputs of encoder-decoder models, which ``preprocessing`` always returns; ignored."""
-LOOKAHEAD = tuple(
+LOOKAHEAD_INPUTS = tuple(
     Spec(name, INT32, optional=True)
     for name in ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 )
 """Speculative decoding per request; ignored, as the server configures it for all requests."""
-NO_WORD = -1
+PADDING = -1
 """Padding of a list of words."""
 
 
@@ -38,7 +41,7 @@ class TokenModel(GenerationModel):
 
     name = "tensorrt_llm"
     platform = "tensorrtllm"
-    names = Names(
+    names = InputNames(
         {
             "text_input": "input_ids",
             "max_tokens": "request_output_len",
@@ -63,14 +66,14 @@ class TokenModel(GenerationModel):
         Spec("streaming", BOOL, optional=True),
         Spec("stop", BOOL, optional=True),
         Spec("embedding_bias", FP32, (-1,), optional=True),
-        *DECODER,
-        *LOOKAHEAD,
-        *SAMPLING,
+        *DECODER_INPUTS,
+        *LOOKAHEAD_INPUTS,
+        *SAMPLING_INPUTS,
     )
-    outputs = (Spec("output_ids", INT32, (-1, -1)), Spec("sequence_length", INT32, (-1,)), *TOLD)
+    outputs = (Spec("output_ids", INT32, (-1, -1)), Spec("sequence_length", INT32, (-1,)), *GENERATION_OUTPUTS)
 
     async def rows(self, call: ModelCall) -> list[Row]:
-        if any(spec.name in call.inputs for spec in LOOKAHEAD):
+        if any(spec.name in call.inputs for spec in LOOKAHEAD_INPUTS):
             _note_lookahead()
         return [self._row(call, index) for index in range(call.rows)]
 
@@ -80,13 +83,13 @@ class TokenModel(GenerationModel):
         if not 1 <= length <= len(prompt):
             raise invalid("input_lengths", f"must be from 1 to the {len(prompt)} of input_ids, is {length}")
         vocabulary = self.vocabulary
-        stops = listed("stop_words_list", call.row("stop_words_list", index), vocabulary)
+        stops = split_words("stop_words_list", call.row("stop_words_list", index), vocabulary)
         single = tuple([word[0] for word in stops if len(word) == 1])
         longer = tuple([self._tokenizer.decode(word, False) for word in stops if len(word) > 1])
         biases = call.row("embedding_bias", index) or ()
         if len(biases) not in (0, len(self._tokenizer.vocabulary), vocabulary):
-            words = f"has {len(biases)} elements, and there are {vocabulary} tokens"
-            raise invalid("embedding_bias", words, vocabulary)
+            message = f"has {len(biases)} elements, and there are {vocabulary} tokens"
+            raise invalid("embedding_bias", message, vocabulary)
         bias = [([i], x) for i, x in enumerate(biases) if x]
         sampling = sampling_of(
             call,
@@ -95,29 +98,33 @@ class TokenModel(GenerationModel):
             vocabulary,
             stop_token_ids=single,
             stop=longer,
-            bad_word_ids=tuple(map(tuple, listed("bad_words_list", call.row("bad_words_list", index), vocabulary))),
+            bad_word_ids=tuple(
+                map(tuple, split_words("bad_words_list", call.row("bad_words_list", index), vocabulary))
+            ),
             detokenize=bool(longer),
-            **bias_of(bias),
+            **logit_bias_of(bias),
         )
         return Row(list(prompt[:length]), sampling)
 
-    def own(self, call: ModelCall, told: list[SequenceResponse], rows: int, streamed: bool) -> list[Tensor]:
-        found = [
+    def output_tensors(
+        self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
+    ) -> list[Tensor]:
+        result = [
             [
                 *([] if streamed or self.excluded(call, each.row) else each.output.prompt_token_ids),
                 *each.piece.token_ids,
             ]
-            for each in told
+            for each in responses
         ]
         filling = next((x for n in ("pad_id", "end_id") if (x := self.names.value(call, 0, n)) is not None), None)
-        length, elements = padded(found, end_of(self._service) if filling is None else filling)
-        lead = self.lead(call, told, rows)
+        length, elements = pad(result, default_end_id(self._service) if filling is None else filling)
+        lead = self.leading_shape(call, responses, rows)
         return [
             Tensor("output_ids", INT32, (*lead, length), elements),
-            Tensor("sequence_length", INT32, lead, [len(each) for each in found]),
+            Tensor("sequence_length", INT32, lead, [len(each) for each in result]),
         ]
 
-    def worth(self, piece: SequenceDelta) -> bool:
+    def has_output(self, piece: SequenceDelta) -> bool:
         return bool(piece.token_ids)
 
 
@@ -156,11 +163,11 @@ class Preprocessing(Model):
         queries = [text("QUERY", element) for element in call.inputs["QUERY"].elements]
         size = sum(map(len, queries))
         prompts = [await self._service.gateway.encode(query, size=size) for query in queries]
-        end = end_of(self._service)
+        end = default_end_id(self._service)
         ends = call.inputs["END_ID"].elements if "END_ID" in call.inputs else [end] * call.rows
         pads = call.inputs["PAD_ID"].elements if "PAD_ID" in call.inputs else ends
-        longest, ids = padded(prompts, int(pads[0]))
-        found = [
+        longest, ids = pad(prompts, int(pads[0]))
+        result = [
             Tensor("INPUT_ID", INT32, call.shape(longest), ids),
             Tensor("REQUEST_INPUT_LEN", INT32, call.shape(1), [len(prompt) for prompt in prompts]),
             Tensor("DECODER_INPUT_ID", INT32, call.shape(1), list(pads)),
@@ -172,37 +179,38 @@ class Preprocessing(Model):
             Tensor("OUT_END_ID", INT32, call.shape(1), ends),
             Tensor("OUT_PAD_ID", INT32, call.shape(1), pads),
         ]
-        yield ModelResponse(found)
+        yield ModelResponse(result)
 
-    def _words(self, call: ModelCall, asked: str, told: str) -> Tensor:
+    def _words(self, call: ModelCall, input_name: str, output_name: str) -> Tensor:
         """Words as two rows: their token ids, and the offsets at which they end."""
         rows = [
-            [self._tokenizer.encode(word, False) for word in words_of(call, index, asked)] for index in range(call.rows)
+            [self._tokenizer.encode(word, False) for word in texts_of(call, index, input_name)]
+            for index in range(call.rows)
         ]
         ids = [[*itertools.chain.from_iterable(words)] for words in rows]
         ends = [[*itertools.accumulate(map(len, words))] for words in rows]
         longest = max(map(len, ids))
         elements: list[int] = []
         for row, until in zip(ids, ends, strict=True):
-            elements += [*row, *[0] * (longest - len(row)), *until, *[NO_WORD] * (longest - len(until))]
-        return Tensor(told, INT32, call.shape(2, longest), elements)
+            elements += [*row, *[0] * (longest - len(row)), *until, *[PADDING] * (longest - len(until))]
+        return Tensor(output_name, INT32, call.shape(2, longest), elements)
 
     def _bias(self, call: ModelCall) -> Tensor:
         size = len(self._tokenizer.vocabulary)
         elements: list[float] = []
         for index in range(call.rows):
-            words = words_of(call, index, "EMBEDDING_BIAS_WORDS")
+            words = texts_of(call, index, "EMBEDDING_BIAS_WORDS")
             weights = call.row("EMBEDDING_BIAS_WEIGHTS", index) or ()
             if len(words) != len(weights):
-                words_are = f"has {len(weights)} elements, and there are {len(words)} words"
-                raise invalid("EMBEDDING_BIAS_WEIGHTS", words_are)
+                message = f"has {len(weights)} elements, and there are {len(words)} words"
+                raise invalid("EMBEDDING_BIAS_WEIGHTS", message)
             if "EMBEDDING_BIAS_WORDS" in call.inputs:
                 row = [0.0] * size
                 for word, weight in zip(words, weights, strict=True):
                     for token_id in self._tokenizer.encode(word, False):
                         row[token_id] += weight
-                most = LARGEST[FP32]  # which a sum of weights may pass
-                elements += [max(-most, min(value, most)) for value in row]
+                maximum = MAX_VALUES[FP32]  # which a sum of weights may pass
+                elements += [max(-maximum, min(value, maximum)) for value in row]
         return Tensor("EMBEDDING_BIAS", FP32, call.shape(len(elements) // call.rows), elements)
 
 
@@ -224,11 +232,11 @@ class Postprocessing(Model):
                 "SEQUENCE_LENGTH", f"has {len(lengths)} elements, and TOKENS_BATCH the shape {[*lead, longest]}"
             )
         engine = self._service.gateway.engine.check()
-        if longest > (most := engine.max_model_len):
-            raise invalid("TOKENS_BATCH", f"{longest} tokens are more than the {most} of the context", most)
+        if longest > (maximum := engine.max_model_len):
+            raise invalid("TOKENS_BATCH", f"{longest} tokens are more than the {maximum} of the context", maximum)
         if wrong := [length for length in lengths if not 0 <= length <= longest]:
             raise invalid("SEQUENCE_LENGTH", f"must be from 0 to {longest}, is {wrong[0]}")
-        check_ids("TOKENS_BATCH", tokens.elements, engine.vocabulary)
+        check_ids("TOKENS_BATCH", tokens.elements, engine.vocab_size)
         rows = [tokens.elements[i * longest : i * longest + length] for i, length in enumerate(lengths)]
 
         def decoded() -> list[bytes]:
@@ -243,14 +251,14 @@ def _note_lookahead() -> None:
     logger.info("lookahead_window_size and similar inputs are ignored: --speculative-config sets the draft length")
 
 
-def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
+def split_words(name: str, tensor: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
     """Words from two lists: their token ids, and the offsets at which they end.
 
     Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids beyond the vocabulary.
     """
-    if not found:
+    if not tensor:
         return []
-    ids, ends = found[: len(found) // 2], [end for end in found[len(found) // 2 :] if end != NO_WORD]
+    ids, ends = tensor[: len(tensor) // 2], [end for end in tensor[len(tensor) // 2 :] if end != PADDING]
     if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
         raise invalid(name, "has a second row that is no list of where words end, each after the one before")
     words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
@@ -258,6 +266,6 @@ def listed(name: str, found: Sequence[Any] | None, vocabulary: int) -> list[list
     return words
 
 
-def end_of(service: ModelService) -> int:
+def default_end_id(service: ModelService) -> int:
     """The token that ends the model's turns."""
     return service.gateway.input_processor.eos_token_ids[0]

@@ -1,4 +1,4 @@
-"""One worker in the engine's own process."""
+"""The executor with one worker in the engine's own process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput
 from ..worker.worker import Worker
 
 
-class Inline:
-    """Computes where it is called: within ``submit`` where one step is in flight at a time, else in a thread.
+class UniProcExecutor:
+    """Computes steps in ``submit`` itself where ``depth`` is 1, else in a thread.
 
     Args:
-        depth: steps that may be in flight at the same time.
+        options: of the engine.
+        depth: most steps in flight at the same time.
     """
 
     def __init__(self, options: EngineOptions, depth: int = 1) -> None:
@@ -35,12 +36,12 @@ class Inline:
     def init_cache(self, blocks: int, host_blocks: int) -> None:
         self._worker.init_cache(blocks, host_blocks)
 
-    def submit(self, step: StepInput, masks: Future[np.ndarray] | None = None) -> None:
+    def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         if self._thread:
-            self._steps.append(self._thread.submit(self._worker.execute, step, masks))
+            self._steps.append(self._thread.submit(self._worker.execute, step, grammar_bitmask))
             return
         try:
-            self._steps.append(self._worker.execute(step, masks))
+            self._steps.append(self._worker.execute(step, grammar_bitmask))
         except Exception as error:
             self._steps.append(error)
 

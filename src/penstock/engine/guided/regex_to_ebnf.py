@@ -1,7 +1,7 @@
-"""Patterns and texts in the notation of xgrammar's grammars (EBNF).
+"""Converts regular expressions and choices to xgrammar's grammars (EBNF).
 
-xgrammar reads patterns itself, but passes over what it does not know: anchors within a pattern, classes of names. So
-they are read here, and what is not known is refused by name.
+xgrammar's own conversion silently ignores what it does not support: anchors within the expression, and some character
+classes. So expressions are parsed here, and what is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DIGIT = "0-9"
 WORD = "0-9A-Za-z_"
 SPACE = r"\u0020\u0009-\u000d"
 ANY_SPACE = SPACE + r"\u001c-\u001f\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-"""What any dialect takes for a space; without it a complement has no space in any."""
+"""What ``\\s`` matches in any dialect; excluded from ``\\S``, and from negated classes with ``\\s``."""
 CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE}
 CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 COUNTS = re.compile(r"\{(\d{1,6})(,(\d{1,6})?)?\}")
@@ -22,25 +22,25 @@ CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xu]\{
 GROUP = re.compile(r"\((\?:|\?P?<[A-Za-z_]\w*>|(?!\?))")
 
 
-def grammar_of_texts(texts: tuple[str, ...]) -> str:
-    """A grammar of these texts."""
+def choice_to_ebnf(texts: tuple[str, ...]) -> str:
+    """The grammar of one of several texts."""
     return f"root ::= {' | '.join(map(literal, texts))}\n"
 
 
-def grammar_of_pattern(pattern: str) -> str:
-    r"""A grammar of what a pattern matches as a whole.
+def regex_to_ebnf(pattern: str) -> str:
+    r"""The grammar of texts that a regular expression matches from begin to end.
 
-    ``\d``, ``\w`` and ``\s`` are those of ASCII. Raises ``UnsupportedError`` for what is not known, ``ValueError``
-    where the pattern is none.
+    ``\d``, ``\w`` and ``\s`` match ASCII. Raises ``UnsupportedError`` for unsupported syntax, ``ValueError`` for wrong
+    syntax.
     """
-    return f"root ::= {_Pattern(pattern).read()}\n"
+    return f"root ::= {_RegexParser(pattern).parse()}\n"
 
 
 def literal(text: str) -> str:
-    return f'"{"".join(map(_spelled, text))}"'
+    return f'"{"".join(map(_escape_character, text))}"'
 
 
-def _spelled(character: str) -> str:
+def _escape_character(character: str) -> str:
     if character.isascii() and character.isalnum():
         return character
     code = ord(character)
@@ -49,81 +49,81 @@ def _spelled(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-class _Pattern:
-    """Reads a pattern from left to right."""
+class _RegexParser:
+    """A recursive-descent parser that writes EBNF."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
         self._depth = 0
 
-    def read(self) -> str:
-        found = self._alternatives()
+    def parse(self) -> str:
+        ebnf = self._alternatives()
         if self._at < len(self._text):
             raise ValueError("there is a ) too many")
-        return found
+        return ebnf
 
-    def _next(self) -> str:
+    def _peek(self) -> str:
         return self._text[self._at : self._at + 1]
 
-    def _take(self) -> str:
-        if not (character := self._next()):
+    def _consume(self) -> str:
+        if not (character := self._peek()):
             raise ValueError("the pattern ends too early")
         self._at += 1
         return character
 
-    def _skip(self, character: str) -> bool:
-        found = self._next() == character
-        self._at += found
-        return found
+    def _consume_if(self, character: str) -> bool:
+        matches = self._peek() == character
+        self._at += matches
+        return matches
 
     def _alternatives(self) -> str:
-        found = [self._sequence()]
-        while self._skip("|"):
-            found.append(self._sequence())
-        return " | ".join(found)
+        alternatives = [self._sequence()]
+        while self._consume_if("|"):
+            alternatives.append(self._sequence())
+        return " | ".join(alternatives)
 
     def _sequence(self) -> str:
         parts: list[str] = []
         if self._depth == 0:
-            self._skip("^")  # where the output begins
-        while self._next() not in ("", "|", ")"):
+            self._consume_if("^")  # the expression matches from the beginning anyway
+        while self._peek() not in ("", "|", ")"):
             if self._depth == 0 and re.match(r"\$(\||\Z)", self._text[self._at : self._at + 2]):
-                self._at += 1  # where it ends
+                self._at += 1  # and to the end
                 break
-            parts.append(self._counted(self._one()))
+            parts.append(self._quantified(self._atom()))
         return " ".join(parts) or '""'
 
-    def _counted(self, part: str) -> str:
-        if self._next() in ("*", "+", "?"):
-            part = f"({part}){self._take()}"
-        elif self._next() == "{":
+    def _quantified(self, part: str) -> str:
+        if self._peek() in ("*", "+", "?"):
+            part = f"({part}){self._consume()}"
+        elif self._peek() == "{":
             if not (counts := COUNTS.match(self._text, self._at)):
                 raise ValueError(f"{{ at {self._at} begins no count")
             self._at = counts.end()
-            most = counts[3] or ("" if counts[2] else counts[1])
-            if most and int(most) < int(counts[1]):
+            maximum = counts[3] or ("" if counts[2] else counts[1])
+            if maximum and int(maximum) < int(counts[1]):
                 raise ValueError(f"{counts[0]} counts to less than it counts from")
-            part = f"({part}){{{int(counts[1])},{most and int(most)}}}"
+            part = f"({part}){{{int(counts[1])},{maximum and int(maximum)}}}"
         else:
             return part
-        self._skip("?")  # the shortest way first: the same texts
-        if self._next() in ("*", "+", "?", "{") and self._next():
-            raise UnsupportedError(f"{self._next()} after a count")
+        self._consume_if("?")  # a lazy quantifier matches the same texts
+        if self._peek() in ("*", "+", "?", "{") and self._peek():
+            raise UnsupportedError(f"{self._peek()} after a count")
         return part
 
-    def _one(self) -> str:
-        if self._next() == "(":
+    def _atom(self) -> str:
+        if self._peek() == "(":
             if not (group := GROUP.match(self._text, self._at)):
                 raise UnsupportedError(f"{self._text[self._at : self._at + 4]!r} in a pattern")
             self._at = group.end()
             self._depth += 1
-            found = self._alternatives()
+            inner = self._alternatives()
             self._depth -= 1
-            if not self._skip(")"):
+            if not self._consume_if(")"):
                 raise ValueError("a ( is not closed")
-            return f"({found})"
-        character = self._take()
+            return f"({inner})"
+        character = self._consume()
         if character == "[":
             return self._class()
         if character == ".":
@@ -137,7 +137,7 @@ class _Pattern:
         return literal(character)
 
     def _escape(self) -> str:
-        kind = self._next()
+        kind = self._peek()
         if kind in CLASSES and kind:
             self._at += 1
             return f"[{CLASSES[kind]}]"
@@ -147,14 +147,14 @@ class _Pattern:
         return literal(self._character())
 
     def _character(self) -> str:
-        """What is escaped, where it is one character."""
+        """The character that an escape sequence stands for."""
         if code := CODE.match(self._text, self._at):
             self._at = code.end()
             number = int(next(filter(None, code.groups())), 16)
             if number > 0x10FFFF:
                 raise ValueError(f"{code[0]} is no character")
             return chr(number)
-        kind = self._take()
+        kind = self._consume()
         if kind in CONTROLS:
             return CONTROLS[kind]
         if kind.isalnum() or not kind.isascii():
@@ -162,32 +162,32 @@ class _Pattern:
         return kind
 
     def _class(self) -> str:
-        negated = self._skip("^")
+        negated = self._consume_if("^")
         parts: list[str] = []
-        while not self._skip("]"):
-            if not parts and self._next() == "]":
+        while not self._consume_if("]"):
+            if not parts and self._peek() == "]":
                 raise ValueError("a class is empty")
-            if self._text[self._at : self._at + 2] in ("&&", "--", "~~") or self._next() == "[":
+            if self._text[self._at : self._at + 2] in ("&&", "--", "~~") or self._peek() == "[":
                 raise UnsupportedError(f"{self._text[self._at : self._at + 2]} in a class")
-            first = self._member(negated)
-            if len(first) == 1 and self._next() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
+            first = self._class_member(negated)
+            if len(first) == 1 and self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
-                last = self._member(negated)
+                last = self._class_member(negated)
                 if len(last) != 1 or last < first:
                     raise ValueError("a range in a class has no end, or ends before it begins")
-                parts.append(f"{_spelled(first)}-{_spelled(last)}")
+                parts.append(f"{_escape_character(first)}-{_escape_character(last)}")
             else:
-                parts.append(_spelled(first) if len(first) == 1 else first)
+                parts.append(_escape_character(first) if len(first) == 1 else first)
         if not parts:
             raise ValueError("a class is empty")
         return f"[{'^' * negated}{''.join(parts)}]"
 
-    def _member(self, negated: bool) -> str:
-        """A character, or what stands for several."""
-        character = self._take()
+    def _class_member(self, negated: bool) -> str:
+        """A character of a class, or the characters of a class escape (``\\d`` …)."""
+        character = self._consume()
         if character != "\\":
             return character
-        kind = self._next()
+        kind = self._peek()
         if kind not in CLASSES or not kind:
             return self._character()
         if negated and kind != "s":

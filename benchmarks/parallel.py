@@ -1,0 +1,136 @@
+"""What ranks cost: a model on one rank with all threads, and on several with the same threads shared out, in turns.
+
+python benchmarks/parallel.py CHECKPOINT --tensor-parallel-size 2
+
+It is the same work, so that what differs is what ranks wait for each other. A barrier between two processes is timed
+first. Quoted are medians of steps over all rounds, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock.config.options import EngineOptions
+from penstock.core import EngineRequest, SamplingParams
+from penstock.engine.engine import Engine
+from penstock.ops import _kernels
+from penstock.ops.cores import cores_of_rank, usable_cores
+from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
+
+BARRIERS = 100_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--tensor-parallel-size", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--quantization", nargs="+", default=["none", "w8a8"], help="formats (default: none w8a8)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences (default: 1 8 32)")
+    parser.add_argument("--output-len", type=int, default=48, help="tokens of each (default: 48)")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of a long prompt (default: 512)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns (default: 3)")
+    parser.add_argument("--load-format", default="auto", help="dummy needs no weights (default: auto)")
+    parser.add_argument("--json", type=Path, help="write the medians here")
+    args = parser.parse_args()
+
+    size, cores = args.tensor_parallel_size, usable_cores()
+    print(f"a barrier of two processes: {1e6 * barrier_seconds():.2f} microseconds")
+    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    turns = [(q, ranks) for _ in range(args.rounds) for q in args.quantization for ranks in (1, size)]
+    for quantization, ranks in tqdm(turns, desc="engines", unit="engine"):
+        for work, step in measure(args, quantization, ranks, max(1, cores // ranks)).items():
+            seconds[quantization, work, ranks] += step
+    rows = [
+        {"quantization": q, "work": work}
+        | {str(ranks): statistics.median(seconds[q, work, ranks]) for ranks in (1, size)}
+        for q, work in dict.fromkeys((q, work) for q, work, _ in seconds)
+    ]
+    print(f"| | one rank of {cores} threads, ms | {size} ranks of {max(1, cores // size)}, ms | ratio |")
+    print("|---|---:|---:|---:|")
+    for row in rows:
+        one, several = 1e3 * row["1"], 1e3 * row[str(size)]
+        print(f"| {row['quantization']}, {row['work']} | {one:.2f} | {several:.2f} | {one / several:.2f} |")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace, quantization: str, ranks: int, threads: int) -> dict[str, list[float]]:
+    """Seconds of each decode step by batch, and of each prefill."""
+    options = EngineOptions(
+        model=str(args.checkpoint),
+        load_format=args.load_format,
+        quantization=quantization,
+        tensor_parallel_size=ranks,
+        threads=threads,
+        distributed_executor_backend="mp",  # both, as it is the ranks that are compared
+        max_model_len=args.prefill + args.output_len + 16,
+        max_num_batched_tokens=args.prefill,
+        num_gpu_blocks_override=64 + 4 * max(args.batch),
+        enable_prefix_caching=False,
+        weight_cache_dir="none",
+    )
+    with closing(Engine(options)) as engine:
+        steps = {f"decode {batch}": decode(engine, batch, args.output_len) for batch in args.batch}
+        return steps | {f"prefill {args.prefill}": [prefill(engine, args.prefill) for _ in range(5)][1:]}
+
+
+def decode(engine: Engine, batch: int, length: int) -> list[float]:
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    for i in range(batch):
+        engine.add(EngineRequest(request_id=str(i), prompt=[5 + i + j for j in range(16)], sampling=params))
+    times: list[float] = []
+    while engine.busy:
+        begun = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begun)
+    return times[batch * 16 // engine.scheduler.options.max_num_batched_tokens + 2 :]
+
+
+def prefill(engine: Engine, tokens: int) -> float:
+    params: Any = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.add(EngineRequest(request_id="long", prompt=[5 + j % 200 for j in range(tokens)], sampling=params))
+    begun = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    return time.perf_counter() - begun
+
+
+def barrier_seconds() -> float:
+    memory = create_memory()
+
+    def wait(rank: int) -> float:
+        if cores := cores_of_rank("auto", rank, 2):
+            os.sched_setaffinity(0, cores)
+        group = SharedMemoryGroup(memory, rank, 2)
+        with group.step():
+            _kernels.barrier(group.native)
+            begun = time.perf_counter()
+            for _ in range(BARRIERS):
+                _kernels.barrier(group.native)
+            return (time.perf_counter() - begun) / BARRIERS
+
+    usable = os.sched_getaffinity(0)
+    child = os.fork()
+    if not child:
+        try:
+            wait(1)
+        finally:
+            os._exit(0)
+    found = wait(0)
+    os.waitpid(child, 0)
+    os.sched_setaffinity(0, usable)
+    return found
+
+
+if __name__ == "__main__":
+    main()

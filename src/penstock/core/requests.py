@@ -1,0 +1,46 @@
+"""Requests: what the frontend sends to the engine. Encoded with msgspec."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .pooling import PoolingParams
+from .sampling import SamplingParams
+
+
+class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The token ids around a sequence's reasoning (``<think>…</think>``)."""
+
+    begin: int
+    """Start token."""
+    end: int
+    """End token."""
+    answer: tuple[int, ...] = ()
+    """Tokens forced after ``end`` where the answer is guided, or the reasoning was cut off."""
+    begun: bool = False
+    """Whether the prompt ends within the reasoning; otherwise the first generated token may be ``begin``."""
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request to the engine."""
+
+    request_id: str
+    prompt: list[int]
+    """Token ids, at least one."""
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence unless ``ignore_eos`` is set."""
+    priority: int = 0
+    """Lower runs first under ``scheduling_policy`` ``priority``."""
+    deadline: float | None = None
+    """Seconds on the monotonic clock; after it the request fails with ``timeout``."""
+    pooling: PoolingParams | None = None
+    """Embeds the prompt; nothing is generated, and ``sampling`` is ignored."""
+    external_id: str = ""
+    """The client's id, which must be unique among open requests; empty for none."""
+    adapter: str = ""
+    """Name of a loaded LoRA adapter; empty for the base model."""
+    cache_salt: str = ""
+    """Cached prefixes are shared only among requests of the same salt."""
+    reasoning: ReasoningSpan | None = None
+    """Reasoning before the output, which guided decoding exempts, or whose length is limited."""

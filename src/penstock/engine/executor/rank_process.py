@@ -1,0 +1,108 @@
+"""A worker process of one rank, as the executor that has started it sees it."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from penstock.config.options import EngineOptions, LogOptions
+
+from ..exit_status import exit_reason
+from ..step import encoder
+from .messages import Close, FromWorker, Start, from_worker
+from .ring import Descriptors, PeerLostError, Reader, Writer
+
+RING_BYTES = 16 * 2**20
+"""Capacity of a ring. Longer messages are passed on in parts."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds that a worker has to end after ``Close`` before it is killed."""
+
+
+class RankProcess:
+    """The process and the two rings that connect it.
+
+    Args:
+        logs: how the worker sets up its log; None leaves logging alone.
+        size: number of ranks.
+        memory: descriptor of what ranks share, of ``penstock.parallel.shared_memory``; None for a single one.
+        ended: of all ranks: becomes readable when one ends.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        logs: LogOptions | None,
+        rank: int,
+        size: int,
+        memory: int | None,
+        ended: select.epoll,
+    ) -> None:
+        self.rank = rank
+        self._rings = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
+        inbox, outbox = self._rings
+        start = Start(options, logs, inbox, outbox, os.getpid(), rank, size, memory)
+        inherited = (*inbox.all, *outbox.all, *(() if memory is None else (memory,)))
+        command = [sys.executable, "-m", "penstock.engine.executor.worker_process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(start))
+        self._ended = os.pidfd_open(self._process.pid)
+        ended.register(self._ended, select.EPOLLIN)
+        self._writer = Writer(inbox, ended.fileno())
+        self._reader = Reader(outbox, ended.fileno())
+
+    def __str__(self) -> str:
+        return f"the worker of rank {self.rank} (process {self.pid})"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def end_reason(self) -> str | None:
+        """How it ended, in words; None where it has not."""
+        status = self._process.poll()
+        return None if status is None else exit_reason(status)
+
+    def send(self, message: bytes, deadline: float) -> None:
+        """Raises ``TimeoutError`` where it does not read, and ``PeerLostError`` where a rank has ended."""
+        self._writer.send(message, deadline, self._reader)
+
+    def has_message(self) -> bool:
+        """Whether it has sent something, be it a part of a message."""
+        return self._reader.has_message()
+
+    def receive(self, deadline: float) -> FromWorker:
+        """Its next message. Raises as ``send``."""
+        message: FromWorker = from_worker.decode(self._reader.receive(deadline))
+        return message
+
+    def kill(self) -> None:
+        """End it at once, and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Tell it to end where it can read that."""
+        try:
+            self.send(encoder.encode(Close()), time.monotonic() + CLOSE_TIMEOUT)
+        except (TimeoutError, PeerLostError):  # it computes a long step, hangs, or is gone
+            self._process.kill()
+
+    def close(self) -> None:
+        """Wait for its end, which it has been asked for, and close what connects it."""
+        try:
+            self._process.wait(CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._writer.close()
+        self._reader.close()
+        os.close(self._ended)
+        for ring in self._rings:
+            ring.close()

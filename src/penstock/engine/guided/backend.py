@@ -1,0 +1,93 @@
+"""Protocols of guided decoding: ``Backend`` compiles a ``Grammar``, and a ``Guide`` tracks one sequence through it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.core import Failure, GuidedDecodingParams
+
+from .added_tokens import AddedTokens
+
+
+class Guide(Protocol):
+    """The state of one sequence in its grammar."""
+
+    def copy(self) -> Guide:
+        """A copy in the same state, for a forked sequence."""
+        ...
+
+    def replace_eos(self, eos_token_id: int) -> int:
+        """The token to accept where the model sampled EOS: ``eos_token_id``, or the end-of-reasoning token where the
+        reasoning is still open and a grammar follows it."""
+        ...
+
+    def accept_token(self, token: int) -> bool:
+        """Advance by a token. Returns False where the grammar does not allow it, or advancing took too long; then
+        ``failure`` says why."""
+        ...
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the sequence cannot continue; None while it can. After a failure, allowed tokens are meaningless."""
+        ...
+
+    @property
+    def is_unconstrained(self) -> bool:
+        """Whether every token is allowed next, so that no bitmask is needed."""
+        ...
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the grammar is complete and allows no further token but EOS."""
+        ...
+
+    @property
+    def token_limit_reached(self) -> bool:
+        """Whether ``response_max_tokens`` tokens of the answer have been generated."""
+        return False
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """Number of leading ``tokens`` that may come next, one after the other; does not advance."""
+        ...
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        """Write the bitmask of allowed next tokens to ``row``, ``[ceil(vocabulary / 32)]`` int32, lowest bit first.
+
+        Not called where ``is_unconstrained``.
+        """
+        ...
+
+    def jump_forward_tokens(self) -> list[int]:
+        """The tokens that the grammar forces next (jump forward); empty where it allows a choice."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar."""
+
+    size: int
+    """Bytes of memory; 0 where the backend does not tell."""
+
+    def new_guide(self) -> Guide:
+        """A guide for a new sequence, before its first token."""
+        ...
+
+
+class Backend(Protocol):
+    """Compiles grammars for the vocabulary of one model."""
+
+    def set_vocabulary(self, tokenizer: Any, added_tokens: AddedTokens) -> None:
+        """Set the vocabulary; called once, before ``compile``.
+
+        Args:
+            tokenizer: llguidance's ``LLTokenizer`` (``load_tokenizer``).
+            added_tokens: the tokenizer's added tokens, which no text is tokenized into piece by piece.
+        """
+        ...
+
+    def compile(self, params: GuidedDecodingParams) -> Grammar:
+        """Compile a grammar. Raises ``PenstockError``: ``invalid`` for a wrong one, ``unsupported`` for one that the
+        backend does not support."""
+        ...

@@ -1,0 +1,255 @@
+"""The llguidance backend, which refuses unsupported keywords itself, by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, grammar_from
+
+from penstock.core import Code, Failure, GuidedDecodingParams, PenstockError
+from penstock.core.errors import invalid
+from penstock.core.guided import LLGUIDANCE_OPTIONS
+
+from .added_tokens import AddedTokens
+from .backend import Backend, Grammar, Guide
+from .errors import MAX_WHITESPACE, UnsupportedError, first_line
+from .structural_tag import (
+    ConstStringFormat,
+    Format,
+    JSONSchemaFormat,
+    OrFormat,
+    RegexFormat,
+    RepeatFormat,
+    SequenceFormat,
+    TriggeredTagsFormat,
+    parse_structural_tag,
+)
+
+NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+"""Keywords of JSON Schema whose numbers bound a value."""
+MIN_NUMBER = -(2**63) + 513
+"""Smallest number allowed there. llguidance 1.9 rounds smaller ones to -2**63, and recurses without end where a range
+ends there, which overflows the stack and kills the process."""
+EMPTY = '""'
+"""The empty text in Lark's notation."""
+
+
+class LLGuide(Guide):
+    """A guide over llguidance's matcher."""
+
+    is_unconstrained = False
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> LLGuide:
+        return LLGuide(self._matcher.deep_copy())
+
+    def replace_eos(self, eos_token_id: int) -> int:
+        return eos_token_id  # the bitmask has EOS only where the grammar is complete
+
+    def accept_token(self, token: int) -> bool:
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def failure(self) -> Failure | None:
+        if not self._matcher.is_error():
+            return None
+        return Failure(Code.UNSUPPORTED, f"the grammar cannot be followed: {first_line(self._matcher.get_error())}")
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        return int(self._matcher.validate_tokens(tokens))
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def jump_forward_tokens(self) -> list[int]:
+        return list(self._matcher.compute_ff_tokens())
+
+
+class LLGrammar(Grammar):
+    """A grammar that llguidance has compiled."""
+
+    size = 0
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def new_guide(self) -> Guide:
+        return LLGuide(self._matcher.deep_copy())
+
+
+class LLGuidance(Backend):
+    """Compiles grammars lazily, as sequences reach new states."""
+
+    _tokenizer: Any
+    _added_tokens: AddedTokens
+
+    def set_vocabulary(self, tokenizer: Any, added_tokens: AddedTokens) -> None:
+        self._tokenizer = tokenizer
+        self._added_tokens = added_tokens
+
+    def compile(self, params: GuidedDecodingParams) -> Grammar:
+        try:
+            matcher = LLMatcher(self._tokenizer, _grammar(params, self._added_tokens), log_level=0)
+        except UnsupportedError as error:
+            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: not supported: {error}", params.field) from error
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise invalid(params.field, f"is wrong: {first_line(str(error))}") from error
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # compiles the first state here, off the engine's thread, and finds its errors
+        if matcher.is_error():
+            words = first_line(matcher.get_error()).replace("NoExtensionBias", "no output matches it")
+            raise PenstockError(Code.UNSUPPORTED, f"{params.field}: not supported: {words}", params.field)
+        return LLGrammar(matcher)
+
+
+def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
+    """Translate a constraint to llguidance's grammar. Raises ``UnsupportedError`` where llguidance does not support it,
+    ``ValueError`` where it is wrong."""
+    if params.json is not None or params.json_object:
+        schema = json.loads(params.json) if params.json is not None else {"type": "object"}
+        _check_numbers(schema)
+        return str(LLMatcher.grammar_from_json_schema(_with_options(schema, params)))
+    if params.regex is not None:
+        return str(grammar_from("regex", params.regex))
+    if params.choice is not None:
+        return str(grammar_from("choice", json.dumps(params.choice)))
+    if params.grammar is not None:
+        lark = params.grammar
+    else:
+        lark = _LarkWriter(params, added_tokens).write(parse_structural_tag(params))
+    for schema_start in re.finditer(r"%json\s*", lark):
+        with suppress(json.JSONDecodeError):  # llguidance reports the error
+            _check_numbers(json.JSONDecoder().raw_decode(lark, schema_start.end())[0])
+    return str(grammar_from("grammar", lark)) if params.grammar is not None else lark
+
+
+def _check_numbers(part: Any, is_bound: bool = False) -> None:
+    """Raises ``UnsupportedError`` for a number below ``MIN_NUMBER``."""
+    if isinstance(part, dict):
+        for name, inner in part.items():
+            _check_numbers(inner, is_bound or name in NUMBER_KEYWORDS)
+    elif isinstance(part, list):
+        for inner in part:
+            _check_numbers(inner, is_bound)
+    elif is_bound and isinstance(part, int | float) and part < MIN_NUMBER:
+        raise UnsupportedError(f"numbers below {MIN_NUMBER}")
+
+
+def _with_options(
+    schema: dict[str, Any], params: GuidedDecodingParams, separators: tuple[str, str] | None = None
+) -> dict[str, Any]:
+    """A schema with our options for llguidance, which replace its own (``x-guidance``)."""
+    options: dict[str, Any] = dict(LLGUIDANCE_OPTIONS)
+    if separators:
+        item, key = map(re.escape, separators)  # regular expressions
+        options |= {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    elif params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = params.whitespace_pattern or rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"
+    return schema | {"x-guidance": options}
+
+
+class _LarkWriter:
+    """Writes a structural tag in Lark's notation.
+
+    Adjacent texts and regular expressions become one terminal: as separate terminals they would match greedily, and
+    leave no text for the next one.
+    """
+
+    def __init__(self, params: GuidedDecodingParams, added_tokens: AddedTokens) -> None:
+        self._params = params
+        self._added_tokens = added_tokens
+        self._rules: list[str] = []
+
+    def write(self, structure: Format | TriggeredTagsFormat) -> str:
+        if isinstance(structure, TriggeredTagsFormat):
+            start = self._triggered_tags(structure)
+        else:
+            start = self._format(structure)
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _rule(self, text: str, attributes: str = "", name: str = "part") -> str:
+        """Add a rule, or a terminal where ``name`` is in capitals; returns its name."""
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {text}")
+        return name
+
+    def _format(self, part: Format) -> str:
+        if (terminal := self._terminal(part)) is not None:
+            return self._rule(terminal, name="TEXT") if terminal else ""
+        match part:
+            case ConstStringFormat(text):
+                pieces = self._added_tokens.split(text)
+                return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces)
+            case JSONSchemaFormat(schema, separators):  # a separate rule, so that its references stay within it
+                return self._rule(f"%json {json.dumps(_with_options(schema, self._params, separators))}")
+            case SequenceFormat():
+                return self._sequence(_flatten(part))
+            case OrFormat(parts):
+                return self._rule(" | ".join(self._format(inner) or EMPTY for inner in parts))
+            case RepeatFormat(inner, quantifier):
+                return f"({self._format(inner)}){quantifier}"
+        raise AssertionError("a regular expression is a terminal")
+
+    def _sequence(self, parts: list[Format]) -> str:
+        rules: list[str] = []
+        run: list[str] = []
+        for part in parts:
+            terminal = self._terminal(part)
+            if terminal is None:
+                rules += [self._rule(" ".join(run), name="TEXT")] * bool(run)
+                rules.append(self._format(part))
+                run = []
+            elif terminal:
+                run.append(terminal)
+        rules += [self._rule(" ".join(run), name="TEXT")] * bool(run)
+        return " ".join(rules)
+
+    def _terminal(self, part: Format) -> str | None:
+        """The terminal for a format of texts and regular expressions alone, "" for the empty text; None for others."""
+        match part:
+            case ConstStringFormat(text):
+                pieces = self._added_tokens.split(text)
+                return None if any(isinstance(piece, int) for piece in pieces) else json.dumps(text) if text else ""
+            case RegexFormat(pattern):
+                quoted: str = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
+                return quoted.removeprefix("start: ")
+            case JSONSchemaFormat():
+                return None
+            case SequenceFormat(parts):
+                inner = [self._terminal(one) for one in parts]
+                return None if None in inner else " ".join(one for one in inner if one)
+            case OrFormat(parts):
+                inner = [self._terminal(one) for one in parts]
+                return None if None in inner else f"({' | '.join(one or EMPTY for one in inner)})"
+            case RepeatFormat(repeated, quantifier):
+                one = self._terminal(repeated)
+                return f"({one}){quantifier}" if one else one
+
+    def _triggered_tags(self, structure: TriggeredTagsFormat) -> str:
+        by_token = self._added_tokens.are_triggers(structure.tags)
+        tags = []
+        for tag in structure.tags:
+            trigger = f"ANY {self._format(ConstStringFormat(tag.trigger))}"
+            if not by_token:
+                trigger = self._rule(trigger, "[lazy]")  # ends at its first occurrence
+            rest = SequenceFormat((tag.after_trigger, ConstStringFormat(tag.end)))
+            tags.append(self._rule(f"{trigger} {self._format(rest)}"))
+        self._rules.append("ANY: /(?s:.*)/")
+        return f"({' | '.join(tags)})* {self._rule('ANY')}"
+
+
+def _flatten(part: Format) -> list[Format]:
+    """The parts of nested sequences as one list."""
+    return [inner for one in part.parts for inner in _flatten(one)] if isinstance(part, SequenceFormat) else [part]

@@ -1,0 +1,136 @@
+"""A guide for sequences with reasoning, which may be limited in length; the grammar applies to the answer after it."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import numpy as np
+
+from penstock.core import EngineRequest, Failure, ReasoningSpan
+
+from .backend import Grammar, Guide
+
+
+class Stage(Enum):
+    """Position of a sequence's next token."""
+
+    BEFORE = auto()  # the first token begins the reasoning, or the answer
+    REASONING = auto()
+    SEPARATOR = auto()  # between the end-of-reasoning token and the answer
+    ANSWER = auto()
+
+
+class ReasoningGuide(Guide):
+    """Guides a sequence through its reasoning, and then by the guide of its answer.
+
+    Args:
+        span: the token ids around the reasoning.
+        reasoning_limit: reasoning tokens after which the end-of-reasoning token is forced; None is unlimited.
+        answer: guide of the answer; None allows any answer.
+        answer_limit: tokens of the answer; None is unlimited.
+    """
+
+    def __init__(
+        self, span: ReasoningSpan, reasoning_limit: int | None, answer: Guide | None, answer_limit: int | None = None
+    ) -> None:
+        self._span = span
+        self._reasoning_left = reasoning_limit
+        self._answer = answer
+        self._answer_left = answer_limit
+        self._stage = Stage.REASONING if span.begun else Stage.BEFORE
+        self._num_separators = 0
+        """Separator tokens (``span.answer``) generated so far."""
+
+    def copy(self) -> ReasoningGuide:
+        answer = self._answer.copy() if self._answer else None
+        copy = ReasoningGuide(self._span, self._reasoning_left, answer, self._answer_left)
+        copy._stage, copy._num_separators = self._stage, self._num_separators
+        return copy
+
+    @property
+    def is_unconstrained(self) -> bool:
+        return not self._forced() and (self._answer is None or self._stage is Stage.REASONING)
+
+    def replace_eos(self, eos_token_id: int) -> int:
+        """EOS within the reasoning ends the reasoning where a grammar has to follow."""
+        return self._span.end if self._answer and self._stage is Stage.REASONING else eos_token_id
+
+    def accept_token(self, token: int) -> bool:
+        span = self._span
+        if self._stage is Stage.BEFORE:
+            self._stage = Stage.REASONING if token == span.begin else Stage.ANSWER
+            if self._stage is Stage.REASONING:
+                return True
+        if self._stage is Stage.REASONING:
+            if token == span.end:
+                separated = span.answer and (self._answer or self._reasoning_left == 0)
+                self._stage = Stage.SEPARATOR if separated else Stage.ANSWER
+            elif self._reasoning_left:
+                self._reasoning_left -= 1
+            return True
+        if self._stage is Stage.SEPARATOR:
+            self._num_separators += 1
+            if self._num_separators == len(span.answer):
+                self._stage = Stage.ANSWER
+            return True
+        if self._answer_left:
+            self._answer_left -= 1
+        return self._answer is None or self._answer.accept_token(token)
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._answer.failure if self._answer else None
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._stage is Stage.ANSWER and self._answer is not None and self._answer.is_terminated
+
+    @property
+    def token_limit_reached(self) -> bool:
+        return self._answer_left == 0
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        state = self.copy()
+        for i, token in enumerate(tokens):
+            forced = state._forced()
+            begins = state._stage is Stage.BEFORE and token == self._span.begin
+            if state._answer and not (forced or state.is_unconstrained or begins):
+                return i + state._answer.validate_tokens(tokens[i:])
+            if forced and token != forced[0]:
+                return i
+            state.accept_token(token)
+        return len(tokens)
+
+    def fill_bitmask(self, row: np.ndarray) -> None:
+        if forced := self._forced():
+            row[:] = 0
+            _allow(row, forced[0])
+        elif self._answer and self._stage is not Stage.REASONING:
+            self._answer.fill_bitmask(row)
+            if self._stage is Stage.BEFORE:
+                _allow(row, self._span.begin)
+
+    def jump_forward_tokens(self) -> list[int]:
+        if self._stage is Stage.ANSWER and self._answer:
+            return self._answer.jump_forward_tokens()
+        return self._forced()
+
+    def _forced(self) -> list[int]:
+        """Tokens that are forced next: the end-of-reasoning token at the limit, and the separator."""
+        if self._stage is Stage.REASONING and self._reasoning_left == 0:
+            return [self._span.end]
+        return list(self._span.answer[self._num_separators :]) if self._stage is Stage.SEPARATOR else []
+
+
+def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:
+    """The guide for a sequence of a request; None where all tokens are always allowed."""
+    answer = grammar.new_guide() if grammar else None
+    limit, answer_limit = request.sampling.reasoning_max_tokens, request.sampling.response_max_tokens
+    if request.reasoning is None or (answer is None and limit is None and answer_limit is None):
+        return answer
+    return ReasoningGuide(request.reasoning, limit, answer, answer_limit)
+
+
+def _allow(row: np.ndarray, token: int) -> None:
+    """Set a token's bit."""
+    row.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))

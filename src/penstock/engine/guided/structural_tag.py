@@ -1,0 +1,273 @@
+"""Structural tags: texts, schemas and regular expressions combined, parsed from requests for the backends.
+
+A request gives either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
+formats by ``type``. Names and fields are those of xgrammar and vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core import GuidedDecodingParams
+
+from .errors import UnsupportedError
+
+MAX_DEPTH = 32
+"""Nested formats."""
+
+
+@dataclass(frozen=True)
+class ConstStringFormat:
+    """A fixed text. Added tokens in it are generated as tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class JSONSchemaFormat:
+    """A JSON document of a schema."""
+
+    schema: dict[str, Any]
+    separators: tuple[str, str] | None = None
+    """Text between items, and between key and value; None for the request's whitespace options."""
+
+
+@dataclass(frozen=True)
+class RegexFormat:
+    """A text that matches a regular expression."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class SequenceFormat:
+    """Formats one after the other."""
+
+    parts: tuple[Format, ...]
+
+
+@dataclass(frozen=True)
+class OrFormat:
+    """One of several formats."""
+
+    parts: tuple[Format, ...]
+
+
+@dataclass(frozen=True)
+class RepeatFormat:
+    """A repeated format."""
+
+    part: Format
+    quantifier: str
+    """``?``, ``*`` or ``+``, as in regular expressions."""
+
+
+@dataclass(frozen=True)
+class TagFormat:
+    """A tagged part of a free text: begin text, content, end text."""
+
+    trigger: str
+    """Prefix of ``begin`` that starts the tag when it is generated in the free text."""
+    begin: str
+    content: Format
+    end: str
+
+    @property
+    def after_trigger(self) -> Format:
+        """The rest of ``begin``, and the content."""
+        return SequenceFormat((ConstStringFormat(self.begin[len(self.trigger) :]), self.content))
+
+
+@dataclass(frozen=True)
+class TriggeredTagsFormat:
+    """Free text with tags."""
+
+    tags: tuple[TagFormat, ...]
+
+
+Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | OrFormat | RepeatFormat
+
+
+def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTagsFormat:
+    """Parse the structural tag of a request.
+
+    Raises ``ValueError`` where it is wrong, ``UnsupportedError`` for unknown formats and fields.
+    """
+    document = json.loads(params.structural_tag)
+    if document.get("type", "structural_tag") != "structural_tag":
+        raise ValueError(f"type must be structural_tag, is {document['type']!r:.50}")
+    if "format" not in document:
+        _check_fields(document, "structures", "triggers")
+        return _structures(document)
+    _check_fields(document, "format")
+    if not isinstance(fields := document["format"], dict):
+        raise ValueError(f"format must be an object, is {fields!r:.50}")
+    if _depth(fields) > MAX_DEPTH:
+        raise UnsupportedError(f"more than {MAX_DEPTH} nested formats")
+    return _triggered(fields) if fields.get("type") == "triggered_tags" else _format(fields)
+
+
+def _structures(document: dict[str, Any]) -> TriggeredTagsFormat:
+    tags = []
+    for structure in _objects(document, "structures"):
+        _check_fields(structure, "begin", "schema", "end")
+        begin, schema, end = structure.get("begin"), structure.get("schema", {}), structure.get("end", "")
+        if not isinstance(schema, dict):
+            raise ValueError(f"schema must be an object, is {schema!r}")
+        tags.append(_tag(document.get("triggers"), begin, JSONSchemaFormat(schema), end))
+    return TriggeredTagsFormat(tuple(tags))
+
+
+def _triggered(fields: dict[str, Any]) -> TriggeredTagsFormat:
+    _check_fields(fields, "triggers", "tags")
+    tags = []
+    for tag in _objects(fields, "tags"):
+        begin, content, end = _tag_fields(tag)
+        tags.append(_tag(fields.get("triggers"), begin, content, end))
+    return TriggeredTagsFormat(tuple(tags))
+
+
+def _tag(triggers: Any, begin: Any, content: Format, end: Any) -> TagFormat:
+    if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ValueError(f"triggers must be a list of texts, is {triggers!r:.50}")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise ValueError(f"begin and end must be text, are {begin!r:.50} and {end!r:.50}")
+    matching = {trigger for trigger in triggers if begin.startswith(trigger)}
+    if not matching:
+        raise ValueError(f"begin must be text that starts with a trigger, is {begin!r:.50}")
+    if len(matching) > 1:
+        raise UnsupportedError(f"{begin!r:.50}, which begins with several triggers")
+    return TagFormat(matching.pop(), begin, content, end)
+
+
+def _tag_fields(tag: dict[str, Any]) -> tuple[str, Format, str]:
+    """The begin text, content and end text of a tag."""
+    _check_fields(tag, "begin", "content", "end")
+    if tag.get("type", "tag") != "tag":
+        raise ValueError(f"type of a tag must be tag, is {tag['type']!r:.50}")
+    begin, end = tag.get("begin"), tag.get("end")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise ValueError(f"begin and end must be text, are {begin!r:.50} and {end!r:.50}")
+    if not isinstance(content := tag.get("content"), dict):
+        raise ValueError(f"content must be an object, is {content!r:.50}")
+    return begin, _format(content), end
+
+
+def _format(fields: dict[str, Any]) -> Format:
+    kind = fields.get("type")
+    if kind == "triggered_tags":
+        raise UnsupportedError("triggered_tags within another format")
+    if kind not in FORMATS:
+        raise UnsupportedError(f"format {kind!r:.50}; there are {', '.join(FORMATS)} and, alone, triggered_tags")
+    return FORMATS[kind](fields)
+
+
+def _text(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "value")
+    if not isinstance(value := fields.get("value"), str):
+        raise ValueError(f"value must be text, is {value!r:.50}")
+    return ConstStringFormat(value)
+
+
+def _json(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "json_schema", "separators")
+    schema, separators = fields.get("json_schema"), fields.get("separators")
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema must be an object, is {schema!r:.50}")
+    if separators is None:
+        return JSONSchemaFormat(schema)
+    if not isinstance(separators, list) or [type(text) for text in separators] != [str, str]:
+        raise ValueError(f"separators must be two texts, are {separators!r:.50}")
+    return JSONSchemaFormat(schema, (separators[0], separators[1]))
+
+
+def _regex(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "pattern")
+    if not isinstance(pattern := fields.get("pattern"), str):
+        raise ValueError(f"pattern must be text, is {pattern!r:.50}")
+    return RegexFormat(pattern)
+
+
+def _sequence(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "elements")
+    return SequenceFormat(tuple(map(_format, _objects(fields, "elements"))))
+
+
+def _or(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "elements")
+    return OrFormat(tuple(map(_format, _objects(fields, "elements"))))
+
+
+def _repeated(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "content")
+    if not isinstance(content := fields.get("content"), dict):
+        raise ValueError(f"content must be an object, is {content!r:.50}")
+    return RepeatFormat(_format(content), {"optional": "?", "star": "*", "plus": "+"}[fields["type"]])
+
+
+def _tag_format(fields: dict[str, Any]) -> Format:
+    begin, content, end = _tag_fields(fields)
+    return SequenceFormat((ConstStringFormat(begin), content, ConstStringFormat(end)))
+
+
+def _tags_with_separator(fields: dict[str, Any]) -> Format:
+    _check_fields(fields, "tags", "separator", "at_least_one", "stop_after_first")
+    separator = fields.get("separator")
+    at_least_one, once = fields.get("at_least_one", False), fields.get("stop_after_first", False)
+    if not isinstance(separator, str):
+        raise ValueError(f"separator must be text, is {separator!r:.50}")
+    if not isinstance(at_least_one, bool) or not isinstance(once, bool):
+        raise ValueError(
+            f"at_least_one and stop_after_first must be true or false, are {at_least_one!r:.50} and {once!r:.50}"
+        )
+    one: Format = OrFormat(tuple(map(_tag_format, _objects(fields, "tags"))))
+    if not once:
+        one = SequenceFormat((one, RepeatFormat(SequenceFormat((ConstStringFormat(separator), one)), "*")))
+    return one if at_least_one else RepeatFormat(one, "?")
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
+    "const_string": _text,
+    "json_schema": _json,
+    "regex": _regex,
+    "sequence": _sequence,
+    "or": _or,
+    "optional": _repeated,
+    "star": _repeated,
+    "plus": _repeated,
+    "tag": _tag_format,
+    "tags_with_separator": _tags_with_separator,
+}
+
+
+def _check_fields(fields: dict[str, Any], *names: str) -> None:
+    """Raises ``UnsupportedError`` for a field that is none of ``names``."""
+    if other := next((name for name in fields if name not in (*names, "type")), None):
+        raise UnsupportedError(f"{other!s:.50} of {fields.get('type', 'structural_tag')!s:.50}")
+
+
+def _depth(fields: dict[str, Any]) -> int:
+    """The depth of nested formats."""
+    depth, level = 0, [fields]
+    while level:
+        depth += 1
+        inner = [part for one in level for name in ("elements", "tags", "content") for part in _as_list(one.get(name))]
+        level = [part for part in inner if isinstance(part, dict)]
+    return depth
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _objects(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """A field that is a list of at least one object."""
+    value = fields.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
+        raise ValueError(f"{name} must be a list of objects, with at least one, is {value!r:.50}")
+    return value

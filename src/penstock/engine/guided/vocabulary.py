@@ -1,0 +1,72 @@
+"""The model's vocabulary for guided decoding, as llguidance reads it for both backends."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from penstock.core import Code, GuidedDecodingParams, PenstockError, Vocabulary
+
+from .added_tokens import AddedTokens
+from .errors import first_line
+
+GIL_PAUSE = 0.05
+"""Seconds between the two halves of loading a tokenizer, each of which holds the GIL; a step can start in between."""
+SLICES = [
+    r"[ \n\r\t]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""llguidance's slices: sets of tokens whose bits it computes together, here those of whitespace and of JSON strings up
+to some lengths. With its two default lengths, bitmasks of strings of bounded length take 1.4 times as long."""
+
+
+def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
+    """llguidance's ``LLTokenizer``: each token's bytes, and which tokens are special.
+
+    Args:
+        vocab_size: number of tokens of the model, padding included.
+
+    Raises ``PenstockError`` (``unsupported``) for a tokenizer that llguidance cannot load.
+    """
+    from llguidance import LLTokenizer
+
+    try:
+        tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocab_size, eos_token=vocabulary.eos, slices=[])
+        time.sleep(GIL_PAUSE)
+        return tokenizer.with_slices(SLICES)
+    except ValueError as error:
+        words = f"not supported with this model's tokenizer: {first_line(str(error))}"
+        raise PenstockError(Code.UNSUPPORTED, words) from error
+
+
+def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:
+    """The added tokens (``<think>`` …) of a vocabulary."""
+    entries = json.loads(vocabulary.tokenizer).get("added_tokens") or ()
+    return AddedTokens({entry["content"]: entry["id"] for entry in entries}, frozenset(vocabulary.eos))
+
+
+def check_no_added_tokens(params: GuidedDecodingParams, added_tokens: Iterable[str]) -> None:
+    """Raises ``PenstockError`` (``unsupported``) where a constant, pattern or choice contains an added token's text:
+    the model writes it as that token, and the backends compare text."""
+    document = params.json or params.structural_tag
+    text = "\n".join([params.regex or "", *(params.choice or ()), *_constants(document and json.loads(document))])
+    if token := next((token for token in added_tokens if token in text), None):
+        words = f"{params.field}: not supported: {token!r} is an added token of this model, not text"
+        raise PenstockError(Code.UNSUPPORTED, words, params.field)
+
+
+def _constants(part: Any, key: str = "") -> Iterator[str]:
+    """The constants, patterns and property names of a schema or structural tag."""
+    if isinstance(part, str) and key in ("const", "enum", "pattern"):
+        yield part
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _constants(inner, key)
+    elif isinstance(part, dict):
+        for name, inner in part.items():
+            if key == "properties":
+                yield name
+            yield from _constants(inner, key if key in ("const", "enum") else name)

@@ -1,0 +1,173 @@
+"""The planner: which sequences the next step computes, and how many tokens of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.config.options import SchedulerOptions
+
+from ..kv.block_pool import BlockPool
+from ..kv.cache_manager import CacheHit, KVCacheManager
+from ..sequence.plan import Item, Plan
+from ..sequence.sequence import Sequence, State
+from ..spec.speculation import Speculation
+from .admission import Admission
+from .preemption import Preemption
+from .running import Running
+from .sequence_group import SequenceGroup
+from .waiting import Waiting
+
+
+class Planner:
+    """Plans steps: running sequences first, then waiting ones, then drafts, while the token budget lasts.
+
+    Args:
+        device: blocks of the KV cache.
+        groups: the unfinished requests' sequences, by request id.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        device: BlockPool,
+        kv: KVCacheManager,
+        running: Running,
+        waiting: Waiting,
+        groups: Mapping[str, SequenceGroup],
+        preemption: Preemption,
+        admission: Admission,
+    ) -> None:
+        self._options = options
+        self._device = device
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._groups = groups
+        self._preemption = preemption
+        self._admission = admission
+
+    def plan(self, speculation: Speculation | None) -> Plan:
+        """Plan one step, with drafts of ``speculation``.
+
+        An empty plan: nothing can run before a step in flight is collected, or there is nothing to run.
+        """
+        plan, preemptions = Plan(len(self._running)), self._preemption.count
+        plan.drafting = speculation is not None and speculation.drafts_with(plan.num_running)
+        budget = self._options.max_num_batched_tokens
+        for sequence in list(self._running):
+            if not budget:
+                break
+            if sequence.state is not State.RUNNING:
+                continue  # preempted by one before it
+            count = min(self._num_new_tokens(sequence, plan.drafting), budget)
+            if count and self._grow(sequence, count, plan):
+                self._schedule(sequence, count, plan)
+                budget -= count
+        joins = not self._running or self._options.batching_type == "inflight"
+        if self._waiting and joins and self._preemption.count == preemptions:
+            self._schedule_waiting(plan, budget)
+        if speculation and plan.drafting:
+            self._schedule_drafts(plan, speculation)
+        return plan
+
+    def _num_new_tokens(self, sequence: Sequence, drafting: bool) -> int:
+        """Tokens of a running sequence that the step would compute if its budget had no limit."""
+        total = len(sequence.tokens) + sequence.num_pending
+        if sequence.paused or sequence.num_draft_tokens:
+            return 0
+        if sequence.num_pending and (
+            total >= sequence.max_len  # the last token is in flight
+            or sequence.num_candidates  # beams are ranked only when all have their candidates
+            or sequence.guide  # what may come next depends on the token in flight
+            or drafting  # and so does a draft
+        ):
+            return 0
+        threshold = self._options.long_prefill_token_threshold
+        return min(total - sequence.num_scheduled, threshold or total)
+
+    def _grow(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Allocate blocks for ``count`` more tokens, preempting where none are free. False: not in this step."""
+        missing = self._preemption.make_room(sequence, count, plan)
+        if missing:
+            plan.copies += self._kv.grow(sequence, missing)
+        return missing is not None
+
+    def _schedule(self, sequence: Sequence, count: int, plan: Plan) -> None:
+        """Add ``count`` tokens of a sequence to the plan; their blocks are allocated."""
+        start = sequence.num_scheduled
+        sequence.num_scheduled += count
+        sequence.inflight_steps += 1
+        samples: tuple[Sequence, ...] = ()
+        if sequence.num_scheduled == len(sequence.tokens) + sequence.num_pending and not sequence.pooled:
+            samples = (sequence, *self._fork(sequence))
+            for sampling in samples:
+                sampling.num_pending += 1
+        plan.items.append(Item(sequence, start, count, samples, []))
+
+    def _fork(self, first: Sequence) -> list[Sequence]:
+        """Start the request's other sequences, where ``first`` samples its first token."""
+        if not first.num_unforked:
+            return []
+        siblings = self._groups[first.request.request_id].fork(self._kv)
+        self._running.start_forks(first, siblings)
+        return siblings
+
+    def _schedule_waiting(self, plan: Plan, budget: int) -> None:
+        """Start waiting sequences in their order, until one does not fit."""
+        options = self._options
+        partial = [sequence for sequence in self._running if sequence.is_partial_prefill]
+        num_long = sum(map(self._waiting.is_long, partial))
+        while budget:
+            sequence = self._waiting.first(with_long=num_long < options.max_long_partial_prefills)
+            if sequence is None or self._running.num_free_slots < 1 + sequence.num_unforked or sequence.swapping_out:
+                return
+            hit = self._kv.find_cached(sequence)
+            remaining = len(sequence.tokens) - hit.start
+            count = min(remaining, budget, options.long_prefill_token_threshold or budget)
+            if count < remaining:
+                if not options.enable_chunked_prefill or len(partial) >= options.max_num_partial_prefills:
+                    return
+                partial.append(sequence)
+                num_long += self._waiting.is_long(sequence)
+            if not self._start(sequence, hit, count, plan):
+                return
+            self._schedule(sequence, count, plan)
+            budget -= count
+
+    def _start(self, sequence: Sequence, hit: CacheHit, count: int, plan: Plan) -> bool:
+        """Run a waiting sequence, with blocks for ``count`` tokens behind ``hit``. False where too few are free."""
+        if not self._kv.allocate(sequence, hit, count, alone=not self._running):
+            return False
+        self._waiting.leave(sequence)
+        if sequence.state is State.SWAPPED:
+            plan.swap_in += self._kv.swap_in(sequence)
+        if sequence.cached is None:
+            self._admission.started(sequence, hit.start)
+        sequence.num_computed = sequence.num_scheduled = hit.start
+        self._running.start(sequence)
+        return True
+
+    def _schedule_drafts(self, plan: Plan, speculation: Speculation) -> None:
+        """Add draft tokens to sequences that sample, within what is left of the budget, and in free blocks only: no
+        sequence is preempted for drafts."""
+        budget = self._options.max_num_batched_tokens - plan.tokens
+        for item in plan.items:
+            sequence = item.sequence
+            if (
+                item.samples != (sequence,)
+                or sequence.num_pending > 1
+                or not sequence.generated
+                or sequence.num_candidates
+            ):
+                continue
+            max_len = min(budget, sequence.max_len - len(sequence.tokens) - 1)
+            draft = speculation.draft(sequence, max_len) if max_len > 0 else []
+            missing = self._kv.missing(sequence, len(draft))
+            if not draft or missing > self._device.free:
+                continue
+            if missing:
+                plan.copies += self._kv.grow(sequence, missing)
+            item.draft.extend(draft)
+            sequence.num_draft_tokens = len(draft)
+            sequence.num_scheduled += len(draft)
+            budget -= len(draft)

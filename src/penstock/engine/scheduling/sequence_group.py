@@ -1,0 +1,77 @@
+"""The sequences of one request: forked from the first, and rearranged by a beam search."""
+
+from __future__ import annotations
+
+from ..guided import Guide
+from ..kv.cache_manager import KVCacheManager
+from ..sequence.beam_search import BeamSearch, Branch
+from ..sequence.sequence import Sequence, State
+
+
+class SequenceGroup:
+    """The sequences of one request, by index.
+
+    The first one computes the prompt. The others are forked from it in the step that samples its first token.
+
+    Args:
+        first: the request's first sequence. With ``use_beam_search``, its ``num_candidates`` is set.
+    """
+
+    def __init__(self, first: Sequence) -> None:
+        self.request = first.request
+        self.sequences = [first]
+        self.search: BeamSearch | None = None
+        """The beam search among them; None where they sample."""
+        self.preempted: set[int] = set()
+        """Indices of those that were preempted at least once."""
+        self._first_guide: Guide | None = None
+        if self.request.sampling.use_beam_search:
+            self.search = BeamSearch(first)
+            first.num_candidates = self.search.num_candidates
+
+    @property
+    def first(self) -> Sequence:
+        return self.sequences[0]
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.state is not State.FINISHED]
+
+    def fork(self, kv: KVCacheManager) -> list[Sequence]:
+        """Fork the sequences that do not exist yet from the first, over its blocks. Returns them, not running yet; none
+        where all exist."""
+        first, siblings = self.first, list[Sequence]()
+        if not first.num_unforked:
+            return siblings
+        if self.search and first.guide:
+            self._first_guide = first.guide.copy()
+        for index in range(1, 1 + first.num_unforked):
+            sibling = kv.fork(first, index)
+            sibling.num_candidates = first.num_candidates
+            siblings.append(sibling)
+        self.sequences += siblings
+        return siblings
+
+    def branch(self, branches: list[Branch], kv: KVCacheManager) -> list[int]:
+        """Let beam ``i`` continue as ``branches[i]`` says. Returns what the workers have to be told, as in
+        ``RowUpdates.branches``."""
+        rows = [beam.row for beam in self.sequences]
+        kv.branch(self.sequences, [branch.parent for branch in branches], [branch.token for branch in branches])
+        updates: list[int] = []
+        for beam, branch in zip(self.sequences, branches, strict=True):
+            beam.guide = branch.guide
+            updates += (beam.row, rows[branch.parent], len(beam.tokens) - 1, branch.token)
+        return updates
+
+    def restart_search(self, block_size: int) -> None:
+        """Reduce a preempted beam search to its first beam before its first token. The caller has ended the others.
+
+        Swapped or recomputed one by one, beams would not share blocks, and might not find room together.
+        """
+        first = self.first
+        if len(self.sequences) > 1:
+            first.num_unforked = len(self.sequences) - 1
+            first.guide = self._first_guide
+        del self.sequences[1:], first.tokens[first.prompt_length :]
+        del first.block_hashes[first.prompt_length // block_size :]
+        self.search = BeamSearch(first)

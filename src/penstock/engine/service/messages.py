@@ -1,0 +1,248 @@
+"""Messages between an engine process and its clients: msgspec structs, as MessagePack over ZeroMQ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.config.options import EngineOptions, LogOptions
+from penstock.core import EngineRequest, Failure, TokenDelta, Vocabulary
+from penstock.core.sampling import MAX_SEQUENCES
+
+KEEP_ALIVE_INTERVAL = 1.0
+"""Seconds between two ``KeepAlive`` messages of a client."""
+CLIENT_TIMEOUT = 5.0
+"""Seconds without a message after which the engine cancels a client's requests."""
+LOOP_TIMEOUT = 30.0
+"""Seconds that a client's event loop may be blocked before its ``ProcessAlive`` messages stop."""
+
+# --- From clients to the engine --------------------------------------------------------------------------------------
+
+
+class Connect(msgspec.Struct, tag=True, frozen=True):
+    """The client's first message. Answered with ``Ready`` once the engine has loaded."""
+
+
+class KeepAlive(msgspec.Struct, tag=True, frozen=True):
+    """Renews the client's lease, as every message does. Answered with ``Stats``."""
+
+
+class ProcessAlive(msgspec.Struct, tag=True, frozen=True):
+    """Renews a client's lease while its event loop is blocked. Sent by a thread on a separate socket; not answered."""
+
+    client: bytes
+    """ZeroMQ identity of the client's main socket."""
+
+
+class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """The model's vocabulary, for guided decoding; sent before the first guided request."""
+
+    vocabulary: Vocabulary
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """Queue a request. Its deltas, or its error, come in ``Deltas``."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Cancel a request of this client."""
+
+    request_id: str
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """End one sequence of a request, whose text contains a stop string."""
+
+    request_id: str
+    sequence: int
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Cancel requests by their external ids, whichever client sent them. The engine forwards it to all clients, which
+    abort those of their own."""
+
+    request_ids: list[str]
+
+
+class Pause(msgspec.Struct, tag=True, frozen=True):
+    """Pause or resume a request's sequences, because the consumer of its output is slow."""
+
+    request_id: str
+    paused: bool
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
+    """Drop all cached prefixes. Answered with ``CallResult``."""
+
+    call_id: int
+    """Chosen by the client; repeated in the ``CallResult``."""
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Load a LoRA adapter. Answered with ``CallResult`` once requests may name it, or with the error."""
+
+    call_id: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Unload a LoRA adapter. Answered with ``CallResult``."""
+
+    call_id: int
+    name: str
+
+
+# --- From the engine to its clients ----------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine serves; what clients need to know of its model and KV cache."""
+
+    pid: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    """KV blocks on the device."""
+    block_size: int
+    """Tokens in a KV block."""
+    fingerprint: str
+    """``Engine.info.fingerprint``: what decides the bits of results."""
+    batch_invariant: bool
+    adapters: dict[str, str]
+    """As in ``Adapters``."""
+    iteration_timeout: float = 0.0
+    """The option ``engine_iteration_timeout``, seconds."""
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """Statistics of the engine; counters count from its start."""
+
+    running: int = 0
+    """Sequences that are running."""
+    waiting: int = 0
+    """Sequences in the queue."""
+    blocks: int = 0
+    """KV blocks on the device."""
+    blocks_used: int = 0
+    """KV blocks that sequences hold."""
+    preemptions: int = 0
+    """Counter of preempted sequences."""
+    paused: int = 0
+    """Sequences in the queue because they were preempted."""
+    blocks_reused: int = 0
+    """Counter of KV blocks found in the prefix cache."""
+    steps: int = 0
+    """Counter of steps."""
+    scheduled: int = 0
+    """Sequences in the last step; 0 where none is running."""
+    in_prefill: int = 0
+    """Sequences in the last step whose prompt was being computed."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed in the last step."""
+    cpu_memory: int = 0
+    """Resident memory of the engine process, bytes."""
+    gpu_memory: int = 0
+    """Memory that the engine process has allocated on a GPU, bytes."""
+    longest_step: float = 0.0
+    """Longest step since the start, seconds."""
+    heartbeat_age: float = 0.0
+    """Seconds since the engine's last heartbeat; filled in by the client."""
+    drafts: int = 0
+    """Counter of drafts in speculative decoding."""
+    draft_tokens: int = 0
+    """Counter of draft tokens."""
+    accepted_tokens: int = 0
+    """Counter of draft tokens that were accepted."""
+    accepted_at: list[int] = []
+    """``accepted_tokens`` by position in the draft."""
+
+
+class Deltas(msgspec.Struct, tag=True, frozen=True):
+    """The deltas of one step, of this client's requests."""
+
+    deltas: list[TokenDelta]
+
+
+class Adapters(msgspec.Struct, tag=True, frozen=True):
+    """The LoRA adapters; sent to every client whenever they change."""
+
+    paths: dict[str, str]
+    """Name → folder of each adapter that is loaded or being loaded."""
+
+
+class CallResult(msgspec.Struct, tag=True, frozen=True):
+    """The result of a message with a ``call_id``."""
+
+    call_id: int
+    failure: Failure | None = None
+    """None where it succeeded."""
+
+
+# --- Messages that cannot be decoded ---------------------------------------------------------------------------------
+
+
+class PartialRequest(msgspec.Struct, frozen=True):
+    """Fields of an ``EngineRequest`` that can be decoded even where others cannot."""
+
+    request_id: str
+    sampling: dict[str, Any] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that the client waits for; 1 where it cannot be decoded."""
+        values = [self.sampling.get(name) for name in ("n", "best_of")]
+        return max([1, *(value for value in values if isinstance(value, int) and value <= MAX_SEQUENCES)])
+
+
+class PartialMessage(msgspec.Struct, frozen=True):
+    """Fields of an invalid message by which its sender can be sent an error; None where there is none."""
+
+    request: PartialRequest | None = None
+    call_id: int | None = None
+
+
+# --- Between an engine process and the process that starts it --------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What an engine process reads on its standard input: one JSON document."""
+
+    options: EngineOptions
+    logs: LogOptions
+    parent: int
+    """Process id of the parent; the engine is killed when it dies."""
+
+
+class StartFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not start."""
+
+    failure: Failure
+
+
+ToEngine = (
+    Connect
+    | KeepAlive
+    | ProcessAlive
+    | SetVocabulary
+    | Add
+    | Abort
+    | Stop
+    | Pause
+    | Cancel
+    | ResetPrefixCache
+    | LoadAdapter
+    | UnloadAdapter
+)
+FromEngine = Ready | Stats | Deltas | Adapters | Cancel | CallResult
+StartReport = Ready | StartFailed
+"""What an engine process writes on its standard output: one line of JSON."""
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_partial = msgspec.msgpack.Decoder(PartialMessage).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_start_report = msgspec.json.Decoder(StartReport).decode

@@ -1,0 +1,59 @@
+"""The cores that this process may use, and how ranks share them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.core.errors import invalid
+
+FIELD = "cpu_binding"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its CPU affinity, or its cgroup's CPU quota where that is lower."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as limit:
+            quota, period = limit.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
+    """The cores that one of so many ranks on this host is bound to; empty where it is bound to none.
+
+    Args:
+        binding: the option ``cpu_binding``. ``auto`` shares out the usable cores evenly, those of a NUMA node together,
+            where there is one for each rank at least; ``none`` binds nothing; else a list of cores for each rank.
+
+    Raises ``PenstockError`` (``invalid``) for a binding that cannot be read, or is not for so many ranks.
+    """
+    if binding == "none":
+        return set()
+    if binding == "auto":
+        cores = sorted(os.sched_getaffinity(0), key=lambda core: (_node_of(core), core))
+        if len(cores) < size:
+            return set()
+        first, end = (len(cores) * number // size for number in (rank, rank + 1))
+        return set(cores[first:end])
+    lists = binding.split("|" if "|" in binding else ",")
+    if len(lists) != size:
+        raise invalid(FIELD, f"{binding!r} has cores for {len(lists)} ranks, and there are {size}", size)
+    return set.union(*(_range(text) for text in lists[rank].split(",")))
+
+
+def _range(text: str) -> set[int]:
+    first, _, last = text.strip().partition("-")
+    if not first.isdigit() or not (last or first).isdigit():
+        raise invalid(
+            FIELD, f"{text!r} is neither a core nor a range of them: write 0-15,16-31, or 0-7,16-23|8-15,24-31"
+        )
+    return set(range(int(first), int(last or first) + 1))
+
+
+def _node_of(core: int) -> int:
+    """The NUMA node of a core; 0 where the system does not tell."""
+    nodes = Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")
+    return min((int(node.name.removeprefix("node")) for node in nodes), default=0)

@@ -1,0 +1,138 @@
+"""A group of ranks on one host. What they gather lies in memory that all of them map, into which kernels write their
+outputs: gathering is a barrier, and no copy."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.ops import _kernels
+from penstock.ops.cpu import graph
+
+from .group import RankFailedError, Shard
+
+CAPACITY = 2**36
+"""Bytes of address space for what is gathered. A page takes memory from its first write on."""
+SPINS = 2000
+"""Looks at another rank's place, some 30 microseconds of them, before a rank sleeps."""
+PATIENCE = 3600.0
+"""Seconds that a rank is waited for. Who has started the ranks ends them long before (``engine.executor``)."""
+LINE = 4096
+"""Bytes that buffers begin at a multiple of; the first ones are the ranks' own."""
+
+
+def create_memory() -> int:
+    """Memory for a group: a file descriptor, which all ranks' processes inherit."""
+    descriptor = os.memfd_create("penstock-group", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, CAPACITY)
+    return descriptor
+
+
+def slowest(descriptor: int, size: int) -> int:
+    """The rank of a group that is behind the others."""
+    with mmap.mmap(descriptor, LINE, prot=mmap.PROT_READ) as memory:
+        places = np.frombuffer(memory[:], np.uint64)[:: _kernels.Group.RANK_BYTES // 8][:size]
+    return int(places.argmin())
+
+
+class SharedMemoryGroup:
+    """A ``Group`` over ``create_memory``.
+
+    Args:
+        patience: seconds that a rank is waited for.
+        spins: 0 where ranks share cores.
+    """
+
+    def __init__(self, descriptor: int, rank: int, size: int, patience: float = PATIENCE, spins: int = SPINS) -> None:
+        self.rank = rank
+        self.size = size
+        self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY), np.uint8)
+        self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, patience)
+        self._allocated = LINE
+        self._steps = 0
+        self._buffers = _Buffers(self._allocate)
+        self._of_graphs: weakref.WeakKeyDictionary[graph.Arena, _Buffers] = weakref.WeakKeyDictionary()
+
+    def all_gather(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+    ) -> Tensor:
+        whole = self._empty((rows, shard.total), dtype)
+        compute(whole[:, shard.first : shard.end])
+        self._barrier()
+        return whole
+
+    def merge_rows(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        whole = self._empty((rows, width), dtype)
+        compute(whole)
+        self._barrier()
+        return whole
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._steps += 1
+        self.native.begin(self._steps)
+        try:
+            yield
+        except BaseException:
+            self.native.end(self._steps, True)
+            raise
+        if (failed := self.native.end(self._steps, False)) >= 0:
+            raise RankFailedError(f"the step failed on rank {failed}")
+        self._buffers.recycle()
+
+    def _current_buffers(self) -> _Buffers:
+        arena = graph.current_arena()
+        if arena is None:
+            return self._buffers
+        return self._of_graphs.setdefault(arena, _Buffers(self._allocate))
+
+    def _empty(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        memory = self._current_buffers().take(prod(shape) * dtype.itemsize)
+        return torch.from_numpy(memory).view(dtype).view(shape)
+
+    def _barrier(self) -> None:
+        _kernels.barrier(self.native)
+        self._current_buffers().recycle()
+
+    def _allocate(self, size: int) -> np.ndarray:
+        first = self._allocated
+        self._allocated += -(-size // LINE) * LINE
+        if self._allocated > CAPACITY:
+            raise MemoryError(f"ranks have no {size} bytes left to share")
+        return self._memory[first : first + size]
+
+
+class _Buffers:
+    """Buffers that are used again, but only after the barrier that follows their last use: until then another rank
+    may be reading. All ranks ask for the same sizes in the same order, so that a buffer lies at the same place in all.
+    """
+
+    def __init__(self, allocate: Callable[[int], np.ndarray]) -> None:
+        self._allocate = allocate
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._unused: list[np.ndarray] = []
+
+    def take(self, size: int) -> np.ndarray:
+        """``[size]`` uint8, which comes back when its last reference goes."""
+        room = 1 << max(size - 1, 0).bit_length()  # so that steps of many sizes use the same ones
+        memory = self._free[room].pop() if self._free[room] else self._allocate(room)
+        view = memory[:size]
+        weakref.finalize(view, self._unused.append, memory)
+        return view
+
+    def recycle(self) -> None:
+        """After a barrier."""
+        while self._unused:
+            memory = self._unused.pop(0)
+            self._free[len(memory)].append(memory)

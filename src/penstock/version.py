@@ -1,0 +1,3 @@
+"""The version of this installation, which ``pyproject.toml`` reads."""
+
+__version__ = "0.0.1"

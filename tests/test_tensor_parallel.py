@@ -1,0 +1,227 @@
+"""Several ranks compute what one computes, bit by bit. One that dies, hangs or fails is named, and ends all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from peft import LoraConfig, get_peft_model
+from test_executors import lost, request, run
+from test_speculation import with_head
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from penstock import LLM, GuidedDecodingParams, LoRARequest, PenstockError, PoolingParams, SamplingParams
+from penstock.cli.main import main
+from penstock.config.options import EngineOptions
+from penstock.core import Code
+from penstock.engine.engine import Engine
+from penstock.engine.executor.multiproc import MultiprocExecutor
+from penstock.ops.cores import cores_of_rank
+
+pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+
+KINDS = ("float32 none auto", "bfloat16 none auto", "bfloat16 w8a8 int8", "bfloat16 w4a8 auto", "bfloat16 wint8 int8")
+"""What is computed in, and what weights and the cache are rounded to."""
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 200, "weight_cache_dir": "none", "max_loras": 2}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an adapter in ``adapter``."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    sizes = SMALL | HEADS | {"vocab_size": 3584}  # the tokenizer's, for grammars
+    model = save(Qwen3Config(**sizes, head_dim=16, sliding_window=None), folder)
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    return folder
+
+
+def results(llm: LLM, adapter: Path) -> str:
+    """Tokens, log probabilities, logits and embeddings of all kinds of requests."""
+    rng = Random(0)
+    prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (3, 20, 70, 5, 30, 9, 12, 40)]
+    regex = GuidedDecodingParams(regex="(ab|[0-9]|x+y){30,}")
+    params = [
+        GREEDY,
+        SamplingParams(temperature=1, seed=1, n=3, max_tokens=30, ignore_eos=True, repetition_penalty=1.1),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=2, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, use_beam_search=True, n=2, best_of=3, max_tokens=10, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, guided_decoding=regex),
+        SamplingParams(temperature=1, seed=3, max_tokens=20, guided_decoding=regex),
+        SamplingParams(temperature=0, max_tokens=5, return_generation_logits=True, return_context_logits=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    ]
+    adapters = [None, None, LoRARequest("adapter", 1, str(adapter))]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[adapters[i % 3] for i in range(8)])
+    pooled = llm.embed(prompts[:3], use_tqdm=False, pooling_params=PoolingParams(normalize=True))
+    told = [
+        (o.prompt_logprobs, [(c.token_ids, c.logprobs, c.cumulative_logprob, c.generation_logits) for c in o.outputs])
+        for o in outputs
+    ]
+    return repr((told, [o.context_logits for o in outputs], [o.outputs.embedding for o in pooled]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("float32 none auto", (4,)),
+        ("bfloat16 none int8", (2,)),
+        ("bfloat16 w8a8 auto", (3,)),
+        ("bfloat16 wint4-g32 auto", (2,)),
+        *(pytest.param(kind, (2, 3, 4), marks=pytest.mark.thorough) for kind in KINDS),
+    ],
+)
+def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Path, kind: str, sizes: tuple[int, ...]) -> None:
+    dtype, quantization, kept = kind.split()
+    options = OPTIONS | {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept, "enable_lora": True}
+    expected = results(LLM(checkpoint, **options), checkpoint / "adapter")
+    for size in sizes:
+        llm = LLM(checkpoint, tensor_parallel_size=size, **options)
+        assert results(llm, checkpoint / "adapter") == expected, size
+        llm.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (Qwen2Config(**SMALL), 2),
+        (LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True), 4),  # two ranks a KV head
+    ],
+    ids=["qwen2", "llama"],
+)
+def test_ranks_find_what_transformers_finds(config: PreTrainedConfig, size: int, tmp_path: Path) -> None:
+    model: PreTrainedModel = save(config, tmp_path)
+    prompt = list(range(2, 40))
+    made = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    llm = LLM(tmp_path, dtype="float32", tensor_parallel_size=size, **OPTIONS)
+    (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    llm.engine.close()
+    assert output.outputs[0].token_ids == made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+def test_ranks_draft_and_swap_together(method: str, checkpoint: Path, tmp_path: Path) -> None:
+    """With so few blocks that sequences are swapped out and in."""
+    folder = with_head(tmp_path, knowing=False) if method == "mtp" else checkpoint
+    config = {"num_speculative_tokens": 2, "adaptive": False, "method": method}
+    config |= {"model": str(folder)} if method == "draft_model" else {}
+    options = OPTIONS | {"dtype": "float32", "num_gpu_blocks_override": 20, "preemption_mode": "swap"}
+    prompts = [[2 + (7 * i + j) % 5 for j in range(20)] for i in range(6)]
+    asked = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60, ignore_eos=True) for i in range(6)]
+    expected = LLM(folder, **options).generate(prompts, asked, use_tqdm=False)
+    llm = LLM(folder, tensor_parallel_size=2, swap_space=0.001, speculative_config=config, **options)
+    found = llm.generate(prompts, asked, use_tqdm=False)
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert llm.engine.scheduler.preemptions > 0
+    assert llm.engine.speculation and llm.engine.speculation.counts.draft_tokens > 0
+    llm.engine.close()
+
+
+@contextmanager
+def ranks(checkpoint: Path, size: int = 2, **options: Any) -> Iterator[tuple[Engine, list[int]]]:
+    """An engine, and its workers' processes."""
+    fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, "tensor_parallel_size": size}
+    with closing(Engine(EngineOptions(**OPTIONS | fixed | options))) as engine:
+        executor = engine._executor
+        assert isinstance(executor, MultiprocExecutor)
+        yield engine, executor.pids
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_and_ends_all(checkpoint: Path, rank: int) -> None:
+    with ranks(checkpoint) as (engine, pids):
+        message = lost(engine, lambda: os.kill(pids[rank], signal.SIGKILL))
+        assert f"the worker of rank {rank} (process {pids[rank]}) ended: killed by SIGKILL" in message
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_and_ends_all(checkpoint: Path, rank: int) -> None:
+    with ranks(checkpoint, engine_iteration_timeout=2.0) as (engine, pids):
+        message = lost(engine, lambda: os.kill(pids[rank], signal.SIGSTOP))
+        assert f"the worker of rank {rank} (process {pids[rank]}) has not answered in time" in message
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before some of its barriers. Other requests go on, with the tokens that they would have had."""
+    flag = tmp_path / "fails"
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+        import os, pathlib
+        from penstock.ops import cpu
+        whole = cpu.copy_blocks
+        flag = pathlib.Path({str(flag)!r})
+        def copy_blocks(*args):
+            if flag.exists() and flag.read_text() == str(os.getpid()):
+                flag.unlink()
+                raise RuntimeError("the device has failed")
+            whole(*args)
+        cpu.copy_blocks = copy_blocks
+        """)
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with ranks(checkpoint, max_num_seqs=2) as (engine, pids):
+        engine.add(request("alone", temperature=0))
+        alone = [token for delta in run(engine) for token in delta.token_ids]
+        for rank in (1, 0):
+            engine.add(request("failing"))
+            engine.step()
+            flag.write_text(str(pids[rank]))
+            (delta,) = engine.step()
+            assert delta.failure and delta.failure.code is Code.INTERNAL
+            assert engine.failure is None and not engine.busy
+            engine.add(request("alone", temperature=0))
+            assert [token for delta in run(engine) for token in delta.token_ids] == alone
+
+
+def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_path: Path) -> None:
+    save(LlamaConfig(**SMALL), tmp_path)
+    with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
+        LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
+    with pytest.raises(PenstockError, match="processes of their own"):
+        LLM(checkpoint, tensor_parallel_size=2, distributed_executor_backend="uni", **OPTIONS)
+    with pytest.raises(PenstockError, match="has cores for 1 ranks, and there are 2"):
+        LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
+
+
+def test_ranks_are_bound_to_cores_of_their_own(checkpoint: Path) -> None:
+    """Shared out evenly; or those that they are told, which may be the same ones."""
+    shares = [cores_of_rank("auto", rank, 2) for rank in range(2)]
+    usable = os.sched_getaffinity(0)
+    assert set.union(*shares) == (usable if len(usable) > 1 else set()) and not set.intersection(*shares)
+    assert cores_of_rank("0-2,8-15", 1, 2) == set(range(8, 16))
+    assert cores_of_rank("0-1,4|2-3,5", 0, 2) == {0, 1, 4}
+    first = min(usable)
+    with ranks(checkpoint, cpu_binding=f"{first}|{first}") as (_, pids):
+        assert [os.sched_getaffinity(pid) for pid in pids] == [{first}, {first}]
+
+
+@pytest.mark.row("vllm", "--tensor-parallel-size", "-tp")
+@pytest.mark.parametrize(
+    ("profile", "flag"),
+    [
+        ("vllm", "-tp"),
+        ("ascend-vllm", "--tensor-parallel-size"),
+        ("bladellm", "--tensor_parallel_size"),
+        ("fastdeploy", "--tensor-parallel-size"),
+    ],
+)
+def test_ranks_are_asked_for_as_elsewhere(capsys: pytest.CaptureFixture[str], profile: str, flag: str) -> None:
+    assert main(["config", "--json", "--compat", profile, flag, "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensor_parallel_size"]["value"] == 4
