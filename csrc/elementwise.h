@@ -58,6 +58,7 @@ void norm_row(const Norm& a, int64_t row) {
         put(residual + i, both, n);
         return rounded<T>(both);
       });
+      if (!weight) return;
       x = residual;
     } else {
       total = squares(a.size, [&](int64_t i, auto n) { return get(x + i, n); });

@@ -128,7 +128,7 @@ struct Pack {
 struct Norm {
   const void* x;
   void* residual;  // null: none; else read and written, [rows, size], and groups is 1
-  const void* weight;
+  const void* weight;  // null: only add to the residual
   void* out;
   int64_t groups, size, stride;
   float eps;

@@ -66,6 +66,8 @@ class BuildContext:
     max_len: int
     """Tokens that a sequence may have."""
     group: Group = SINGLE_RANK
+    layers: range | None = None
+    """Numbers of the layers of this pipeline stage; None for all."""
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
     max_loras: int = 0

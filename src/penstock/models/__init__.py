@@ -56,6 +56,7 @@ def load_model(
     mtp_heads: bool = False,
     max_loras: int = 0,
     group: Group = SINGLE_RANK,
+    layers: range | None = None,
 ) -> Model:
     """Build the model of a checkpoint.
 
@@ -70,6 +71,7 @@ def load_model(
         mtp_heads: load the checkpoint's heads for multi-token prediction, too.
         max_loras: LoRA adapters that may be loaded at a time.
         group: the rank whose part of the model is built.
+        layers: numbers of the layers of the pipeline stage that is built; None for all.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or not supported.
     """
@@ -86,6 +88,8 @@ def load_model(
     scheme, cache = SCHEMES[quantization], None
     if weight_cache_dir and load_format != "dummy" and device.type == "cpu":
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
+        if layers:
+            packing += f" layers {layers.start} to {layers.stop}"
         cache = WeightCache(weight_cache_dir, folder, packing, weights.version, weight_cache_size)
     context = BuildContext(
         ops,
@@ -94,6 +98,7 @@ def load_model(
         device,
         max_len or config.max_model_len,
         group=group,
+        layers=layers,
         scheme=scheme,
         weight_cache=cache,
         max_loras=max_loras,

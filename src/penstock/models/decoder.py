@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,18 +46,25 @@ class Decoder:
         def layer(number: int) -> DecoderLayer:
             return DecoderLayer(context, config, number, attention, mlp)
 
-        self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
-        self._layers = [layer(number) for number in range(config.num_layers)]
-        self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
-        self._lm_head = self._embedding
-        if not config.tie_word_embeddings and config.has_lm_head:
-            self._lm_head = Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
+        self._ops = context.ops
+        self.layers = context.layers or range(config.num_layers)
+        self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
+        tied = config.tie_word_embeddings or not config.has_lm_head
+        if self._is_first or (self._is_last and tied):
+            self._embedding = Embedding(context, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._layers = [layer(number) for number in self.layers]
+        if self._is_last:
+            self._norm = RMSNorm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
+            self._lm_head = (
+                self._embedding if tied else Embedding(context, "lm_head", config.vocab_size, config.hidden_size)
+            )
         self._mtp_heads = [
             DecoderMTPHead(context, config, layer, config.num_layers + head, self._embedding)
             for head in range(num_mtp_heads)
         ]
         self.mtp_heads: Sequence[MTPHead] = self._mtp_heads
-        self.lora_targets: Mapping[str, LoRATarget] = context.lora_targets
+        own, others = context.lora_targets, set(range(config.num_layers)).difference(self.layers)
+        self.lora_targets: Mapping[str, LoRATarget | None] = {**own, **dict.fromkeys(_in_layers(own, others))}
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:
@@ -65,10 +73,13 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
-        x, residual = self._embedding(batch.token_ids), None
+        x, residual = self._embedding(batch.token_ids) if self._is_first else batch.hidden_states, None
+        assert x is not None
         for layer, layer_cache in zip(self._layers, cache, strict=False):  # entries of MTP heads follow
             x, residual = layer(x, residual, layer_cache, batch)
         assert residual is not None
+        if not self._is_last:
+            return self._ops.add_residual(x, residual)
         hidden, _ = self._norm.add(x, residual)
         return hidden
 
@@ -79,6 +90,11 @@ class Decoder:
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
         return self._lm_head.argmax(hidden, bitmask)
+
+
+def _in_layers(names: Iterable[str], layers: Iterable[int]) -> set[str]:
+    """Names as they are in other layers."""
+    return {re.sub(r"(?<=^model\.layers\.)\d+", str(layer), name) for name in names for layer in layers}
 
 
 def build_decoder(

@@ -38,8 +38,10 @@ class Model(Protocol):
     """Tokens that a sequence may have."""
     weights_version: str
     """Identifies the weights, for keys of what was computed with them (prefix cache)."""
-    lora_targets: Mapping[str, LoRATarget]
-    """The checkpoint's matrices that LoRA adapters may add to, by name."""
+    layers: range
+    """Numbers of the layers that this pipeline stage computes."""
+    lora_targets: Mapping[str, LoRATarget | None]
+    """The checkpoint's matrices that LoRA adapters may add to, by name; None for those of other pipeline stages."""
     mapped_bytes: int
     """Bytes of packed weights that are mapped from disk. The system counts them as free memory, as it could read them
     again, but every step needs them."""
@@ -50,15 +52,18 @@ class Model(Protocol):
         ...
 
     def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
-        """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens."""
+        """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens.
+        A pipeline stage before the last returns the residual stream after its layers, ``[tokens, hidden]``; those
+        after the first begin with ``batch.hidden_states``."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
+        """In the last stage: ``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
         ...
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing all logits.
+        """In the last stage: ``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing
+        all logits.
 
         Args:
             bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.

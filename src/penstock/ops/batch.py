@@ -40,6 +40,9 @@ class Batch:
     """``[tokens]`` int32: LoRA slot of each token, -1 for none; None where no token has one."""
     logits_lora_slots: Tensor | None = None
     """``[rows]`` int32: ``lora_slots`` of the tokens in ``logits_indices``."""
+    hidden_states: Tensor | None = None
+    """``[tokens, hidden]``: the residual stream that the pipeline stage before has computed, which may be changed; None
+    in the first stage."""
 
 
 Step = Callable[[Batch], Tensor]

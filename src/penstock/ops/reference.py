@@ -227,6 +227,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
+def add_residual(x: Tensor, residual: Tensor) -> Tensor:
+    """Add ``x`` to the residual stream; returns the sum, ``[tokens, hidden]``, as ``add_rms_norm`` has it.
+
+    A backend may change ``residual`` in place.
+    """
+    return residual + x
+
+
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotary embedding (Su et al., 2021) that rotates the two halves of a head against each other (NeoX style).
 
@@ -336,7 +344,14 @@ def copy_blocks(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) 
         other[:, goals] = layer[:, origins].to(other.device)
 
 
-def capture(step: Step, max_tokens: int, max_sequences: int, max_blocks: int, use_lora: bool = False) -> Step:
+def capture(
+    step: Step,
+    max_tokens: int,
+    max_sequences: int,
+    max_blocks: int,
+    use_lora: bool = False,
+    hidden_states: Tensor | None = None,
+) -> Step:
     """A step in the form that this backend runs fastest. Its result is valid until the next call.
 
     Args:
@@ -344,5 +359,6 @@ def capture(step: Step, max_tokens: int, max_sequences: int, max_blocks: int, us
         max_tokens, max_sequences: of a batch.
         max_blocks: of a sequence.
         use_lora: whether its batches have ``lora_slots``.
+        hidden_states: ``[max_tokens, hidden]``, for batches that have ``hidden_states``: memory for them.
     """
     return step

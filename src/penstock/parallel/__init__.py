@@ -1,5 +1,16 @@
-"""Tensor parallelism: which part of each matrix a rank computes, and how ranks exchange what they have computed."""
+"""Tensor and pipeline parallelism: which part of the model a rank computes, and how ranks exchange their results."""
 
 from .group import SINGLE_RANK, Group, RankFailedError, Shard, SingleRank, shard_heads, shard_outputs
+from .pipeline import SINGLE_STAGE, PipelineStage
 
-__all__ = ["SINGLE_RANK", "Group", "RankFailedError", "Shard", "SingleRank", "shard_heads", "shard_outputs"]
+__all__ = [
+    "SINGLE_RANK",
+    "SINGLE_STAGE",
+    "Group",
+    "PipelineStage",
+    "RankFailedError",
+    "Shard",
+    "SingleRank",
+    "shard_heads",
+    "shard_outputs",
+]

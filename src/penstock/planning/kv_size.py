@@ -33,6 +33,12 @@ def weight_bytes(size: ModelSize, quantization: str = "none", dtype: str = "auto
         mtp: whether the layers for multi-token prediction are loaded.
     """
     layers = size.layer_weights + (size.mtp_weights if mtp else 0)
+    layer, head = bytes_per_weight(size, quantization, dtype)
+    return int(layers * layer + size.embedding_weights * head)
+
+
+def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[float, float]:
+    """Bytes of a parameter of the layers, and of the embedding and language model head; arguments as above."""
     scheme, computed = SCHEMES[quantization], _computed_dtype(size, dtype)
 
     def weight(format: Format) -> float:
@@ -40,7 +46,7 @@ def weight_bytes(size: ModelSize, quantization: str = "none", dtype: str = "auto
             return ITEM_BYTES[computed]
         return format.bits / 8 + SCALE_BYTES / (format.group_size or size.hidden_size)
 
-    return int(layers * weight(scheme.layers) + size.embedding_weights * weight(scheme.head))
+    return weight(scheme.layers), weight(scheme.head)
 
 
 def kv_specs(

@@ -31,6 +31,8 @@ class ModelSize:
     hidden_size: int
     embedding_weights: int
     """Parameters of the embedding, and of the language model head where it is a matrix of its own."""
+    head_weights: int
+    """Parameters of the language model head, which are the embedding's, too, where the two are tied."""
     num_kv_heads: int
     """1 with ``latent``."""
     kv_dim: int
@@ -76,6 +78,7 @@ def _model_size(config: Mapping[str, Any]) -> ModelSize:
         layer_weights=layers * attention + plain * dense + (layers - plain) * sparse,
         hidden_size=hidden,
         embedding_weights=vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2),
+        head_weights=vocabulary * hidden,
         num_kv_heads=kv_heads,
         kv_dim=kv_dim,
         latent=latent,

@@ -63,7 +63,7 @@ class LoRAAdapter:
 
 
 def load_lora(
-    folder: Path, targets: Mapping[str, LoRATarget], dtype: torch.dtype, device: torch.device, max_lora_rank: int
+    folder: Path, targets: Mapping[str, LoRATarget | None], dtype: torch.dtype, device: torch.device, max_lora_rank: int
 ) -> LoRAAdapter:
     """Read an adapter for a model.
 
@@ -79,7 +79,9 @@ def load_lora(
     tensors = _tensors(folder)
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     for name in sorted({_module(key, targets) for key in tensors}):
-        target, rank = targets[name], _by_pattern(config["rank_pattern"], name, config["r"])
+        if not (target := targets[name]):
+            continue  # another pipeline stage reads it
+        rank = _by_pattern(config["rank_pattern"], name, config["r"])
         if not 1 <= rank <= max_lora_rank:
             words = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
             raise invalid(FIELD, words, max_lora_rank)
@@ -143,7 +145,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _module(key: str, targets: Mapping[str, LoRATarget]) -> str:
+def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:
     """Name of the checkpoint's matrix that a tensor adds to."""
     for end in (LORA_A, LORA_B):
         name = key.removeprefix(PREFIX).removesuffix(end)

@@ -6,7 +6,7 @@ Kernels take addresses and sizes. These modules check what the kernels trust, an
 from __future__ import annotations
 
 from .. import _kernels, native
-from .elementwise import add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
+from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
 from .kv_cache import attention, copy_blocks, new_kv_cache, store_kv
 from .limits import measure_limits, set_threads
@@ -21,6 +21,7 @@ __all__ = [
     "LAYOUT",
     "NAME",
     "add_lora",
+    "add_residual",
     "add_rms_norm",
     "argmax",
     "attention",

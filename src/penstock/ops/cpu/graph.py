@@ -84,7 +84,13 @@ class CapturedGraph:
     """A step as one native call; arguments as of ``capture``."""
 
     def __init__(
-        self, step: Step, max_tokens: int, max_sequences: int, max_blocks: int, use_lora: bool = False
+        self,
+        step: Step,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        use_lora: bool = False,
+        hidden_states: Tensor | None = None,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
@@ -104,6 +110,7 @@ class CapturedGraph:
             logits_attention=metadata(),
             lora_slots=zeros(max_tokens, dtype=torch.int32) if use_lora else None,
             logits_lora_slots=zeros(max_tokens, dtype=torch.int32) if use_lora else None,
+            hidden_states=None if hidden_states is None else hidden_states[:max_tokens],
         )
         self._native, self._arena = _kernels.Tape(), Arena()
         with _allocating_from(self._arena):
@@ -127,7 +134,11 @@ class CapturedGraph:
         own.positions[:tokens] = batch.positions
         own.slot_mapping[:tokens] = batch.slot_mapping
         own.logits_indices[:rows] = batch.logits_indices
-        for mine, given in ((own.lora_slots, batch.lora_slots), (own.logits_lora_slots, batch.logits_lora_slots)):
+        for mine, given in (
+            (own.lora_slots, batch.lora_slots),
+            (own.logits_lora_slots, batch.logits_lora_slots),
+            (own.hidden_states, batch.hidden_states),
+        ):
             if mine is not None and given is not None:
                 mine[: len(given)] = given
         sequences, logits_sequences = (
@@ -147,11 +158,19 @@ def _copy_metadata(own: AttentionMetadata, given: AttentionMetadata) -> int:
     return sequences
 
 
-def capture(step: Step, max_tokens: int, max_sequences: int, max_blocks: int, use_lora: bool = False) -> Step:
+def capture(
+    step: Step,
+    max_tokens: int,
+    max_sequences: int,
+    max_blocks: int,
+    use_lora: bool = False,
+    hidden_states: Tensor | None = None,
+) -> Step:
     """As ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs call by call.
 
     Limits PyTorch to one thread from now on: its threads spin for a while after each call, on cores that the kernels
     then lack.
     """
     torch.set_num_threads(1)
-    return CapturedGraph(step, min(max_tokens, MAX_CAPTURED_TOKENS), max_sequences, max_blocks, use_lora)
+    tokens = min(max_tokens, MAX_CAPTURED_TOKENS)
+    return CapturedGraph(step, tokens, max_sequences, max_blocks, use_lora, hidden_states)

@@ -1,0 +1,94 @@
+"""Pipeline parallelism: stages that compute consecutive layers, each step one stage after the other.
+
+A stage sends the residual stream after its last layer to the next one, which therefore computes the same bits as a
+single stage would (GPipe, Huang et al., 2019, without micro-batches of one step: other steps fill the stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .group import RankFailedError
+
+FAILED = b""
+"""Sent in place of hidden states by a stage whose step has failed."""
+
+
+class Sender(Protocol):
+    def send(self, message: bytes) -> None: ...
+
+
+class Receiver(Protocol):
+    def receive(self) -> bytes:
+        """The next message; waits for it."""
+        ...
+
+
+class PipelineStage:
+    """One rank's view of the pipeline. Ranks with the same place in their tensor-parallel group are connected; each
+    sends one message a step.
+
+    Args:
+        rank: of this stage.
+        size: number of stages.
+        previous: where the stage before this one sends to; None for the first.
+        following: what the stage after this one receives from; None for the last.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, previous: Receiver | None = None, following: Sender | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._previous = previous
+        self._following = following
+        self._received = False
+        self._outgoing = FAILED
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step of this stage. Its hidden states are sent at the end; should it fail, the next stage's step
+        fails, too. A message of the previous stage is taken in any case."""
+        self._received, self._outgoing = False, FAILED
+        try:
+            yield
+        except BaseException:
+            self._outgoing = FAILED
+            raise
+        finally:
+            if self._previous and not self._received:
+                self._previous.receive()
+            if self._following:
+                self._following.send(self._outgoing)
+
+    def receive(self, width: int, dtype: torch.dtype) -> Tensor:
+        """``[tokens, width]``: what the previous stage has sent in this step; waits for it.
+
+        Raises ``RankFailedError`` where the step has failed there.
+        """
+        assert self._previous is not None
+        message = self._previous.receive()
+        self._received = True
+        if message == FAILED:
+            raise RankFailedError(f"the step failed in pipeline stage {self.rank - 1} or before")
+        return torch.frombuffer(bytearray(message), dtype=dtype).view(-1, width)
+
+    def send(self, hidden: Tensor) -> None:
+        """Send ``[tokens, width]`` to the next stage when the step ends."""
+        self._outgoing = hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+
+SINGLE_STAGE = PipelineStage()

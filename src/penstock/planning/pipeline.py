@@ -1,0 +1,59 @@
+"""Which layers each pipeline stage computes."""
+
+from __future__ import annotations
+
+from penstock.core.errors import invalid
+
+from .kv_size import bytes_per_weight
+from .model_size import ModelSize
+
+FIELD = "pipeline_parallel_size"
+LAYERS_FIELD = "pipeline_parallel_layers"
+
+
+def split_layers(
+    size: ModelSize, stages: int, layers: str = "", quantization: str = "none", dtype: str = "auto"
+) -> list[range]:
+    """The layers of each stage.
+
+    Args:
+        layers: the option ``pipeline_parallel_layers``: number of layers of each stage, as ``10,18``. Empty balances
+            the bytes that stages read in a decode step: those of their layers, and of the language model head in the
+            last one.
+        quantization: a name of ``SCHEMES``.
+        dtype: that the model computes in; ``auto`` is the checkpoint's.
+
+    Raises ``PenstockError`` (``invalid``) where there are fewer layers than stages, or ``layers`` does not fit.
+    """
+    total = size.num_layers
+    if stages > total:
+        raise invalid(FIELD, f"{stages} stages cannot share {total} layers", total)
+    counts = _given(layers, stages, total) if layers else _balanced(size, stages, quantization, dtype)
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def _given(layers: str, stages: int, total: int) -> list[int]:
+    try:
+        counts = [int(count) for count in layers.split(",")]
+    except ValueError as error:
+        raise invalid(LAYERS_FIELD, f"{layers!r} is no list of numbers of layers, such as 10,18") from error
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != total:
+        expected = f"{stages} numbers of at least 1 whose sum is {total}, the model's layers"
+        raise invalid(LAYERS_FIELD, f"{layers!r} must be {expected}")
+    return counts
+
+
+def _balanced(size: ModelSize, stages: int, quantization: str, dtype: str) -> list[int]:
+    """Numbers of layers of each stage, where the largest stage is as small as can be."""
+    if stages == 1:
+        return [size.num_layers]
+    layer, head = bytes_per_weight(size, quantization, dtype)
+    head_layers = size.head_weights * head / (size.layer_weights * layer / size.num_layers)
+
+    def largest(last: int) -> float:
+        return max(-(-(size.num_layers - last) // (stages - 1)), last + head_layers)
+
+    last = min(range(1, size.num_layers - stages + 2), key=largest)
+    each, more = divmod(size.num_layers - last, stages - 1)
+    return [*(each + (stage < more) for stage in range(stages - 1)), last]
