@@ -36,9 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parsers = {}
     for name, about in COMMANDS.items():
-        words = f"{about[0].upper()}{about[1:]}."
+        description = f"{about[0].upper()}{about[1:]}."
         parsers[name] = commands.add_parser(
-            name, help=about, description=words, allow_abbrev=False, conflict_handler="resolve"
+            name, help=about, description=description, allow_abbrev=False, conflict_handler="resolve"
         )
     if arguments and not arguments[0].startswith("-") and arguments[0] not in parsers:
         hint = did_you_mean(arguments[0], COMMANDS)

@@ -36,11 +36,13 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
         names = options.served_model_name or (configuration.engine.model or DEMO,)
         result.append(ServedModel(names=names, configuration=configuration, kserve={}))
     result += [_additional_model(configuration, name, given) for name, given in _parsed(options.models).items()]
-    named = [{name: "ensemble" for name in model.names if "/" not in name} if result[1:] else {} for model in result]
-    named[0] |= dict(zip(KSERVE, KSERVE, strict=True))
+    kserve_models = [
+        {name: "ensemble" for name in model.names if "/" not in name} if result[1:] else {} for model in result
+    ]
+    kserve_models[0] |= dict(zip(KSERVE, KSERVE, strict=True))
     result = [
         model if model.kserve else msgspec.structs.replace(model, kserve=own)
-        for model, own in zip(result, named, strict=True)
+        for model, own in zip(result, kserve_models, strict=True)
     ]
     _check_names(result)
     required = _required(configuration, result)

@@ -58,7 +58,9 @@ class Local(msgspec.Struct, frozen=True, kw_only=True):
 
 def instance(ip: str, device_ids: Sequence[str]) -> Server:
     """One on this machine; where there are no devices of their own addresses, they have the machine's."""
-    devices = [Device(device_id=found, device_ip=ip, rank_id=str(rank)) for rank, found in enumerate(device_ids)]
+    devices = [
+        Device(device_id=device_id, device_ip=ip, rank_id=str(rank)) for rank, device_id in enumerate(device_ids)
+    ]
     return Server(server_id=ip, server_ip=ip, device=tuple(devices))
 
 
@@ -95,14 +97,14 @@ def merge(tables: Sequence[Global]) -> Global:
     """
     lists = [[server for table in tables for server in table.server_group_list[i].server_list] for i in range(3)]
     if len(lists[0]) != 1:
-        words = f"have {len(lists[0])} servers for clients, and there is one: give --api-server on one machine alone"
-        raise invalid("global_ranktable_list", words)
+        message = f"have {len(lists[0])} servers for clients, and there is one: give --api-server on one machine alone"
+        raise invalid("global_ranktable_list", message)
     seen = set()
     for server in [*lists[1], *lists[2]]:
         for device in server.device or ():
             if (place := (server.server_ip, device.device_id)) in seen:
-                words = f"device {device.device_id} of {server.server_ip} is in two instances"
-                raise invalid("global_ranktable_list", words)
+                message = f"device {device.device_id} of {server.server_ip} is in two instances"
+                raise invalid("global_ranktable_list", message)
             seen.add(place)
     return combine(lists)
 

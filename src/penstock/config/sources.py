@@ -118,16 +118,16 @@ def _of_file(file: str | Path | None) -> Settings:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        document = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise invalid("config", f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict | None):
+    if not isinstance(document, dict | None):
         raise invalid("config", f"{file} does not hold options by name")
-    yield from _flatten(found or {}, str(file))
+    yield from _flatten(document or {}, str(file))
 
 
-def _flatten(found: Mapping[Any, Any], file: str) -> Settings:
-    for key, value in found.items():
+def _flatten(document: Mapping[Any, Any], file: str) -> Settings:
+    for key, value in document.items():
         name = str(key).replace("-", "_")
         if name in SECTIONS and isinstance(value, dict):
             yield from _flatten(value, file)

@@ -211,8 +211,8 @@ class Gateway:
         engine = self.engine.check()
         maximum = engine.max_model_len
         if isinstance(prompt, str) and (minimum := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
-            words = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"
-            raise too_long("prompt", words, max(minimum, maximum + 1), maximum)
+            message = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"
+            raise too_long("prompt", message, max(minimum, maximum + 1), maximum)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -231,8 +231,8 @@ class Gateway:
             inbox.put(DEADLINE_PASSED)
 
     def _on_cancel(self, request_ids: list[str]) -> None:
-        wanted = frozenset(request_ids)
-        for name in [name for name, output in self._outputs.items() if output.request_id in wanted]:
+        cancelled = frozenset(request_ids)
+        for name in [name for name, output in self._outputs.items() if output.request_id in cancelled]:
             self.engine.abort(name)
             self._open[name].put(CANCELLED)
 

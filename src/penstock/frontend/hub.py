@@ -88,18 +88,18 @@ def check_checkpoint(folder: Path) -> None:
             "model", f"{folder} is a GGUF file, which llama.cpp reads: {ADVICE}, --quantization for fewer bits"
         )
     if folder.is_file():
-        words = "weights without their config.json: give the folder" if folder.suffix == ".safetensors" else "a file"
-        raise invalid("model", f"{folder} is {words}; {ADVICE}")
+        advice = "weights without their config.json: give the folder" if folder.suffix == ".safetensors" else "a file"
+        raise invalid("model", f"{folder} is {advice}; {ADVICE}")
     graph = next((path for path in (folder / PADDLE_GRAPH, folder / "rank_0" / PADDLE_GRAPH) if path.exists()), None)
     if graph:
-        words = f"{graph} is a static graph, which only Paddle runs: give the Hugging Face checkpoint that it was "
-        raise invalid("model", f"{words}exported from, and --quantization for its format")
+        advice = f"{graph} is a static graph, which only Paddle runs: give the Hugging Face checkpoint that it was "
+        raise invalid("model", f"{advice}exported from, and --quantization for its format")
     if (folder / "config.json").exists():
         return
     names = sorted(path.name for path in folder.iterdir())
-    for pattern, words in NO_CHECKPOINTS.items():
-        if found := next((name for name in names if fnmatch(name, pattern)), None):
-            raise invalid("model", f"{folder} holds {found}, {words}")
+    for pattern, advice in NO_CHECKPOINTS.items():
+        if file := next((name for name in names if fnmatch(name, pattern)), None):
+            raise invalid("model", f"{folder} holds {file}, {advice}")
     if inner := [name for name in names if (folder / name / "config.json").exists()]:
         raise invalid("model", f"{folder} is a folder of checkpoints: give one of them, {', '.join(inner[:5])}")
     what = "no config.json" if names else "nothing in it"

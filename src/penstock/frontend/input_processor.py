@@ -135,9 +135,9 @@ class InputProcessor:
                 raise invalid(field, f"must be at most {maximum} here (max_logprobs)", maximum)
         text, token_ids = self._prompt(prompt)
         parser_config = prompt.get("parser_config") if isinstance(prompt, Mapping) else None
-        words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
-        if words:
-            sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, words)))
+        bad_words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
+        if bad_words:
+            sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, bad_words)))
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # to choose the best n of best_of
@@ -224,8 +224,8 @@ class InputProcessor:
         begin, end = (self.tokenizer.token_to_id(marker) for marker in markers)
         if begin is None or end is None:
             if limits:
-                words = "this model's reasoning cannot be limited: there is no token that ends it"
-                raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {words}", limits[0])
+                message = "this model's reasoning cannot be limited: there is no token that ends it"
+                raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {message}", limits[0])
             return None
         assert parser_config and form
         if parser_config.stage is Stage.AFTER:

@@ -49,8 +49,8 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
     try:
         return convert(plain, schema)
     except ValidationError as error:
-        words, _, path = str(error).partition(" - at `$.")
-        raise invalid(path.rstrip("`") or "options", words) from error
+        message, _, path = str(error).partition(" - at `$.")
+        raise invalid(path.rstrip("`") or "options", message) from error
 
 
 def translate_options(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,11 +69,11 @@ def translate_options(compat: str, given: Mapping[str, Any]) -> dict[str, Any]:
     together = {flag(name): text for name, text in theirs.items()}
     profile.check(together)
     ignored: dict[str, str] = {}
-    found = [(name, value, "") for name, value in {**profile.defaults, **profile.defaults_for(together)}.items()]
-    found += [*translate(profile.flags, theirs, str, ignored), *profile.together(together)]
-    found += [(name, value, name) for name, value in ours.items()]
+    with_sources = [(name, value, "") for name, value in {**profile.defaults, **profile.defaults_for(together)}.items()]
+    with_sources += [*translate(profile.flags, theirs, str, ignored), *profile.together(together)]
+    with_sources += [(name, value, name) for name, value in ours.items()]
     options = {}
-    for name, value, source in found:
+    for name, value, source in with_sources:
         if name in settings() and settings()[name].section not in ("model", "engine"):
             if source:
                 ignored[source] = "it is for servers"

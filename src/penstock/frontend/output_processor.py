@@ -124,12 +124,12 @@ class OutputProcessor:
         if times.first_token is None:
             times.first_token, times.queued = times.last_token, delta.queued
 
-    def _position(self, found: Sequence[EngineLogprob]) -> PositionLogprobs:
+    def _position(self, logprobs: Sequence[EngineLogprob]) -> PositionLogprobs:
         def decode(token_id: int) -> str:
             return self._tokenizer.decode_token(token_id) if self._tokenizer else ""
 
         position: PositionLogprobs = {}
-        for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in found):
+        for token_id, logprob, rank in ((p.token_id, p.logprob, p.rank) for p in logprobs):
             position.setdefault(token_id, Logprob(logprob, rank, decode(token_id)))
         return position
 

@@ -48,10 +48,10 @@ def _mode(folder: Path) -> str:
     if isinstance(newer, str) and newer in POOLING_TYPES:
         return POOLING_TYPES[newer]
     if newer is not None or len(names) != 1 or names[0] not in MODES:
-        words = (
+        message = (
             f"{folder} asks for pooling by {newer or ', '.join(names) or 'nothing'}; last token and mean are supported"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+        raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     return MODES[names[0]]
 
 

@@ -34,8 +34,8 @@ class TemplateRenderer:
                 raise
         if not line:
             self.close()
-            words = f"takes longer than {RENDER_TIMEOUT:g} seconds, or too much memory"
-            raise invalid("chat_template", words, RENDER_TIMEOUT)
+            reason = f"takes longer than {RENDER_TIMEOUT:g} seconds, or too much memory"
+            raise invalid("chat_template", reason, RENDER_TIMEOUT)
         reply = msgspec.json.decode(line, type=RenderResult)
         if reply.failure:
             raise PenstockError.of(reply.failure)

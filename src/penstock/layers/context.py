@@ -119,9 +119,9 @@ class BuildContext:
             parts: reads the matrices to stack and pack, in the model's dtype; not called where the cache has them.
         """
         cache = self.weight_cache
-        if cache and (found := cache.find(name)):
+        if cache and (cached := cache.find(name)):
             try:
-                return Matrix(self.ops, self.ops.from_packed(found, inputs, outputs, self.dtype, bias, format))
+                return Matrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
                 logger.warning("%s is packed again: %s", name, error)
         matrix = self.ops.pack(parts(), bias, format)

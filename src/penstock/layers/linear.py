@@ -116,10 +116,10 @@ class Embedding:
         if self._group.size == 1:
             return self._matrix.argmax(hidden, bitmask)[0]
         own, rows, size = self._shard, hidden.shape[0], self._group.size
-        words = None if bitmask is None else bitmask[:, own.first // 32 : -(-own.end // 32)]
+        shard_bitmask = None if bitmask is None else bitmask[:, own.first // 32 : -(-own.end // 32)]
 
         def best(out: Tensor | None) -> Tensor:
-            token_ids, logits = self._matrix.argmax(hidden, words)
+            token_ids, logits = self._matrix.argmax(hidden, shard_bitmask)
             pairs = torch.stack((logits.double(), (token_ids + own.first).double()), 1)  # whole numbers up to 2**53
             return pairs if out is None else out.copy_(pairs)
 

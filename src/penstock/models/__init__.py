@@ -77,8 +77,8 @@ def load_model(
     """
     config = config or read_config(folder)
     if max_len and max_len > config.max_model_len:
-        words = f"this model has a context of {config.max_model_len} tokens"
-        raise invalid("max_model_len", words, config.max_model_len)
+        message = f"this model has a context of {config.max_model_len} tokens"
+        raise invalid("max_model_len", message, config.max_model_len)
     device = device or torch.device("cpu")
     if dtype is None and config.dtype is torch.float16 and device.type == "cpu":
         logger.info("the checkpoint is in float16, and is computed in bfloat16")

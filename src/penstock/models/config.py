@@ -91,10 +91,10 @@ def dense_config(raw: Mapping[str, Any], **switches: Any) -> ModelConfig:
 
 def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
     """The architecture of a ``config.json``, and whether the checkpoint has a language model head."""
-    named = str(next(iter(raw.get("architectures") or ["none"])))
-    if named.endswith("Model"):
-        return named.removesuffix("Model") + "ForCausalLM", False
-    return named, True
+    architecture = str(next(iter(raw.get("architectures") or ["none"])))
+    if architecture.endswith("Model"):
+        return architecture.removesuffix("Model") + "ForCausalLM", False
+    return architecture, True
 
 
 def windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:

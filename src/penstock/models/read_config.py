@@ -38,9 +38,9 @@ def read_config(folder: Path) -> ModelConfig:
     except (AttributeError, TypeError, ValueError) as error:
         raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
     if config.num_heads % config.num_kv_heads:
-        words = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
-        raise invalid("model", words)
+        message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
+        raise invalid("model", message)
     if len(config.windows) != config.num_layers:
-        words = f"{path} has layer_types for {len(config.windows)} of {config.num_layers} layers"
-        raise invalid("model", words)
+        message = f"{path} has layer_types for {len(config.windows)} of {config.num_layers} layers"
+        raise invalid("model", message)
     return config

@@ -138,8 +138,8 @@ def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard,
         queries = num_heads // num_kv_heads
         return Shard(first * queries, end * queries, num_heads), Shard(first, end, num_kv_heads)
     if size % num_kv_heads or num_heads % size:
-        words = f"{size} ranks cannot share {num_heads} heads, {num_heads // num_kv_heads} to a key and value"
-        raise invalid(FIELD, words, size)
+        message = f"{size} ranks cannot share {num_heads} heads, {num_heads // num_kv_heads} to a key and value"
+        raise invalid(FIELD, message, size)
     first = rank * num_kv_heads // size
     queries = num_heads // size
     return Shard(rank * queries, (rank + 1) * queries, num_heads), Shard(first, first + 1, num_kv_heads)

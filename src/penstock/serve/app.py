@@ -178,6 +178,6 @@ def _failure_of(request: Request, error: Exception) -> tuple[Failure, int | None
         return error.failure, None, None
     if not isinstance(error, HTTPException):
         return INTERNAL, None, None
-    words = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.url.path}: {error.detail}"
     code = {404: Code.NOT_FOUND, 405: Code.NOT_ALLOWED}.get(error.status_code, Code.INVALID)
-    return Failure(code, words), error.status_code, error.headers
+    return Failure(code, message), error.status_code, error.headers

@@ -270,9 +270,9 @@ class _AliasedMetrics:
                     figure.add_sample(
                         family, {"model_name": model, **labels}, own.value(_current_values(ours, model), options)
                     )
-            elif found := ours.get(own):
-                renamed = Metric(name, found.documentation, found.type)
-                renamed.samples = [s._replace(name=name + s.name.removeprefix(found.name)) for s in found.samples]
+            elif metric := ours.get(own):
+                renamed = Metric(name, metric.documentation, metric.type)
+                renamed.samples = [s._replace(name=name + s.name.removeprefix(metric.name)) for s in metric.samples]
                 yield renamed
         yield from figures.values()
 

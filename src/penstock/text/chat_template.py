@@ -134,8 +134,8 @@ class ChatTemplate:
             raise invalid("messages", f"the chat template cannot render them: {error}") from error
         if not continue_final_message:
             return text
-        kept, found, _ = text.rpartition(end)
-        if not found:
+        kept, separator, _ = text.rpartition(end)
+        if not separator:
             raise invalid("continue_final_message", "the chat template does not keep the last message's text")
         return kept
 

@@ -51,9 +51,9 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
     trainer, normalizer = _inner(model, 2), _inner(model, 3)
     bytes_known = any(piece.kind is Kind.BYTE for piece in pieces)
     unknown = next(i for i, piece in enumerate(pieces) if piece.kind is Kind.UNKNOWN)
-    made: Any
+    algorithm: Any
     if _number(trainer, 3, 1) == BPE:
-        made = models.BPE(
+        algorithm = models.BPE(
             {piece.text: i for i, piece in enumerate(pieces)},
             _merges(pieces),
             unk_token=pieces[unknown].text,
@@ -61,8 +61,8 @@ def convert(data: bytes, legacy: bool) -> Tokenizer:
             byte_fallback=bytes_known,
         )
     else:
-        made = models.Unigram([(p.text, p.score) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
-    tokenizer = Tokenizer(made)
+        algorithm = models.Unigram([(p.text, p.score) for p in pieces], unk_id=unknown, byte_fallback=bytes_known)
+    tokenizer = Tokenizer(algorithm)
     prefixed = bool(_number(normalizer, 3, 1))
     steps: list[Any] = []
     if charsmap := b"".join(map(_bytes, normalizer[2])):

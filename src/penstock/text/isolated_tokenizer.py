@@ -130,10 +130,10 @@ class IsolatedTokenizer(Tokenizer):
                 self._process.close()
                 self._process = None
                 if isinstance(error, TimeoutError):
-                    words = f"this model's tokenizer takes longer than {ENCODE_TIMEOUT:g} seconds for it"
-                    raise invalid("prompt", words, ENCODE_TIMEOUT) from error
-                words = "the tokenizer's process has ended, and is started again"
-                raise PenstockError(Code.UNAVAILABLE, words) from error
+                    message = f"this model's tokenizer takes longer than {ENCODE_TIMEOUT:g} seconds for it"
+                    raise invalid("prompt", message, ENCODE_TIMEOUT) from error
+                message = "the tokenizer's process has ended, and is started again"
+                raise PenstockError(Code.UNAVAILABLE, message) from error
 
     def close(self) -> None:
         with self._lock:
@@ -178,8 +178,8 @@ class _Process:
         except OSError as error:
             self.close()
             limits = f"{load.limits.memory / 2**30:.2g} GiB of memory and {load.limits.cpu:g} s of processor time"
-            words = f"{load.folder}: its tokenizer or chat template cannot be used within {limits}"
-            raise invalid("tokenizer", words) from error
+            message = f"{load.folder}: its tokenizer or chat template cannot be used within {limits}"
+            raise invalid("tokenizer", message) from error
         except BaseException:
             self.close()
             raise
@@ -244,8 +244,8 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
     except MemoryError:
         raise
     except Exception as error:  # what is wrong with a file may be anything
-        words = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
-        return None, Loaded(invalid("model", words).failure)
+        message = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
+        return None, Loaded(invalid("model", message).failure)
 
 
 def _try_template(tokenizer: Tokenizer) -> None:

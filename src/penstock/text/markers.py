@@ -28,9 +28,9 @@ def split_at_marker(text: str, markers: Sequence[str], last: bool, space: str = 
         last: whether the text is complete, so that nothing is held back.
         space: characters that are removed before a marker.
     """
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    if found:
-        at, marker = min(found)
+    matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if matches:
+        at, marker = min(matches)
         before = text[:at].rstrip(space)
         return MarkerSplit(before, text[len(before) : at], marker, text[at + len(marker) :])
     if last:

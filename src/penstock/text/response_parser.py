@@ -92,8 +92,8 @@ class _MarkerFilter:
             if self._skip_newlines:
                 self._held = self._held.lstrip("\n")
                 self._skip_newlines = not self._held
-            found = split_at_marker(self._held, self._markers, last, space="\n")
-            kept, self._held = kept + found.before, found.rest
-            if found.marker is None:
+            split = split_at_marker(self._held, self._markers, last, space="\n")
+            kept, self._held = kept + split.before, split.rest
+            if split.marker is None:
                 return kept
             self._skip_newlines = True

@@ -105,10 +105,10 @@ class Tokenizer:
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token, with U+FFFD for incomplete characters; empty for an unknown id."""
-        if (found := self._spelled.get(token_id)) is None:
-            found = self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
-            self._spelled[token_id] = found
-        return found
+        if (text := self._spelled.get(token_id)) is None:
+            text = self.vocabulary[token_id].decode("utf-8", "replace") if token_id < len(self.vocabulary) else ""
+            self._spelled[token_id] = text
+        return text
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render a chat, see ``ChatTemplate.render``."""

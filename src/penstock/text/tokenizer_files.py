@@ -77,8 +77,8 @@ def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) ->
             raise invalid("tokenizer", f"{CONFIG} has a token of id {token_id}; {MAX_TOKENS} are allowed", MAX_TOKENS)
         while tokenizer.get_vocab_size() < token_id:
             tokenizer.add_tokens([f"<|unused_{tokenizer.get_vocab_size()}|>"])
-        wanted = AddedToken(token["content"], normalized=False, special=bool(token.get("special", False)))
-        (tokenizer.add_special_tokens if wanted.special else tokenizer.add_tokens)([wanted])
+        token_to_add = AddedToken(token["content"], normalized=False, special=bool(token.get("special", False)))
+        (tokenizer.add_special_tokens if token_to_add.special else tokenizer.add_tokens)([token_to_add])
 
 
 def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], marks_start: bool) -> None:
@@ -87,8 +87,8 @@ def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], marks_start: bool
     for name, default in (("bos", marks_start), ("eos", False)):
         token = config.get(f"{name}_token") or ("<s>" if name == "bos" else "</s>")
         token = token if isinstance(token, str) else token["content"]
-        wanted = config.get(f"add_{name}_token", default) and tokenizer.token_to_id(token) is not None
-        ends.append([token] if wanted else [])
+        added = config.get(f"add_{name}_token", default) and tokenizer.token_to_id(token) is not None
+        ends.append([token] if added else [])
     if any(ends):
         before, after = ends
         known = [(token, tokenizer.token_to_id(token)) for token in before + after]

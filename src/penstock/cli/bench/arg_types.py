@@ -36,8 +36,8 @@ def share(text: str) -> float:
 
 def pair_of(mark: str) -> Callable[[str], tuple[str, str]]:
     def pair(text: str) -> tuple[str, str]:
-        key, found, value = text.partition(mark)
-        if not found:
+        key, separator, value = text.partition(mark)
+        if not separator:
             raise argparse.ArgumentTypeError(f"{text} has no {mark}")
         return key, value
 

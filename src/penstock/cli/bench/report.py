@@ -94,44 +94,44 @@ def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> d
     names = [f"mean_{metric}_ms", f"median_{metric}_ms", *(f"p{p:g}_{metric}_ms" for p in percentiles)]
     if not len(values):
         return dict.fromkeys(names)
-    told = [values.mean(), *np.percentile(values, [50, *percentiles])]
-    return {name: float(value) for name, value in zip(names, told, strict=True)}
+    statistics = [values.mean(), *np.percentile(values, [50, *percentiles])]
+    return {name: float(value) for name, value in zip(names, statistics, strict=True)}
 
 
-def table(found: Mapping[str, Any], percentiles: Sequence[float], metrics: Sequence[str]) -> str:
+def table(results: Mapping[str, Any], percentiles: Sequence[float], metrics: Sequence[str]) -> str:
     """The results as a table."""
-    lines = [f"{name:<20} {value}" for name, value in _overview(found)]
+    lines = [f"{name:<20} {value}" for name, value in _overview(results)]
     heads = ["mean", "median", *(f"p{p:g}" for p in percentiles)]
     lines += ["", f"{'milliseconds':<20}" + "".join(f"{head:>11}" for head in heads)]
     for metric in metrics:
-        cells = [found[f"{head}_{metric}_ms"] for head in heads]
+        cells = [results[f"{head}_{metric}_ms"] for head in heads]
         lines.append(f"{metric.upper():<20}" + "".join(f"{'–' if c is None else f'{c:,.2f}':>11}" for c in cells))
-    return "\n".join([*lines, *_notes(found)])
+    return "\n".join([*lines, *_notes(results)])
 
 
-def _overview(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    refused, failed = (f", {found[name]:,} {name}" if found[name] else "" for name in ("refused", "failed"))
-    cached = f", {found['total_cached_tokens']:,} of them cached" if found["total_cached_tokens"] else ""
-    goodput = f", {found['request_goodput']:,.2f} within limits" if "request_goodput" in found else ""
-    best, maximum = found["max_output_tokens_per_s"], found["max_concurrent_requests"]
+def _overview(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    refused, failed = (f", {results[name]:,} {name}" if results[name] else "" for name in ("refused", "failed"))
+    cached = f", {results['total_cached_tokens']:,} of them cached" if results["total_cached_tokens"] else ""
+    goodput = f", {results['request_goodput']:,.2f} within limits" if "request_goodput" in results else ""
+    best, maximum = results["max_output_tokens_per_s"], results["max_concurrent_requests"]
     return [
-        ("model", found["model_id"]),
-        ("requests", f"{found['completed']:,} ok{refused}{failed}, at most {maximum:,} running"),
-        ("duration", f"{found['duration']:,.2f} s"),
-        ("input", f"{found['total_input_tokens']:,} tokens{cached}"),
-        ("output", f"{found['total_output_tokens']:,} tokens"),
-        ("request throughput", f"{found['request_throughput']:,.2f} requests/s{goodput}"),
-        ("output throughput", f"{found['output_throughput']:,.1f} tokens/s, {best:,.1f} in the best second"),
-        ("total throughput", f"{found['total_token_throughput']:,.1f} tokens/s"),
-        ("client", f"{found['client_cpu']:.0%} of a core, sent {found['p99_send_lag_ms']:,.1f} ms late (p99)"),
+        ("model", results["model_id"]),
+        ("requests", f"{results['completed']:,} ok{refused}{failed}, at most {maximum:,} running"),
+        ("duration", f"{results['duration']:,.2f} s"),
+        ("input", f"{results['total_input_tokens']:,} tokens{cached}"),
+        ("output", f"{results['total_output_tokens']:,} tokens"),
+        ("request throughput", f"{results['request_throughput']:,.2f} requests/s{goodput}"),
+        ("output throughput", f"{results['output_throughput']:,.1f} tokens/s, {best:,.1f} in the best second"),
+        ("total throughput", f"{results['total_token_throughput']:,.1f} tokens/s"),
+        ("client", f"{results['client_cpu']:.0%} of a core, sent {results['p99_send_lag_ms']:,.1f} ms late (p99)"),
     ]
 
 
-def _notes(found: Mapping[str, Any]) -> list[str]:
+def _notes(results: Mapping[str, Any]) -> list[str]:
     """Warnings about the results."""
-    notes = [f"{count:,} × {reason}" for reason, count in list(found["errors"].items())[:3]]
-    if found["without_usage"]:
-        notes.append(f"{found['without_usage']:,} answers came without usage: their chunks were counted for tokens")
-    if found["client_cpu"] > BUSY or found["p99_send_lag_ms"] > LATE:
+    notes = [f"{count:,} × {reason}" for reason, count in list(results["errors"].items())[:3]]
+    if results["without_usage"]:
+        notes.append(f"{results['without_usage']:,} answers came without usage: their chunks were counted for tokens")
+    if results["client_cpu"] > BUSY or results["p99_send_lag_ms"] > LATE:
         notes.append("the client could not keep up: it sent late, or part of these times is its own")
     return ["", *notes] if notes else []

@@ -44,17 +44,17 @@ def run(args: argparse.Namespace) -> int:
         return 1
     goodput = dict(args.goodput)
     measured = report.compute_results(samples, args.metric_percentiles, args.percentile_metrics, goodput)
-    found = _conditions(args, model, requests) | measured | {"client_cpu": busy}
+    results = _conditions(args, model, requests) | measured | {"client_cpu": busy}
     if args.json != STANDARD_OUTPUT:
-        print(report.table(found, args.metric_percentiles, args.percentile_metrics))
+        print(report.table(results, args.metric_percentiles, args.percentile_metrics))
     if args.json:
-        text = json.dumps(found, indent=1) + "\n"
+        text = json.dumps(results, indent=1) + "\n"
         print(text, end="") if args.json == STANDARD_OUTPUT else args.json.write_text(text)
     if args.picture:
         from .plot import draw
 
-        rates = f"{found['request_throughput']:,.3g} requests/s, {found['output_throughput']:,.4g} output tokens/s"
-        draw(samples, goodput, f"{model}: {found['completed']:,} requests, {rates}", args.picture)
+        rates = f"{results['request_throughput']:,.3g} requests/s, {results['output_throughput']:,.4g} output tokens/s"
+        draw(samples, goodput, f"{model}: {results['completed']:,} requests, {rates}", args.picture)
     return 0
 
 

@@ -90,8 +90,8 @@ def _add_lengths(group: argparse._ArgumentGroup) -> None:
         "--max-output-len": (0, 0, "clip the trace's outputs to this; 0 does not"),
     }
     for flag, (minimum, default, about) in lengths.items():
-        words = f"{about} (default: {default})"
-        group.add_argument(flag, type=values.integer_from(minimum), default=default, metavar="TOKENS", help=words)
+        help_text = f"{about} (default: {default})"
+        group.add_argument(flag, type=values.integer_from(minimum), default=default, metavar="TOKENS", help=help_text)
     group.add_argument(
         "--random-range-ratio",
         type=values.share,

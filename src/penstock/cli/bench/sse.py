@@ -77,11 +77,11 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 def error_message(body: bytes) -> str:
     """The message of an error body in OpenAI's, vLLM's older or FastAPI's format, or the body itself."""
     try:
-        found: Any = msgspec.json.decode(body)
+        error: Any = msgspec.json.decode(body)
         for name in ("error", "message", "detail"):
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-        text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+            if isinstance(error, dict) and name in error:
+                error = error[name]
+        text = error if isinstance(error, str) else msgspec.json.encode(error).decode()
     except msgspec.DecodeError:
         text = body.decode(errors="replace")
     return " ".join(text.split())[:300]

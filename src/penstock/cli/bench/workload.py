@@ -58,8 +58,8 @@ def random_requests(
     inputs, outputs = (_random_lengths(rng, length, range_ratio, count) for length in (input_len, output_len))
     prefix: tuple[Piece, ...] = ((0, prefix_len),) if prefix_len else ()
     return [
-        Request((*prefix, (name, wanted)), asked)
-        for name, (wanted, asked) in enumerate(zip(inputs, outputs, strict=True), start=1)
+        Request((*prefix, (name, num_input)), num_output)
+        for name, (num_input, num_output) in enumerate(zip(inputs, outputs, strict=True), start=1)
     ]
 
 

@@ -94,14 +94,14 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Go on with saved messages; raises ``PenstockError`` (``invalid``) where there are none."""
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=list[Message])
+            messages = msgspec.json.decode(path.read_bytes(), type=list[Message])
         except OSError as error:
             raise invalid("load", f"{path} cannot be read: {error.strerror}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise invalid("load", f"{path} holds no messages: {error}") from error
         self.clear()
-        self.system = found.pop(0)["content"] if found and found[0]["role"] == "system" else ""
-        self._turns = found
+        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else ""
+        self._turns = messages
 
 
 def to_sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
@@ -109,5 +109,5 @@ def to_sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
     try:
         return msgspec.convert({"max_tokens": None} | dict(sampling), SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        words, _, path = str(error).partition(" - at `$")
-        raise invalid(path.strip(".`") or "set", words) from error
+        message, _, path = str(error).partition(" - at `$")
+        raise invalid(path.strip(".`") or "set", message) from error

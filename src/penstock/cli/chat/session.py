@@ -121,6 +121,6 @@ class Session:
     def _command(self, line: str) -> None:
         name, _, rest = line.removeprefix("/").partition(" ")
         if name not in self._commands:
-            words = f"there is no /{name}{did_you_mean(name, self._commands)} (to say it, put a space before it)"
-            raise PenstockError(Code.NOT_FOUND, words)
+            message = f"there is no /{name}{did_you_mean(name, self._commands)} (to say it, put a space before it)"
+            raise PenstockError(Code.NOT_FOUND, message)
         self._commands[name].run(self, rest.strip())

@@ -81,8 +81,8 @@ def _quantize(args: argparse.Namespace) -> None:
     kind = (args.quant_mode, args.bit, args.block_wise_quant.lower())
     if kind not in FORMATS:
         known = "; ".join(f"{mode} with --bit {bit}" for mode, bit, blocks in FORMATS if blocks == "false")
-        words = f"{args.quant_mode} with --bit {args.bit} and --block_wise_quant {args.block_wise_quant}"
-        raise _not_yet("quant_mode", words, f"these are: {known}; blocks with 4 bits of weights")
+        combination = f"{args.quant_mode} with --bit {args.bit} and --block_wise_quant {args.block_wise_quant}"
+        raise _not_yet("quant_mode", combination, f"these are: {known}; blocks with 4 bits of weights")
     for name, why in UNUSED.items():
         if getattr(args, name) is not None:
             print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
@@ -121,11 +121,11 @@ def _link_checkpoint(args: argparse.Namespace, quantization: str = "") -> None:
 def _configure(file: Path, place: Path, quantization: str) -> None:
     if place.is_symlink() or (place.exists() and not quantization_of(json.loads(place.read_text(encoding="utf-8")))):
         raise invalid("output_dir", f"{place} is there already; name an empty folder")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if found.get("quantization_config"):
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("quantization_config"):
         raise invalid("model", f"{file.parent} is quantized already; name the checkpoint that it was made from")
-    found["quantization_config"] = {"quant_method": QUANT_METHOD, "format": quantization}
-    place.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    config["quantization_config"] = {"quant_method": QUANT_METHOD, "format": quantization}
+    place.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _not_yet(name: str, value: str, instead: str) -> PenstockError:

@@ -86,8 +86,8 @@ def converted(folder: Path) -> dict[str, Any]:
     """
     config = _read(folder)
     if config is None or "checkpoint" not in config:
-        words = f"{folder} is none that convert_checkpoint.py or quantize.py of penstock has made"
-        raise invalid("checkpoint_dir", words)
+        message = f"{folder} is none that convert_checkpoint.py or quantize.py of penstock has made"
+        raise invalid("checkpoint_dir", message)
     return config
 
 

@@ -38,8 +38,8 @@ def _fill(arguments: list[str]) -> None:
         if not colon:
             raise invalid(name, "has no value: write name:value")
         if name not in known:
-            words = f"{given.file} does not ask for it{did_you_mean(name, known)}"
-            print(f"fill_template.py: {name}: {words}", file=sys.stderr)
+            message = f"{given.file} does not ask for it{did_you_mean(name, known)}"
+            print(f"fill_template.py: {name}: {message}", file=sys.stderr)
         values[name] = value.replace("\\,", ",")
     filled = Template(text).safe_substitute(values)
     if given.in_place:

@@ -115,8 +115,8 @@ def _checkpoints(repository: Path) -> Flags:
     """The flags for a folder of Hugging Face checkpoints, one folder each."""
     result = {path.parent.name: str(path.parent) for path in sorted(repository.glob("*/config.json"))}
     if not result:
-        words = f"{repository} holds no folder with a config.pbtxt, nor one with a checkpoint (config.json)"
-        raise invalid("model_repository", words)
+        message = f"{repository} holds no folder with a config.pbtxt, nor one with a checkpoint (config.json)"
+        raise invalid("model_repository", message)
     return {"models": json.dumps(result)}
 
 
@@ -134,8 +134,8 @@ def _file(path: Path) -> File:
     else:
         kind = next((kind for kind in STEPS if kind in name), "")
     if not kind:
-        words = f"the model {name!r} is none of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
-        raise invalid(str(path), words)
+        message = f"the model {name!r} is none of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
+        raise invalid(str(path), message)
     return File(path, config, name, kind)
 
 
@@ -150,8 +150,8 @@ def _group_by_engine(repository: Path, files: list[File]) -> dict[str, list[File
             parts = file.over
             engine = next((name for name in parts if name in over), "" if parts and len(over) > 1 else next(iter(over)))
             if not engine:
-                words = f"is over {', '.join(parts)}, and the engines are {', '.join(over)}"
-                raise invalid(str(file.path), words)
+                message = f"is over {', '.join(parts)}, and the engines are {', '.join(over)}"
+                raise invalid(str(file.path), message)
             over[engine].append(file)
             whose |= {name: engine for name in parts if name not in whose}
     for file in files:
@@ -174,7 +174,7 @@ def _settings(files: list[File]) -> dict[str, Any]:
     return built | result.flags
 
 
-def _add(found: Found, file: File) -> None:
+def _add(settings: Found, file: File) -> None:
     known, model = PARAMETERS[file.kind], file.config
     for key in sorted(model.parameters):
         if not (text := file.text(key)):
@@ -186,12 +186,12 @@ def _add(found: Found, file: File) -> None:
             _say(source, known[key].why)
             continue
         try:
-            found.add(known[key].flags(text), source)
+            settings.add(known[key].flags(text), source)
         except ValueError as error:
             raise invalid(source, f"{text!r} is wrong: {error}") from error
     if file.kind == ENGINE:
         if model.max_batch_size:
-            found.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")
+            settings.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")
         if not model.model_transaction_policy.decoupled:
             _say(f"{file.path}: decoupled", "streams are there for who asks for them")
     if model.dynamic_batching.max_queue_delay_microseconds:
@@ -208,8 +208,8 @@ def _parsed(file: Path) -> Any:
         from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2
     except ImportError as error:
-        words = "needs classes that are not installed; try pip install 'penstock-llm[grpc]'"
-        raise invalid("model_repository", words) from error
+        message = "needs classes that are not installed; try pip install 'penstock-llm[grpc]'"
+        raise invalid("model_repository", message) from error
     try:
         text = file.read_text(encoding="utf-8")
         return text_format.Parse(text, model_config_pb2.ModelConfig())
@@ -229,8 +229,8 @@ def _checkpoint(engine: Path, tokenizer: str | None) -> str:
         if engine.exists():
             _say(str(engine), f"an engine is for TensorRT; the checkpoint in {tokenizer} is served")
         return tokenizer
-    words = f"{engine} holds no checkpoint of Hugging Face (config.json, *.safetensors)"
-    raise invalid("engine_dir", f"{words}, and neither does tokenizer_dir; let one of them be its folder")
+    message = f"{engine} holds no checkpoint of Hugging Face (config.json, *.safetensors)"
+    raise invalid("engine_dir", f"{message}, and neither does tokenizer_dir; let one of them be its folder")
 
 
 def _has_weights(folder: Path) -> bool:

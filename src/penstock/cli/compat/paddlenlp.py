@@ -107,10 +107,10 @@ def _run_on_first_rank(work: Callable[[], int]) -> int:
         return work()
     rank, here, everywhere = [int(os.environ[name]) for name in names]
     if here != everywhere:
-        words = (
+        message = (
             f"mpirun has started {everywhere} ranks, {here} of them on this node; several nodes are not supported yet"
         )
-        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {words}", "MP_NNODE", 1)
+        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {message}", "MP_NNODE", 1)
     if rank:
         return 0
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
@@ -261,10 +261,10 @@ def _fetch(name: str, folder: Path) -> None:
     from penstock.frontend.hub import download
 
     try:
-        wanted = str(model_named(name)["model"])
+        repository = str(model_named(name)["model"])
     except ValueError as error:
         raise invalid("model_name", f"{name!r} is wrong: {error}") from error
-    download(wanted, folder, progress=sys.stderr.isatty())
+    download(repository, folder, progress=sys.stderr.isatty())
 
 
 COMMANDS = {"start_server": start_server, "stop_server": stop_server, "download_model.py": download_model}

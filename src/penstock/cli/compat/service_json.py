@@ -99,14 +99,14 @@ def _arguments(document: Document) -> list[str]:
         raise invalid("service_json", f"has {len(document.containers)} containers, and one can be served")
     (container,) = document.containers
     try:
-        words = shlex.split(container.command)
+        arguments = shlex.split(container.command)
     except ValueError as error:
         raise invalid("service_json", f"containers[0].command cannot be read: {error}") from error
-    begin = next((begin for begin in COMMANDS if words[: len(begin)] == begin), None)
+    begin = next((begin for begin in COMMANDS if arguments[: len(begin)] == begin), None)
     if begin is None:
         raise invalid("service_json", f"containers[0].command is {container.command!r}, and blade_llm_server is known")
-    words = words[len(begin) :]
-    known, _ = _options().parse_known_args(words)
+    arguments = arguments[len(begin) :]
+    known, _ = _options().parse_known_args(arguments)
     if known.port != container.port:
         raise invalid("service_json", f"containers[0].port is {container.port}, and its command's --port {known.port}")
     if container.image:
@@ -114,7 +114,7 @@ def _arguments(document: Document) -> list[str]:
     for storage in document.storage:
         _check(storage)
     limits = _limits(document.metadata, known.model, known.max_gpu_memory_utilization)
-    return ["--compat", PROFILE.name, "--served-model-name", document.name, *limits, *words]
+    return ["--compat", PROFILE.name, "--served-model-name", document.name, *limits, *arguments]
 
 
 def _options() -> argparse.ArgumentParser:

@@ -153,8 +153,8 @@ def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo:
         raise invalid("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
     for name in ("tp_size", "pp_size"):
         _check_only(name, getattr(args, name), "1", ONE_DEVICE)
-    found = engine_folder.pretrained_config(args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo)
-    engine_folder.write(args.output_dir, found)
+    config = engine_folder.pretrained_config(args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo)
+    engine_folder.write(args.output_dir, config)
     return f"{args.output_dir} names the checkpoint {args.model_dir}, which is served as it is: nothing is converted"
 
 

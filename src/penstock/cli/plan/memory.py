@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
     for name in ("input_len", "output_len", "extend_ratio"):
         if not getattr(args, name) > 0:
             raise invalid(name, "must be above 0", 0)
-    found = plan(args, configure(args).configuration)
+    result = plan(args, configure(args).configuration)
     if args.json:
-        json.dump(found, sys.stdout, indent=1)
+        json.dump(result, sys.stdout, indent=1)
         print()
     else:
-        _print(found)
+        _print(result)
     return 0
 
 
@@ -135,21 +135,21 @@ def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
     return room // size
 
 
-def _print(found: dict[str, Any]) -> None:
-    wanted, advice = found["kv_cache_bytes"], found["recommended"]
-    lengths = f"{found['input_len']:g} + {found['output_len']:g} tokens"
+def _print(result: dict[str, Any]) -> None:
+    cache_bytes, advice = result["kv_cache_bytes"], result["recommended"]
+    lengths = f"{result['input_len']:g} + {result['output_len']:g} tokens"
     rows = [
-        ("model", f"{found['model']} ({found['architecture']})", ""),
-        ("max_model_len", f"{found['max_model_len']:,} tokens", ""),
-        ("weights", _size(found["weight_bytes"]), ""),
-        ("KV cache, a token", f"{found['kv_bytes_per_token']:,} bytes", ""),
-        ("KV cache, a block", f"{found['kv_bytes_per_block']:,} bytes", f"{found['block_size']} tokens"),
-        ("room for it", _size(found["room_bytes"]), "too little" if wanted > found["room_bytes"] else ""),
-        ("KV cache", _size(wanted), ""),
-        ("blocks", f"{found['total_block_num']:,}", "total_block_num"),
-        ("tokens", f"{found['total_tokens']:,}", "NUM_TOTAL_TOKEN"),
-        ("longest sequences", f"{found['kv_cache_sequences']:g}", "kv_cache_sequences, BLOCK_BS"),
-        ("blocks for prompts", f"{found['prefill_kvcache_block_num']:,}", "prefill_kvcache_block_num"),
+        ("model", f"{result['model']} ({result['architecture']})", ""),
+        ("max_model_len", f"{result['max_model_len']:,} tokens", ""),
+        ("weights", _size(result["weight_bytes"]), ""),
+        ("KV cache, a token", f"{result['kv_bytes_per_token']:,} bytes", ""),
+        ("KV cache, a block", f"{result['kv_bytes_per_block']:,} bytes", f"{result['block_size']} tokens"),
+        ("room for it", _size(result["room_bytes"]), "too little" if cache_bytes > result["room_bytes"] else ""),
+        ("KV cache", _size(cache_bytes), ""),
+        ("blocks", f"{result['total_block_num']:,}", "total_block_num"),
+        ("tokens", f"{result['total_tokens']:,}", "NUM_TOTAL_TOKEN"),
+        ("longest sequences", f"{result['kv_cache_sequences']:g}", "kv_cache_sequences, BLOCK_BS"),
+        ("blocks for prompts", f"{result['prefill_kvcache_block_num']:,}", "prefill_kvcache_block_num"),
         (f"for {lengths}:", "", ""),
         ("  kv_cache_ratio", f"{advice['kv_cache_ratio']:g}", "FastDeploy"),
         ("  kv_cache_ratio", f"{advice['block_ratio']:g}", "PaddleNLP's BLOCK_RATIO"),

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     with Results(args.output_file) as results:
         result = survey(requests(args.input_file), results)
         if not result.left:
-            words = f"all {result.skipped} lines have their result, {result.failed} of them no good one"
-            print(f"penstock run-batch: {words}", file=sys.stderr)
+            message = f"all {result.skipped} lines have their result, {result.failed} of them no good one"
+            print(f"penstock run-batch: {message}", file=sys.stderr)
             return int(result.failed > 0)
         good = asyncio.run(_answer(configuration, args.input_file, results, result, min(at_once, result.left)))
     return int(result.failed > 0 or not good)
@@ -73,10 +73,10 @@ def max_concurrency(options: EngineOptions) -> int:
     return options.max_num_seqs + min(options.max_num_seqs, options.max_waiting)
 
 
-async def _answer(configuration: Configuration, path: Path, results: Results, found: BatchState, at_once: int) -> bool:
+async def _answer(configuration: Configuration, path: Path, results: Results, state: BatchState, at_once: int) -> bool:
     """Whether every line got a successful result."""
     async with _engine(configuration) as (service, watch):
-        with tqdm(total=found.left, desc="requests", unit="request") as bar:
+        with tqdm(total=state.left, desc="requests", unit="request") as bar:
 
             def tell(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
                 results.add(custom_id, response, error)
@@ -88,7 +88,7 @@ async def _answer(configuration: Configuration, path: Path, results: Results, fo
                 await work.run(left, at_once)
             finally:
                 bar.close()
-                print(_summary(work, found, time.monotonic() - started), file=sys.stderr)
+                print(_summary(work, state, time.monotonic() - started), file=sys.stderr)
     return work.failed == 0 and not work.stopped
 
 
@@ -115,12 +115,12 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
         await gateway.close()
 
 
-def _summary(work: Work, found: BatchState, seconds: float) -> str:
-    facts = f"{work.answered} answered, {work.failed} failed, {found.skipped} skipped"
-    if found.failed:
-        facts += f" ({found.failed} of them failed earlier)"
+def _summary(work: Work, state: BatchState, seconds: float) -> str:
+    facts = f"{work.answered} answered, {work.failed} failed, {state.skipped} skipped"
+    if state.failed:
+        facts += f" ({state.failed} of them failed earlier)"
     facts += f"; {work.tokens} tokens, {work.tokens / seconds:.1f} tokens/s"
-    left = found.left - work.answered - work.failed
+    left = state.left - work.answered - work.failed
     if work.stopped:
         facts += f"; the engine has died too often, {left} left: the same command goes on with them"
     elif left:

@@ -45,8 +45,8 @@ def requests(path: Path) -> Iterator[BatchLine | BatchError]:
             if first == number:
                 yield line
             else:
-                words = f"line {number}: custom_id {line.custom_id!r} is that of line {first}"
-                yield BatchError(code="duplicate_custom_id", message=words, line=number)
+                message = f"line {number}: custom_id {line.custom_id!r} is that of line {first}"
+                yield BatchError(code="duplicate_custom_id", message=message, line=number)
 
 
 class Results:
@@ -113,8 +113,8 @@ class Results:
             try:
                 self._note(_result(text))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                words = f"{self._path} holds something else than results of a batch: line {number}: {error}"
-                raise invalid("output_file", words) from error
+                message = f"{self._path} holds something else than results of a batch: line {number}: {error}"
+                raise invalid("output_file", message) from error
             whole += len(text)
 
     def _note(self, result: BatchResult) -> None:

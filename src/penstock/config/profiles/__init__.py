@@ -145,10 +145,10 @@ def translate(
             ignored[source(name)] = table[name].why
             continue
         try:
-            found = table[name].settings(text)
+            values = table[name].settings(text)
         except ValueError as error:
             raise invalid(source(name), f"{text!r} is wrong: {error}") from error
-        for setting, value in found.items():
+        for setting, value in values.items():
             yield setting, value, source(name)
 
 

@@ -90,8 +90,8 @@ def _check(given: Mapping[str, str]) -> None:
         raise invalid("MP_NUM", f"{ranks} cannot be divided among MP_NNODE {nodes} nodes")
     devices = [device for device in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if devices and "MP_NUM" in given and len(devices) != ranks // nodes:
-        words = f"names {len(devices)} devices, where MP_NUM {ranks} on MP_NNODE {nodes} nodes needs {ranks // nodes}"
-        raise invalid("CUDA_VISIBLE_DEVICES", words)
+        message = f"names {len(devices)} devices, where MP_NUM {ranks} on MP_NNODE {nodes} nodes needs {ranks // nodes}"
+        raise invalid("CUDA_VISIBLE_DEVICES", message)
     for name, count in (("MP_NUM", ranks), ("MP_NNODE", nodes)):
         if count > 1:
             raise PenstockError(Code.UNSUPPORTED, f"{name}: {count} is not supported yet, only 1 is", name, 1)

@@ -106,13 +106,13 @@ class WeightCache:
 
     def find(self, name: str) -> dict[str, Tensor] | None:
         """The tensors of a matrix, read-only; None where the file has none, or one of them is damaged."""
-        if (found := self._mapped.get(name)) is None:
+        if (tensors := self._mapped.get(name)) is None:
             return None
         if damaged := self._verified.pop(name).result():
             self._damaged += [f"{name} ({key})" for key in damaged]
             return None
-        self._kept[name] = found
-        return found
+        self._kept[name] = tensors
+        return tensors
 
     def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Add a matrix for ``save`` to write. A matrix without tensors needs no packing and is not kept."""

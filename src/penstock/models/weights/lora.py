@@ -83,8 +83,8 @@ def load_lora(
             continue  # another pipeline stage reads it
         rank = _by_pattern(config["rank_pattern"], name, config["r"])
         if not 1 <= rank <= max_lora_rank:
-            words = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
-            raise invalid(FIELD, words, max_lora_rank)
+            message = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
+            raise invalid(FIELD, message, max_lora_rank)
         a = _checked(tensors, name, LORA_A, (rank, target.inputs), folder)
         b = _checked(tensors, name, LORA_B, (target.shard.total, rank), folder)[slice(*target.shard.rows)]
         alpha = _by_pattern(config["alpha_pattern"], name, config["lora_alpha"])
@@ -111,8 +111,8 @@ def _config(folder: Path) -> dict[str, Any]:
         if given.get(name) not in (None, False, *nothing):
             raise PenstockError(Code.UNSUPPORTED, f"{folder / CONFIG} has {name}, which is not supported", FIELD)
     if (init := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
-        words = f"{folder} was begun with {init[:20]}, which changes the base: convert it to plain LoRA on saving"
-        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+        message = f"{folder} was begun with {init[:20]}, which changes the base: convert it to plain LoRA on saving"
+        raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     config = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha"), "use_rslora": bool(given.get("use_rslora"))}
     config |= {name: given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     if not isinstance(config["r"], int) or not _is_number(config["lora_alpha"]):
@@ -132,8 +132,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.exists():
         if (pickle := folder / "adapter_model.bin").exists():
-            words = f"{pickle} is a pickle, which can run code and is not loaded. Save it as safetensors."
-            raise invalid(FIELD, words)
+            message = f"{pickle} is a pickle, which can run code and is not loaded. Save it as safetensors."
+            raise invalid(FIELD, message)
         raise invalid(FIELD, f"{folder} has no {WEIGHTS}")
     try:
         with safe_open(path, framework="pt") as file:
@@ -151,8 +151,8 @@ def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:
         name = key.removeprefix(PREFIX).removesuffix(end)
         if key == PREFIX + name + end and name in targets:
             return name
-    words = f"tensor {key[:200]}: of this model only the layers' linear modules can have adapters"
-    raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+    message = f"tensor {key[:200]}: of this model only the layers' linear modules can have adapters"
+    raise PenstockError(Code.UNSUPPORTED, message, FIELD)
 
 
 def _checked(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[int, int], folder: Path) -> Tensor:

@@ -77,8 +77,8 @@ class Checkpoint:
         try:
             file = self._open(self._file_of[name])
             stored = file.get_slice(name)
-            if (found := tuple(stored.get_shape())) != shape:
-                raise invalid("model", f"tensor {name} has shape {found}, config.json wants {shape}")
+            if (stored_shape := tuple(stored.get_shape())) != shape:
+                raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
             tensor: Tensor = file.get_tensor(name) if (first, end) == (0, shape[0]) else stored[first:end]
         except SafetensorError as error:
             raise self._damaged(self._file_of[name], error) from error

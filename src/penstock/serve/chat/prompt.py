@@ -53,8 +53,8 @@ class ChatPrompt:
         elif not request.messages:
             raise invalid("messages", "must hold at least one, or there must be prompt_token_ids")
         if request.chat_template is not None and not service.options.trust_request_chat_template:
-            words = "chat_template: this server takes none from requests (trust_request_chat_template)"
-            raise PenstockError(Code.UNSUPPORTED, words, "chat_template")
+            message = "chat_template: this server takes none from requests (trust_request_chat_template)"
+            raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
         input_processor = self._gateway.input_processor
         self.tools = input_processor.response_formats(request.chat_template).tools
         """The model's tool call format; None where it has none."""
@@ -104,8 +104,8 @@ class ChatPrompt:
         if request.chat_template is None:
             for name in given.keys() - self._gateway.input_processor.tokenizer.template.variables:
                 if name == "documents" or unknown.strict:
-                    words = f"{name}: this model's chat template does not read it"
-                    raise PenstockError(Code.UNSUPPORTED, words, name)
+                    message = f"{name}: this model's chat template does not read it"
+                    raise PenstockError(Code.UNSUPPORTED, message, name)
                 unknown.ignore("", name)
                 del given[name]
         return given

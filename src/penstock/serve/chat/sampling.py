@@ -31,8 +31,8 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any
         if name in given:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
     if request.bad_words_token_ids is not None:
-        words = request.bad_words_token_ids
-        given["bad_word_ids"] = tuple((word,) if isinstance(word, int) else tuple(word) for word in words)
+        bad_words = request.bad_words_token_ids
+        given["bad_word_ids"] = tuple((word,) if isinstance(word, int) else tuple(word) for word in bad_words)
     if (form := guided_decoding_of(request)) is not None:
         given["guided_decoding"] = form
     if request.stream_options is not None and not request.stream:

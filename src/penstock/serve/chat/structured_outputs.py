@@ -30,17 +30,17 @@ def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | Non
         "structured_outputs": _from_structured_outputs(request),
         "response_format": _from_response_format(request),
     }
-    named = [
+    constraints = [
         name for name, source in sources.items() if source.keys() - {"disable_any_whitespace", "whitespace_pattern"}
     ]
-    if len(named) > 1:
-        raise invalid(named[1], f"does not go with {named[0]}: an answer has one form")
+    if len(constraints) > 1:
+        raise invalid(constraints[1], f"does not go with {constraints[0]}: an answer has one form")
     params = {name: value for source in sources.values() for name, value in source.items()}
-    if not named:
+    if not constraints:
         if params:
             raise invalid("guided_whitespace_pattern", "goes with a form only")
         return None
-    source_field = named[0] if named[0] != "guided_decoding" else ""
+    source_field = constraints[0] if constraints[0] != "guided_decoding" else ""
     return GuidedDecodingParams(**params, source_field=source_field)
 
 

@@ -43,15 +43,15 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
         asked = {_own(name): name for name in request.req_ids or ()}
-        aborted, found = [], set()
+        aborted, running_ids = [], set()
         for service in registry:
             running = service.gateway.running()
             names = list(running if request.abort_all else asked)
             service.gateway.engine.cancel(names)
             here = [name for name in names if name in running]
-            found.update(here)
+            running_ids.update(here)
             aborted += [{"request_id": asked.get(n, n), "output_token_count": running[n]} for n in here]
-        missing = [name for own, name in asked.items() if own not in found]
+        missing = [name for own, name in asked.items() if own not in running_ids]
         return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
     failure = reference(ErrorResponse)
@@ -87,5 +87,5 @@ def _shown(configuration: msgspec.Struct) -> dict[str, Any]:
     }
 
 
-def _json(found: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(found), media_type="application/json")
+def _json(document: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")

@@ -45,8 +45,8 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
             if size > max_size:
                 raise _too_large(max_size)
     except TimeoutError as error:
-        words = f"no more of it came for {timeout:g} seconds"
-        raise PenstockError(Code.TIMEOUT, f"body: {words}", "body", timeout) from error
+        message = f"no more of it came for {timeout:g} seconds"
+        raise PenstockError(Code.TIMEOUT, f"body: {message}", "body", timeout) from error
     except ClientDisconnect as error:
         raise PenstockError(Code.CANCELLED, "the client has gone in the middle of its request") from error
 
@@ -62,8 +62,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     return result
 
 
-def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``found``.
+def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+    """Convert a JSON object to a schema. Removes the fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects these fields.
@@ -71,13 +71,13 @@ def convert(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T
     Raises ``PenstockError`` (``invalid``) for wrong values, and for unknown fields with ``strict_requests``.
     """
     try:
-        unknown.remove(found, schema)
-        return msgspec.convert(found, schema, str_keys=True)
+        unknown.remove(fields, schema)
+        return msgspec.convert(fields, schema, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        words, _, path = str(error).partition(" - at `$")
+        message, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
-        named = re.search(r"field `(\w+)`", words)  # of a missing or unknown field
-        raise invalid(field or (named[1] if named else "body"), words) from error
+        missing_field = re.search(r"field `(\w+)`", message)  # of a missing or unknown field
+        raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 
 
 def require(value: V | None, path: str) -> V:
@@ -87,7 +87,7 @@ def require(value: V | None, path: str) -> V:
     return value
 
 
-def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:
+def check_supported(fields: Mapping[str, Any], reasons: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse fields that the dialect's own server supports and this one does not.
 
     Args:
@@ -96,7 +96,7 @@ def check_supported(found: Mapping[str, Any], reasons: Mapping[str, tuple[Any, s
     Raises ``PenstockError`` (``unsupported``) with the field's name.
     """
     for name, (allowed, why) in reasons.items():
-        if found.get(name) not in (None, allowed):
+        if fields.get(name) not in (None, allowed):
             raise PenstockError(Code.UNSUPPORTED, f"{name}: {why}", name)
 
 

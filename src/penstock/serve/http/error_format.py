@@ -19,10 +19,10 @@ def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
     """
     ours = failure.field
     theirs = names.get(ours, ours)
-    words = failure.message
-    if words.startswith(f"{ours}: "):
-        words = theirs + words[len(ours) :]
-    return msgspec.structs.replace(failure, field=theirs, message=words)
+    message = failure.message
+    if message.startswith(f"{ours}: "):
+        message = theirs + message[len(ours) :]
+    return msgspec.structs.replace(failure, field=theirs, message=message)
 
 
 class ErrorFormat:

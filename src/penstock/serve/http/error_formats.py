@@ -31,11 +31,11 @@ class ErrorFormats:
 
     def of(self, scope: Scope) -> ErrorFormat:
         """The format for a request: its dialect's where that is known, else by headers, else by path."""
-        if found := record_of(scope).error_format:
-            return found
+        if (known := record_of(scope).error_format) is not None:
+            return known
         for by_head in self._by_head:
-            if found := by_head(scope):
-                return found
+            if (recognized := by_head(scope)) is not None:
+                return recognized
         return next(
             (error_format for path, error_format in self._by_path.items() if scope["path"].startswith(path)),
             self._default,

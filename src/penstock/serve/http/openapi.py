@@ -43,7 +43,7 @@ def operation(
         answers["200"]["content"] = _json(answer)
         if streamed:
             answers["200"]["content"]["text/event-stream"] = {"schema": STRING}
-    failures = {code: {"description": words, "content": _json(failure)} for code, words in FAILURES.items()}
+    failures = {code: {"description": description, "content": _json(failure)} for code, description in FAILURES.items()}
     described: dict[str, Any] = {"responses": answers | failures}
     if request:
         described["requestBody"] = {"required": True, "content": _json(request)}

@@ -74,21 +74,21 @@ class UnknownFields:
                 return
             self.places.setdefault(kind, place)
 
-    def remove(self, found: Any, schema: type[msgspec.Struct]) -> None:
+    def remove(self, document: Any, schema: type[msgspec.Struct]) -> None:
         """Remove the fields that ``schema`` does not have from a JSON document, at all depths. Raises as ``ignore``."""
-        _remove(found, _node_of(schema), "", "", self)
+        _remove(document, _node_of(schema), "", "", self)
 
     @property
     def header(self) -> str:
         """ASCII, at most ``MAX_HEADER`` characters; nothing where all fields are known."""
-        named, size, more = [], 0, self._more
+        shown, size, more = [], 0, self._more
         for place in self.places.values():
             size += len(place) + 2
             if size > MAX_HEADER - 3:
                 more = True
                 break
-            named.append(place)
-        return ", ".join([*named, "..."] if more else named)
+            shown.append(place)
+        return ", ".join([*shown, "..."] if more else shown)
 
 
 class UnknownFieldLog:
@@ -124,20 +124,20 @@ class _SchemaNode:
     """The known fields that have nodes themselves."""
 
 
-def _remove(found: Any, node: _SchemaNode, path: str, kind: str, unknown: UnknownFields) -> None:
-    if isinstance(found, dict) and (known := node.known) is not None:
-        if not known.keys() >= found.keys():
-            for name in [name for name in found if name not in known]:
+def _remove(document: Any, node: _SchemaNode, path: str, kind: str, unknown: UnknownFields) -> None:
+    if isinstance(document, dict) and (known := node.known) is not None:
+        if not known.keys() >= document.keys():
+            for name in [name for name in document if name not in known]:
                 if node.closed or not unknown.strict:
                     unknown.ignore(path, name, known, kind)
-                del found[name]
+                del document[name]
         for name, inner in node.nested:
-            if isinstance(value := found.get(name), dict):
+            if isinstance(value := document.get(name), dict):
                 _remove(value, inner, f"{path}{name}.", f"{kind}{name}.", unknown)
             elif isinstance(value, list):
                 _remove(value, inner, f"{path}{name}", f"{kind}{name}", unknown)
-    elif isinstance(found, list) and (inner_items := node.items) is not None:
-        for i, item in enumerate(found):
+    elif isinstance(document, list) and (inner_items := node.items) is not None:
+        for i, item in enumerate(document):
             if isinstance(item, dict):
                 _remove(item, inner_items, f"{path}[{i}].", f"{kind}[].", unknown)
 
@@ -156,9 +156,9 @@ def _node(kind: inspect.Type, seen: dict[type, _SchemaNode]) -> _SchemaNode | No
         items = _node(kind.item_type, seen)
         return _SchemaNode(items=items) if items else None
     if isinstance(kind, inspect.UnionType):  # at most one member is an object, and one an array
-        found = [node for node in (_node(one, seen) for one in kind.types) if node]
-        objects = next((node for node in found if node.known is not None), None)
-        arrays = next((node for node in found if node.items), None)
+        nodes = [node for node in (_node(one, seen) for one in kind.types) if node]
+        objects = next((node for node in nodes if node.known is not None), None)
+        arrays = next((node for node in nodes if node.items), None)
         if objects and arrays:
             return _SchemaNode(objects.known, objects.closed, arrays.items, objects.nested)
         return objects or arrays

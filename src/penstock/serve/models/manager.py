@@ -92,8 +92,8 @@ class ModelManager:
     def check(self) -> None:
         """Raises ``PenstockError`` (``unsupported``) where clients may not load and unload models."""
         if not self.explicit:
-            words = "models are loaded at the start and stay; --model-control-mode explicit lets them come and go"
-            raise PenstockError(Code.UNSUPPORTED, words, "model_control_mode")
+            message = "models are loaded at the start and stay; --model-control-mode explicit lets them come and go"
+            raise PenstockError(Code.UNSUPPORTED, message, "model_control_mode")
 
     async def _request(self, request: Load | Unload) -> None:
         self.check()
@@ -128,8 +128,8 @@ class ModelManager:
             return
         except Exception as error:  # a broken tokenizer file can raise anything, and must not end the other models
             logger.exception("the tokenizer or chat template of %s cannot be used", model.name)
-            words = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
-            self._send(Failed(model.engine, Failure(Code.INVALID, words, "model")))
+            message = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
+            self._send(Failed(model.engine, Failure(Code.INVALID, message, "model")))
             return
         gateway = self._gateways[model.engine] = Gateway(model.engine, input_processor)
         if model.required:

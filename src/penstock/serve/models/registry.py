@@ -74,8 +74,8 @@ class ModelRegistry:
             self.check()  # it may be an adapter of a model that is being loaded
         else:
             self.check_expected(model)
-            words = f"the model {name!r} is not served: {model.reason}; there is {known or 'none'}"
-            raise PenstockError(Code.NOT_FOUND, words, "model")
+            message = f"the model {name!r} is not served: {model.reason}; there is {known or 'none'}"
+            raise PenstockError(Code.NOT_FOUND, message, "model")
         raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known or 'none'}", "model")
 
     def find_or_first(self, name: str | None) -> ModelService:

@@ -156,8 +156,8 @@ def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
     if options.health_port == options.metrics_port > 0:
         del ports["metrics_port"]  # one listener serves both
     with contextlib.ExitStack() as stack:
-        wanted = [(name, port) for name, port in ports.items() if port >= 0]
-        yield [stack.enter_context(_listen(options.host, port, name)) for name, port in wanted]
+        enabled = [(name, port) for name, port in ports.items() if port >= 0]
+        yield [stack.enter_context(_listen(options.host, port, name)) for name, port in enabled]
 
 
 def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.socket:
@@ -176,9 +176,9 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
             raise
         return bound
     except OSError as error:
-        words = error.strerror or str(error)
+        reason = error.strerror or str(error)
         flag = f"--{name.replace('_', '-')}"
-        raise invalid(name, f"cannot listen on {host}:{port}: {words.lower()}; try another {flag}") from error
+        raise invalid(name, f"cannot listen on {host}:{port}: {reason.lower()}; try another {flag}") from error
 
 
 @contextlib.contextmanager

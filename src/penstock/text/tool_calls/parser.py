@@ -64,12 +64,12 @@ class ToolCallParser:
     # The states of the parser. Each works on the held text and returns whether to continue with the next state.
 
     def _read_content(self, last: bool) -> bool:
-        found = split_at_marker(self._held, self._form.start_markers, last)
-        self._content += found.before
-        self._held = found.rest
-        if found.marker is None:
+        split = split_at_marker(self._held, self._form.start_markers, last)
+        self._content += split.before
+        self._held = split.rest
+        if split.marker is None:
             return False
-        self._gap, self._marker, self._step = found.gap, found.marker, self._read_start
+        self._gap, self._marker, self._step = split.gap, split.marker, self._read_start
         return True
 
     def _read_start(self, last: bool) -> bool:
@@ -106,10 +106,10 @@ class ToolCallParser:
                 self._content += self._gap + self._marker + self._held
                 self._held, self._step = "", self._read_content
             return False
-        found = _call(ahead[: self._scanned])
-        if found is None:
+        call = _call(ahead[: self._scanned])
+        if call is None:
             return self._reject()
-        self.calls.append(ToolCall(self._form.new_id(), *found))
+        self.calls.append(ToolCall(self._form.new_id(), *call))
         self._held, self._step = ahead[self._scanned :], self._read_end
         return True
 
@@ -176,8 +176,8 @@ def _is_text(text: str) -> bool:
 def _call(written: str) -> tuple[str, str] | None:
     """Name and arguments of a complete object; None where it is not a call."""
     try:
-        found = json.loads(written)
-        name, arguments = found["name"], found.get("arguments", found.get("parameters")) or {}
+        document = json.loads(written)
+        name, arguments = document["name"], document.get("arguments", document.get("parameters")) or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str) and not _is_text(text):
             text = json.dumps(arguments)

@@ -87,8 +87,8 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        words = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
-        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
+        message = f"{path}.type: {tool.type[:50]} is not supported, only custom is"
+        raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
     name, schema = require(tool.name, f"{path}.name"), require(tool.input_schema, f"{path}.input_schema")
     return function_tool(name, tool.description, schema)
 
@@ -114,8 +114,8 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
         elif block.type == "thinking" and message.role == "assistant":
             thought += require(block.thinking, f"{where}.thinking")
         elif block.type != "redacted_thinking":
-            words = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
-            raise PenstockError(Code.UNSUPPORTED, words, where)
+            text = f"{where}: {block.type[:50]} is not supported in a message of the {message.role}"
+            raise PenstockError(Code.UNSUPPORTED, text, where)
     if not (texts or calls or thought):
         return results
     result: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
@@ -126,6 +126,6 @@ def _messages(message: Message, path: str) -> list[dict[str, Any]]:
     return [*results, result]
 
 
-def _call_id(found: str | None, path: str) -> str:
+def _call_id(call_id: str | None, path: str) -> str:
     """A call's id without Anthropic's prefix, as the model's chat template expects it."""
-    return require(found, path).removeprefix(CALL_ID_PREFIX)
+    return require(call_id, path).removeprefix(CALL_ID_PREFIX)

@@ -98,12 +98,12 @@ def event(kind: str, **fields: Any) -> bytes:
 
 def error_of(failure: Failure) -> ErrorResponse:
     """A failure in Anthropic's format."""
-    words = failure.message.encode("utf-8", "replace").decode()
+    message = failure.message.encode("utf-8", "replace").decode()
     if failure.code is Code.TOO_LONG:  # clients look for this message
-        words = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
+        message = f"prompt is too long: {failure.value:.0f} tokens > {failure.limit:.0f} maximum"
     details = UNSUPPORTED_THREAD if failure.field == "thread" and failure.code is Code.UNSUPPORTED else UNSET
     return ErrorResponse(
-        error=Error(type=ERROR_TYPES.get(failure.code, "invalid_request_error"), message=words, details=details)
+        error=Error(type=ERROR_TYPES.get(failure.code, "invalid_request_error"), message=message, details=details)
     )
 
 

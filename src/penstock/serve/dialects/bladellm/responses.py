@@ -89,5 +89,5 @@ ERROR_FORMAT = BladeLLMErrorFormat()
 
 
 def _error(failure: Failure) -> ErrorResponse:
-    words = failure.message.encode("utf-8", "replace").decode()
-    return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=words))
+    message = failure.message.encode("utf-8", "replace").decode()
+    return ErrorResponse(error_info=ErrorInfo(code=STATUS[failure.code], message=message))

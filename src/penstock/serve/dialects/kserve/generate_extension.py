@@ -12,7 +12,7 @@ from .model import VERSION, Model, ModelResponse
 from .tensors import Tensor, from_json, in_json, to_json
 
 
-def from_fields(model: Model, found: dict[str, Any], unknown: UnknownFields) -> InferenceRequest:
+def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) -> InferenceRequest:
     """Parse a request whose inputs are fields, or fields of its ``parameters``.
 
     Args:
@@ -21,7 +21,7 @@ def from_fields(model: Model, found: dict[str, Any], unknown: UnknownFields) -> 
 
     Raises ``PenstockError`` (``invalid``) for wrong values.
     """
-    fields = dict(found)
+    fields = dict(document)
     more = fields.pop("parameters", None) or {}
     if not isinstance(more, dict):
         raise invalid("parameters", "is no JSON object")

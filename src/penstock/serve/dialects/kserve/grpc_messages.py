@@ -42,11 +42,11 @@ def parameters(given: Any) -> dict[str, Any]:
 def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
     """Parse a ``ModelInferRequest``. Raises ``PenstockError`` (``invalid``) where it is wrong."""
     where = [parameters(given.parameters) for given in request.inputs]
-    shared = [in_memory(given.name, found) for given, found in zip(request.inputs, where, strict=True)]
+    shared = [in_memory(given.name, options) for given, options in zip(request.inputs, where, strict=True)]
     raw = list(request.raw_input_contents)
     if raw and len(raw) != shared.count(False):
-        words = f"has {len(raw)} elements, and there are {shared.count(False)} inputs that are not in shared memory"
-        raise invalid("raw_input_contents", words)
+        message = f"has {len(raw)} elements, and there are {shared.count(False)} inputs that are not in shared memory"
+        raise invalid("raw_input_contents", message)
     inputs, sent = [], iter(raw)
     for index, given in enumerate(request.inputs):
         shape = tuple(given.shape)
@@ -88,8 +88,8 @@ def config_of(model: Model) -> Any:
     return json_format.ParseDict({"config": model.config()}, pb.ModelConfigResponse())
 
 
-def statistics_of(found: list[dict[str, Any]]) -> Any:
-    return json_format.ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
+def statistics_of(statistics: list[dict[str, Any]]) -> Any:
+    return json_format.ParseDict({"model_stats": statistics}, pb.ModelStatisticsResponse())
 
 
 def parse_trace_settings(request: Any) -> dict[str, Any]:

@@ -179,8 +179,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def TraceSetting(self, request: Any, record: RequestRecord) -> Any:
-        wanted = messages.parse_trace_settings(request)
-        return messages.build_trace_settings(state.trace_settings(self._repository, wanted, request.model_name))
+        changes = messages.parse_trace_settings(request)
+        return messages.build_trace_settings(state.trace_settings(self._repository, changes, request.model_name))
 
     @unary
     async def LogSettings(self, request: Any, record: RequestRecord) -> Any:
@@ -282,8 +282,8 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         infer_request = messages.parse_infer_request(request, self._repository.memory)
         empty_last = bool(infer_request.parameters.get(messages.EMPTY_FINAL, False))
         with model.service.admit():
-            async with aclosing(answers(self._repository, model, infer_request, record, streamed)) as found:
-                async for answer in found:
+            async with aclosing(answers(self._repository, model, infer_request, record, streamed)) as stream:
+                async for answer in stream:
                     response = messages.build_infer_response(model, infer_request, answer, self._repository.memory)
                     if streamed:
                         response.parameters[messages.FINAL].bool_param = answer.last and not empty_last

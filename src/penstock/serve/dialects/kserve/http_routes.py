@@ -50,8 +50,8 @@ class KServeErrorFormat(ErrorFormat):
 ERROR_FORMAT = KServeErrorFormat()
 
 
-def event(found: object) -> bytes:
-    return b"data: " + msgspec.json.encode(found) + b"\n\n"
+def event(document: object) -> bytes:
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 class IndexRequest(msgspec.Struct):
@@ -78,8 +78,8 @@ class Registration(msgspec.Struct, forbid_unknown_fields=True):
 class Json(Response):
     media_type = "application/json"
 
-    def __init__(self, found: object) -> None:
-        super().__init__(msgspec.json.encode(found))
+    def __init__(self, document: object) -> None:
+        super().__init__(msgspec.json.encode(document))
 
 
 def add_routes(app: FastAPI, repository: ModelRepository) -> None:
@@ -135,9 +135,9 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
 
     def generating(streamed: bool) -> Callable[..., Any]:
         async def generate(request: Request, name: str, version: str = "") -> Response:
-            found = read_object(await body_of(request))
+            fields = read_object(await body_of(request))
             model = repository.find(name, version)
-            infer_request = from_fields(model, found, record_of(request.scope).unknown)
+            infer_request = from_fields(model, fields, record_of(request.scope).unknown)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
                 stream = answers(repository, model, infer_request, record_of(request.scope), streamed)
@@ -256,9 +256,9 @@ class InferReply(Reply):
         self._header: int | None = None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            found = answers(repository, model, infer_request, record_of(request.scope), streamed=False)
-            async with aclosing(found):
-                async for answer in found:
+            stream = answers(repository, model, infer_request, record_of(request.scope), streamed=False)
+            async with aclosing(stream):
+                async for answer in stream:
                     head, binary = await encode_response(model, infer_request, answer, repository.memory)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")

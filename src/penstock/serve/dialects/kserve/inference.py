@@ -44,8 +44,8 @@ async def answers(
     names = [spec.name for spec in model.outputs]
     for name in infer_request.outputs:
         if name not in names:
-            words = f"unexpected inference output for model '{model.name}'{did_you_mean(name, names)}"
-            raise invalid(name[:100], words)
+            message = f"unexpected inference output for model '{model.name}'{did_you_mean(name, names)}"
+            raise invalid(name[:100], message)
     if infer_request.parameters.get("sequence_id"):
         raise invalid("sequence_id", f"model '{model.name}' keeps no state between requests")
     priority = infer_request.parameters.get("priority", 0)
@@ -55,9 +55,9 @@ async def answers(
         record.unknown.ignore("parameters.", name, PARAMETERS)
     call = model.call(record, infer_request.inputs, streamed, priority, infer_request.id)
     with repository.counts.count_request(model, record, call):
-        async with aclosing(model.answers(call)) as found:
-            async for answer in found:
+        async with aclosing(model.answers(call)) as stream:
+            async for answer in stream:
                 if infer_request.outputs:
-                    wanted = [tensor for tensor in answer.outputs if tensor.name in infer_request.outputs]
-                    answer = ModelResponse(wanted, answer.last)
+                    requested = [tensor for tensor in answer.outputs if tensor.name in infer_request.outputs]
+                    answer = ModelResponse(requested, answer.last)
                 yield answer

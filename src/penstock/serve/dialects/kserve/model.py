@@ -142,8 +142,8 @@ class Model:
                 self.check_supported_input(tensor.name, any(tensor.elements))
                 continue
             if (spec := specs.get(tensor.name)) is None:
-                words = f"unexpected inference input for model '{self.name}'{did_you_mean(tensor.name, specs)}"
-                raise invalid(tensor.name[:100], words)
+                message = f"unexpected inference input for model '{self.name}'{did_you_mean(tensor.name, specs)}"
+                raise invalid(tensor.name[:100], message)
             if tensor.name in result:
                 raise invalid(tensor.name, "is given twice")
             batches.add(self._rows(spec, tensor))
@@ -165,14 +165,16 @@ class Model:
         shape = tensor.shape
         if len(shape) == len(spec.shape) + 1 and self.max_batch_size:
             if not 1 <= shape[0] <= self.max_batch_size:
-                words = f"has {shape[0]} rows; model '{self.name}' takes from 1 to {self.max_batch_size}"
-                raise invalid(tensor.name, words, self.max_batch_size)
+                message = f"has {shape[0]} rows; model '{self.name}' takes from 1 to {self.max_batch_size}"
+                raise invalid(tensor.name, message, self.max_batch_size)
             rows, shape = shape[0], shape[1:]
         else:
             rows = None
         if len(shape) != len(spec.shape) or any(w not in (-1, s) for w, s in zip(spec.shape, shape, strict=True)):
-            wanted = f"{[-1, *spec.shape] if self.max_batch_size else list(spec.shape)}"
-            raise invalid(tensor.name, f"has the shape {list(tensor.shape)}, and model '{self.name}' expects {wanted}")
+            expected = f"{[-1, *spec.shape] if self.max_batch_size else list(spec.shape)}"
+            raise invalid(
+                tensor.name, f"has the shape {list(tensor.shape)}, and model '{self.name}' expects {expected}"
+            )
         return rows
 
 
@@ -181,8 +183,8 @@ def _of_type(spec: Spec, tensor: Tensor) -> Tensor:
     if tensor.datatype == spec.datatype:
         return _in_range(tensor)
     if kind(tensor.datatype) != kind(spec.datatype):
-        words = f"has the data-type '{tensor.datatype}', and the model expects '{spec.datatype}'"
-        raise invalid(spec.name, words)
+        message = f"has the data-type '{tensor.datatype}', and the model expects '{spec.datatype}'"
+        raise invalid(spec.name, message)
     return _in_range(Tensor(tensor.name, spec.datatype, tensor.shape, tensor.elements))
 
 

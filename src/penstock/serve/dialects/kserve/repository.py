@@ -66,14 +66,14 @@ class ModelRepository:
             # not by what OpenAI's API calls it: such a name is unknown here, however long is waited
             self.registry.check_expected(ours := next((m for m in self.registry.models if name in m.kserve), None))
             if ours:
-                words = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
+                message = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
             else:
                 there = ", ".join(model.name for model in self) or "none"
-                words = f"Request for unknown model: '{name[:100]}' is not found; there is {there}"
-            raise PenstockError(Code.NOT_FOUND, words, "model")
+                message = f"Request for unknown model: '{name[:100]}' is not found; there is {there}"
+            raise PenstockError(Code.NOT_FOUND, message, "model")
         if version not in ("", VERSION, "-1"):
-            words = f"Request for unknown model: '{name}' version {version[:20]} is not found; there is {VERSION}"
-            raise PenstockError(Code.NOT_FOUND, words, "model_version")
+            message = f"Request for unknown model: '{name}' version {version[:20]} is not found; there is {VERSION}"
+            raise PenstockError(Code.NOT_FOUND, message, "model_version")
         return model
 
     def owner(self, name: str) -> ServedModel | None:

@@ -87,8 +87,8 @@ async def load(repository: ModelRepository, name: str, parameters: Mapping[str, 
     """
     if (model := repository.owner(name)) is None:
         known = ", ".join(each for model in repository.registry.models for each in model.kserve)
-        words = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
-        raise PenstockError(Code.INVALID, words, "model_name")
+        message = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
+        raise PenstockError(Code.INVALID, message, "model_name")
     try:
         max_batch_size = max_batch_size_override(parameters or {})
     except PenstockError as error:
@@ -120,8 +120,8 @@ async def unload(repository: ModelRepository, name: str, parameters: Mapping[str
     own = name in model.names or model.kserve[name] == "tensorrt_llm"
     if not own and not (parameters or {}).get(DEPENDENTS):
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
-        words = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}, or set {DEPENDENTS}", "model_name")
+        message = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}, or set {DEPENDENTS}", "model_name")
     await _done("unload", name, repository.model_manager.unload(model.name))
 
 
@@ -132,8 +132,8 @@ def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
     """
     for name in parameters:
         if name.startswith("file:"):
-            words = f"{name[:100]}: Invalid file path: files of a model lie where the server finds them"
-            raise PenstockError(Code.UNSUPPORTED, words, name[:100])
+            message = f"{name[:100]}: Invalid file path: files of a model lie where the server finds them"
+            raise PenstockError(Code.UNSUPPORTED, message, name[:100])
         if name != "config":
             raise invalid(name[:100], "no such parameter; there is config")
     given = parameters.get("config", "{}")
@@ -172,26 +172,26 @@ async def _done(what: str, name: str, work: Awaitable[None]) -> None:
         raise PenstockError(failure.code, f"failed to {what} '{name}': {failure.message}", "model_name") from error
 
 
-def log_settings(repository: ModelRepository, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def log_settings(repository: ModelRepository, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Change the log settings as a client wants them, and return all, as ``/v2/logging`` does.
 
     Raises ``PenstockError`` where one of them cannot be so; then none is changed.
     """
-    if changes := repository.log.check(wanted):
+    if changes := repository.log.check(requested):
         with repository.shared.update() as state:
             state.log |= changes
         repository.log.apply(repository.shared.read().log)
     return repository.log.current(repository.shared.read().log)
 
 
-def trace_settings(repository: ModelRepository, wanted: Mapping[str, Any], model: str = "") -> dict[str, Any]:
+def trace_settings(repository: ModelRepository, requested: Mapping[str, Any], model: str = "") -> dict[str, Any]:
     """Change and return the trace settings of a model, or the global ones, which apply to models without their own.
 
     Raises ``PenstockError`` where one of them cannot be so, or there is no such model.
     """
     if model:
         repository.find(model)
-    if changes := check_trace(wanted):
+    if changes := check_trace(requested):
         with repository.shared.update() as state:
             change_trace(state.trace, model, changes)
     return current_trace(repository.shared.read().trace, model)

@@ -49,10 +49,10 @@ class LogSettings:
         """The settings as ``/v2/logging`` returns them."""
         return {**self._begun, **changed}
 
-    def check(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Validate changes. Raises ``PenstockError`` for an invalid one."""
         result = {}
-        for name, value in wanted.items():
+        for name, value in changes.items():
             _check_known(name, value, self._begun)
             if name in LEVELS and not isinstance(value, bool):
                 raise invalid(name, "must be true or false")
@@ -96,10 +96,10 @@ def trace_settings(changed: Mapping[str, Mapping[str, Any]], model: str = "") ->
     return {**TRACE, **changed.get("", {}), **(changed.get(model, {}) if model else {})}
 
 
-def check_trace(wanted: Mapping[str, Any]) -> dict[str, Any]:
+def check_trace(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Validate changes; None resets a setting. Raises ``PenstockError`` for an invalid one."""
     result: dict[str, Any] = {}
-    for name, value in wanted.items():
+    for name, value in changes.items():
         _check_known(name, value, TRACE)
         if name in READ_ONLY_SETTINGS:
             continue
@@ -117,9 +117,9 @@ def check_trace(wanted: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def change_trace(trace: dict[str, dict[str, Any]], model: str, wanted: Mapping[str, Any]) -> None:
+def change_trace(trace: dict[str, dict[str, Any]], model: str, changes: Mapping[str, Any]) -> None:
     """Apply valid changes to the settings of a model, or of all models where none is named."""
-    own = {**trace.get(model, {}), **wanted}
+    own = {**trace.get(model, {}), **changes}
     trace[model] = {name: value for name, value in own.items() if value is not None}
 
 
@@ -139,5 +139,5 @@ def _check_known(name: str, value: Any, current: Mapping[str, Any]) -> None:
     if name not in current:
         raise invalid(name[:100], f"no such setting{did_you_mean(name[:100], current)}")
     if name in READ_ONLY_SETTINGS and value not in (None, current[name]):
-        words = f"{name}: can not be updated through network protocol; set it when the server starts"
-        raise PenstockError(Code.UNSUPPORTED, words, name)
+        message = f"{name}: can not be updated through network protocol; set it when the server starts"
+        raise PenstockError(Code.UNSUPPORTED, message, name)

@@ -55,9 +55,9 @@ class SharedMemory:
             raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
             raise invalid("name", f"must have from 1 to {MAX_NAME_LENGTH} characters", MAX_NAME_LENGTH)
-        if not isinstance(key, str) or not (found := KEY_PATTERN.fullmatch(key)) or found[1] in (".", ".."):
+        if not isinstance(key, str) or not (match := KEY_PATTERN.fullmatch(key)) or match[1] in (".", ".."):
             raise invalid("key", "must be the name of a POSIX shared memory object, such as /input_data")
-        region = Region(found[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
+        region = Region(match[1], _count("offset", offset, 0), _count("byte_size", byte_size, 1))
         with _opened(region, os.O_RDWR):
             pass
         with self._shared.update() as state:
@@ -71,14 +71,14 @@ class SharedMemory:
         """Unregister a region, or all of them; an unknown one is ignored, as in Triton."""
         if not name or name in self._shared.read().regions:
             with self._shared.update() as state:
-                state.regions = {each: found for each, found in state.regions.items() if name and each != name}
+                state.regions = {each: region for each, region in state.regions.items() if name and each != name}
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
         """Status of one region or all, as in the protocol. Raises ``PenstockError`` (``not_found``)."""
         regions = self._shared.read().regions
         if name and name not in regions:
-            words = f"Unable to find system shared memory region: '{name[:100]}'"
-            raise PenstockError(Code.NOT_FOUND, words, "name")
+            message = f"Unable to find system shared memory region: '{name[:100]}'"
+            raise PenstockError(Code.NOT_FOUND, message, "name")
         return [
             {"name": each, "key": f"/{result.key}", "offset": result.offset, "byte_size": result.byte_size}
             for each, result in regions.items()
@@ -103,8 +103,10 @@ class SharedMemory:
         """
         region, offset, size = self._admit(tensor, parameters)
         if len(raw) > size:
-            words = f"shared memory size specified with the request ({size} bytes) should be at least {len(raw)} bytes"
-            raise invalid(tensor, words, size)
+            message = (
+                f"shared memory size specified with the request ({size} bytes) should be at least {len(raw)} bytes"
+            )
+            raise invalid(tensor, message, size)
         with _opened(region, os.O_RDWR) as file:
             os.pwrite(file, raw, region.offset + offset)
         return {REGION: parameters[REGION], SIZE: len(raw), **({OFFSET: offset} if offset else {})}
@@ -117,8 +119,10 @@ class SharedMemory:
             raise invalid(tensor, f"Unable to find shared memory region: '{str(name)[:100]}'")
         offset, size = _count(tensor, parameters.get(OFFSET, 0), 0), _count(tensor, parameters.get(SIZE), 0)
         if offset + size > region.byte_size:
-            words = f"Invalid offset + byte size for shared memory region: '{name}', which has {region.byte_size} bytes"
-            raise invalid(tensor, words, region.byte_size)
+            message = (
+                f"Invalid offset + byte size for shared memory region: '{name}', which has {region.byte_size} bytes"
+            )
+            raise invalid(tensor, message, region.byte_size)
         return region, offset, size
 
 
@@ -143,17 +147,17 @@ def _opened(region: Region, how: int) -> Iterator[int]:
     try:
         file = os.open(FOLDER / region.key, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        words = f"Unable to open shared memory region: '/{region.key}': {error.strerror}"
-        raise invalid("key", words) from error
+        message = f"Unable to open shared memory region: '/{region.key}': {error.strerror}"
+        raise invalid("key", message) from error
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise invalid("key", f"Unable to open shared memory region: '/{region.key}': no shared memory object")
-        if region.offset + region.byte_size > found.st_size:
-            words = (
-                f"Invalid offset + byte size for shared memory region '/{region.key}', which has {found.st_size} bytes"
+        if region.offset + region.byte_size > status.st_size:
+            message = (
+                f"Invalid offset + byte size for shared memory region '/{region.key}', which has {status.st_size} bytes"
             )
-            raise invalid("byte_size", words, found.st_size)
+            raise invalid("byte_size", message, status.st_size)
         yield file
     finally:
         os.close(file)

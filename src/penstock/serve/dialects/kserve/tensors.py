@@ -153,9 +153,11 @@ def _check_datatype(name: str, datatype: Any) -> None:
 
 
 def _checked(tensor: Tensor) -> Tensor:
-    wanted = math.prod(tensor.shape)
-    if len(tensor.elements) != wanted:
-        raise invalid(tensor.name, f"has {len(tensor.elements)} elements, and its shape {list(tensor.shape)} {wanted}")
+    expected = math.prod(tensor.shape)
+    if len(tensor.elements) != expected:
+        raise invalid(
+            tensor.name, f"has {len(tensor.elements)} elements, and its shape {list(tensor.shape)} {expected}"
+        )
     return tensor
 
 

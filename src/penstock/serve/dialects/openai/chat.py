@@ -203,10 +203,10 @@ class ChatHandler:
         return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
 
     def _bytes(self, token_id: int) -> list[int]:
-        if (found := self._byte_lists.get(token_id)) is None:
-            found = list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
-            self._byte_lists[token_id] = found
-        return found
+        if (token_bytes := self._byte_lists.get(token_id)) is None:
+            token_bytes = list(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else []
+            self._byte_lists[token_id] = token_bytes
+        return token_bytes
 
 
 def _delta(delta: Delta) -> ChatDelta:

@@ -172,9 +172,9 @@ class CompletionHandler:
         for start in range(0, len(positions), PIECE_SIZE):
             await self._fair_queue.turn()
             piece = self._piece(index, positions[start : start + PIECE_SIZE], prompt)
-            for name, found in parts.items():
-                found.append(encode(getattr(piece, name))[1:-1])
-        encoded: dict[str, Any] = {name: join_json(found) for name, found in parts.items()}
+            for name, pieces in parts.items():
+                pieces.append(encode(getattr(piece, name))[1:-1])
+        encoded: dict[str, Any] = {name: join_json(pieces) for name, pieces in parts.items()}
         return CompletionLogprobs(**encoded)
 
     def _piece(

@@ -74,8 +74,8 @@ class _PoolingHandler:
             failure = error.failure
             if failure.field != "prompt":
                 raise
-            words = failure.message.removeprefix("prompt: ")
-            raise PenstockError(failure.code, f"{field}: {words}", field, failure.limit, failure.value) from error
+            message = failure.message.removeprefix("prompt: ")
+            raise PenstockError(failure.code, f"{field}: {message}", field, failure.limit, failure.value) from error
 
 
 class EmbeddingHandler(_PoolingHandler):
@@ -121,8 +121,8 @@ class ScoreHandler(_PoolingHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in self._names
         )
         if len(self._first) not in (1, len(self._second)):
-            words = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
-            raise invalid(second, words, len(self._first))
+            message = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
+            raise invalid(second, message, len(self._first))
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         texts = dict(zip(self._names, (self._first, self._second), strict=True))
@@ -150,10 +150,10 @@ def _text_fields(request: ScoreRequest) -> tuple[str, str]:
 
     Raises ``PenstockError`` (``invalid``) where there are more than two.
     """
-    named = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
-    result = next((sides for sides in TEXT_PAIRS if named.issubset(sides)), None)
+    given_fields = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
+    result = next((sides for sides in TEXT_PAIRS if given_fields.issubset(sides)), None)
     if result is None:
-        raise invalid(max(named), "give text_1 and text_2, or queries and documents, and no others")
+        raise invalid(max(given_fields), "give text_1 and text_2, or queries and documents, and no others")
     return result
 
 

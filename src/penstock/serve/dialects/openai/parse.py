@@ -20,8 +20,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 CHAT_ONLY_FIELDS = frozenset(ChatRequest.__struct_fields__).difference(CompletionRequest.__struct_fields__)
 
 
-def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
-    """Convert a JSON object to a request. Removes fields that the schema does not have from ``found``.
+def parse(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
+    """Convert a JSON object to a request. Removes fields that the schema does not have from ``fields``.
 
     Args:
         unknown: collects unknown fields.
@@ -30,15 +30,15 @@ def parse(found: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
     completions, for wrong values, and for unknown fields with ``strict_requests``.
     """
     elsewhere = CHAT_ONLY_FIELDS if schema is CompletionRequest else frozenset()
-    not_yet = next((fields for kind, fields in UNSUPPORTED_FIELDS.items() if issubclass(schema, kind)), {})
-    for name in (not_yet.keys() | elsewhere).difference(schema.__struct_fields__).intersection(found):
-        value = found.pop(name)
+    not_yet = next((refused for kind, refused in UNSUPPORTED_FIELDS.items() if issubclass(schema, kind)), {})
+    for name in (not_yet.keys() | elsewhere).difference(schema.__struct_fields__).intersection(fields):
+        value = fields.pop(name)
         if value is None or value in not_yet.get(name, ()):
             continue
         if name in elsewhere:
             raise invalid(name, "goes with chats only")
         raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported yet", name)
-    return convert(found, schema, unknown)
+    return convert(fields, schema, unknown)
 
 
 def completion_sampling(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

@@ -100,8 +100,8 @@ class PaddleNLPHandler:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         output = await anext(outputs, None)
                 except TimeoutError as error:
-                    words = f"timeout: nothing came for {limit:g} seconds"
-                    raise PenstockError(Code.TIMEOUT, words, "timeout", limit) from error
+                    message = f"timeout: nothing came for {limit:g} seconds"
+                    raise PenstockError(Code.TIMEOUT, message, "timeout", limit) from error
                 if output is None:
                     return
                 yield output
@@ -124,11 +124,11 @@ class PaddleNLPHandler:
             prompt = {"prompt": request.text, "prompt_token_ids": await gateway.encode(request.text)}
         else:
             prompt = {"prompt_token_ids": request.input_ids}
-        count, wanted = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
+        count, max_dec_len = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
         maximum = gateway.engine.check().max_model_len
-        if wanted and count + wanted > maximum:
-            words = f"{count} tokens of input and {wanted} of output are more than the {maximum} of the context"
-            raise invalid("max_tokens", words, maximum)
+        if max_dec_len and count + max_dec_len > maximum:
+            message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"
+            raise invalid("max_tokens", message, maximum)
         return prompt
 
 

@@ -91,7 +91,7 @@ class PaddleNLPErrorFormat(ErrorFormat):
 
     def answer(self, failure: Failure) -> ErrorResponse:
         """The error as a struct."""
-        words = rename_field(failure, self._names).message
+        message = rename_field(failure, self._names).message
         for setting, theirs in LIMIT_NAMES.items():
-            words = words.replace(f"{setting} (", f"{theirs} (")
-        return ErrorResponse(req_id=self._req_id, error_msg=words, error_code=STATUS[failure.code])
+            message = message.replace(f"{setting} (", f"{theirs} (")
+        return ErrorResponse(req_id=self._req_id, error_msg=message, error_code=STATUS[failure.code])

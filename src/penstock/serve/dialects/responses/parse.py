@@ -120,14 +120,14 @@ def _text(content: str | list[Part] | None, path: str) -> str:
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type != "function":
-        words = f"{path}.type: {tool.type[:50]} is not supported, only function is"
-        raise PenstockError(Code.UNSUPPORTED, words, f"{path}.type")
+        message = f"{path}.type: {tool.type[:50]} is not supported, only function is"
+        raise PenstockError(Code.UNSUPPORTED, message, f"{path}.type")
     return function_tool(require(tool.name, f"{path}.name"), tool.description, tool.parameters, tool.strict)
 
 
-def _format(wanted: Format) -> dict[str, Any]:
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
-    if wanted.schema is None:
+def _format(text_format: Format) -> dict[str, Any]:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    if text_format.schema is None:
         raise invalid("text.format.schema", "is missing")
-    return json_schema_format(wanted.schema, wanted.name or "answer")
+    return json_schema_format(text_format.schema, text_format.name or "answer")

@@ -49,8 +49,8 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         fields = {model.name: _plain(model.configuration) for model in registry.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
-        told: Any = fields if config_format == "json" else json.dumps(fields)
-        return JSONResponse({"version": __version__, "vllm_config": told})
+        config: Any = fields if config_format == "json" else json.dumps(fields)
+        return JSONResponse({"version": __version__, "vllm_config": config})
 
     async def tokenizer_info(model: str | None = None) -> Response:
         return JSONResponse(registry.find(model).gateway.input_processor.tokenizer.info)
@@ -64,8 +64,8 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
     async def abort_requests(raw_request: Request) -> Response:
         fields = read_object(await registry.read(raw_request))
         request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown)
-        named = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
-        ids = {*named, *(name.removeprefix(prefix) for name in named for prefix in PREFIXES)}
+        request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
+        ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in registry:
             service.gateway.engine.cancel(sorted(ids))
         return Response()

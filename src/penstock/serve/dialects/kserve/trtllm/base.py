@@ -219,8 +219,8 @@ class GenerationModel(Model):
             size += tokens * engine.vocab_size * FP32_BYTES
             if size > maximum:
                 context = row.sampling.return_context_logits
-                words = f"is for {size} bytes of logits or more; {maximum} are allowed (max_logits_size)"
-                raise invalid("return_context_logits" if context else "return_generation_logits", words, maximum)
+                message = f"is for {size} bytes of logits or more; {maximum} are allowed (max_logits_size)"
+                raise invalid("return_context_logits" if context else "return_generation_logits", message, maximum)
 
     def _sends_response(self, row: Row, piece: SequenceDelta) -> bool:
         """Whether a step added something that a streamed response is sent for."""

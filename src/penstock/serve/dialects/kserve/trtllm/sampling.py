@@ -58,10 +58,10 @@ class InputNames:
         """The error with the request's field names."""
         failure = error.failure
         own = self.of(ALIASES.get(failure.field, failure.field))
-        words = failure.message
-        if words.startswith(f"{failure.field}: "):
-            words = f"{own}{words[len(failure.field) :]}"
-        return PenstockError(failure.code, words, own, failure.limit, failure.value)
+        message = failure.message
+        if message.startswith(f"{failure.field}: "):
+            message = f"{own}{message[len(failure.field) :]}"
+        return PenstockError(failure.code, message, own, failure.limit, failure.value)
 
 
 def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int, **own: Any) -> SamplingParams:
@@ -79,8 +79,8 @@ def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int,
 
     given: dict[str, Any] = {"max_tokens": value("max_tokens"), "seed": value("random_seed") or 0}
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if (found := value(name)) is not None:
-            given[name] = found
+        if (penalty := value(name)) is not None:
+            given[name] = penalty
     if (minimum := value("min_length")) is not None:
         given["min_tokens"] = minimum
     beams, returned = value("beam_width"), value("num_return_sequences")
@@ -126,8 +126,8 @@ def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
         return {"guided_decoding": GuidedDecodingParams(json_object=True, source_field="guided_decoding_guide")}
     if not guide:
         raise invalid("guided_decoding_guide", "is missing")
-    words = guide.decode(errors="replace")
-    return {"guided_decoding": GuidedDecodingParams(**{form: words}, source_field="guided_decoding_guide")}
+    text = guide.decode(errors="replace")
+    return {"guided_decoding": GuidedDecodingParams(**{form: text}, source_field="guided_decoding_guide")}
 
 
 def logit_bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:

@@ -50,13 +50,13 @@ class TextModel(GenerationModel):
         size = sum(map(len, prompts))
         result = []
         for index, prompt in enumerate(prompts):
-            words = {
+            word_lists = {
                 name: texts_of(call, index, asked)
                 for name, asked in (("stop", "stop_words"), ("bad_words", "bad_words"))
             }
             bias = self._bias(call, index)
             guided = guided_of(call, index, self.names)
-            sampling = sampling_of(call, index, self.names, self.vocabulary, **words, **bias, **guided)
+            sampling = sampling_of(call, index, self.names, self.vocabulary, **word_lists, **bias, **guided)
             result.append(Row(await self._prompt(prompt, size), sampling))
         return result
 
