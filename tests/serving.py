@@ -25,7 +25,7 @@ SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
 TO_START = 60.0
 TO_STOP = 60.0
 MODULES = {
-    "penstock.serve.process.worker": "api",
+    "penstock.serve.process.api_process": "api",
     "penstock.engine.service.server": "engine",
     "penstock.text.isolated_tokenizer": "tokenizer",
 }

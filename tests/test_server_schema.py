@@ -29,7 +29,7 @@ from penstock.serve.app import build
 from penstock.serve.dialects.kserve import ModelRepository
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.manager import ModelManager
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 
 EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "8"))
 """Drawn requests for each of the document's operations, besides those that cover what it says."""
@@ -119,8 +119,8 @@ def test_the_document_lists_every_path(client: httpx.Client) -> None:
 def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But its own."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    registry = ModelRegistry(ServerOptions(allow_runtime_lora_updating=True), Metrics())
-    app: Any = build(registry, ModelRepository(registry, ModelManager(registry, io.BytesIO())))
+    served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True), Metrics())
+    app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
     while not isinstance(app, FastAPI):  # what stands before it
         app = app.app if hasattr(app, "app") else app._app
     listed = {(path, method.upper()) for path, item in app.openapi()["paths"].items() for method in item}

@@ -46,7 +46,7 @@ class Gateway:
     def __init__(self, address: str, input_processor: InputProcessor) -> None:
         self.input_processor = input_processor
         vocabulary = input_processor.vocabulary
-        self.engine = EngineClient(address, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel)
+        self.engine_client = EngineClient(address, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel)
         self.fair_queue = FairQueue()
         """Shares the event loop among requests with long work."""
         self._open: dict[str, DeltaQueue] = {}
@@ -64,7 +64,7 @@ class Gateway:
 
     async def close(self) -> None:
         self._template_renderer.close()
-        await self.engine.close()
+        await self.engine_client.close()
         self._threads.shutdown(wait=False)
         self.input_processor.tokenizer.close()
 
@@ -102,7 +102,7 @@ class Gateway:
 
         Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
-        if len(messages) > (maximum := self.engine.check().max_model_len):
+        if len(messages) > (maximum := self.engine_client.check().max_model_len):
             raise too_long(
                 "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
             )
@@ -157,7 +157,7 @@ class Gateway:
             async with asyncio.timeout(None if size <= self._at_once else timeout):
                 processor = await self._prepare(
                     size,
-                    lambda: self.input_processor.request(
+                    lambda: self.input_processor.create_output_processor(
                         name, prompt, sampling_params, priority, cache_salt, adapter, pooling
                     ),
                 )
@@ -166,13 +166,13 @@ class Gateway:
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
         request = msgspec.structs.replace(processor.request, deadline=deadline, external_id=external_id)
-        inbox = self._open[name] = DeltaQueue(partial(self.engine.pause, name))
+        inbox = self._open[name] = DeltaQueue(partial(self.engine_client.pause, name))
         self._outputs[name] = output
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
         try:
-            self.engine.add(request)
+            self.engine_client.add(request)
             while not output.finished:
                 await inbox.wait()
                 if inbox.size > MAX_INLINE_TOKENS:
@@ -182,7 +182,7 @@ class Gateway:
                     if isinstance(delta, Failure):
                         processor.fail(delta)
                     elif processor.add(delta) is not None:
-                        self.engine.stop(name, delta.sequence)
+                        self.engine_client.stop(name, delta.sequence)
                     changed = changed or not _is_prompt_logprobs_part(delta)
                 if changed:
                     yield output
@@ -191,7 +191,7 @@ class Gateway:
                 timer.cancel()
             del self._open[name], self._outputs[name]
             if not output.finished:
-                self.engine.abort(name)
+                self.engine_client.abort(name)
 
     def running(self) -> dict[str, int]:
         """Open requests: request id → number of tokens generated."""
@@ -208,7 +208,7 @@ class Gateway:
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
-        engine = self.engine.check()
+        engine = self.engine_client.check()
         maximum = engine.max_model_len
         if isinstance(prompt, str) and (minimum := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
             message = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"
@@ -227,18 +227,18 @@ class Gateway:
     def _on_deadline(self, name: str) -> None:
         """Fail a request at its deadline. The engine does so, too, but not while it computes a step or hangs."""
         if (inbox := self._open.get(name)) is not None:
-            self.engine.abort(name)
+            self.engine_client.abort(name)
             inbox.put(DEADLINE_PASSED)
 
     def _on_cancel(self, request_ids: list[str]) -> None:
         cancelled = frozenset(request_ids)
         for name in [name for name, output in self._outputs.items() if output.request_id in cancelled]:
-            self.engine.abort(name)
+            self.engine_client.abort(name)
             self._open[name].put(CANCELLED)
 
     def _on_engine_lost(self, failure: Failure) -> None:
         for name, inbox in self._open.items():
-            self.engine.abort(name)
+            self.engine_client.abort(name)
             inbox.put(failure)
 
 

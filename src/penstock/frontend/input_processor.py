@@ -112,7 +112,7 @@ class InputProcessor:
         """
         return read_pooling(self._folder, self._options.pooling_type)
 
-    def request(
+    def create_output_processor(
         self,
         request_id: str,
         prompt: Prompt,

@@ -92,7 +92,9 @@ class LLM:
         processors = []
         for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
             processors.append(
-                self._input_processor.request(str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter)
+                self._input_processor.create_output_processor(
+                    str(next(self._ids)), prompt, sampling, priority=rank, adapter=adapter
+                )
             )
             if processors[-1].request.sampling.guided_decoding:
                 self.engine.set_vocabulary(self._input_processor.vocabulary)
@@ -157,7 +159,7 @@ class LLM:
         params = _per_prompt(pooling_params, len(each), "pooling_params")
         adapters = self._adapters(lora_request, len(each))
         processors = [
-            self._input_processor.request(
+            self._input_processor.create_output_processor(
                 str(next(self._ids)),
                 prompt,
                 NO_GENERATION,

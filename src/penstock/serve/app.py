@@ -34,7 +34,7 @@ from .http.middleware import (
 from .http.openapi import components
 from .http.reply import INTERNAL, refuse
 from .http.request_record import record_of
-from .models.registry import ModelRegistry
+from .models.served_models import ServedModels
 
 SCHEMAS: dict[str, tuple[type, ...]] = {
     "": (*openai.SCHEMAS, *vllm.SCHEMAS, *fastdeploy.SCHEMAS, *management.SCHEMAS),
@@ -47,19 +47,19 @@ NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Author
 
 
 def build(
-    registry: ModelRegistry, repository: kserve.ModelRepository, health_ports: frozenset[int] = frozenset()
+    served_models: ServedModels, repository: kserve.ModelRepository, health_ports: frozenset[int] = frozenset()
 ) -> ASGIApp:
     """The ASGI application.
 
     Args:
-        registry: the models that are served.
+        served_models: the models that are served.
         repository: the models of the KServe v2 protocol.
         health_ports: ports that serve health and metrics only.
     """
     app = FastAPI(title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", openapi_url=None)
-    blade = BladeLLM(registry)
-    default = openai.OpenAI(registry, vllm.check if vllm.is_ascend(registry) else None)
-    dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(registry), default]
+    blade = BladeLLM(served_models)
+    default = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
+    dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(served_models), default]
     by_path = {
         "/v1/messages": anthropic.ERROR_FORMAT,
         "/v1/responses": responses.ERROR_FORMAT,
@@ -67,15 +67,15 @@ def build(
         **vllm.ERROR_FORMATS,
     }
     error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
-    add_shared_routes(app, registry, dialects, openai.shared_paths())
-    anthropic.add_routes(app, registry)
-    openai.add_routes(app, registry)
-    responses.add_routes(app, registry)
-    fastdeploy.add_routes(app, registry)
-    vllm.add_routes(app, registry)
-    management.add_routes(app, registry)
+    add_shared_routes(app, served_models, dialects, openai.shared_paths())
+    anthropic.add_routes(app, served_models)
+    openai.add_routes(app, served_models)
+    responses.add_routes(app, served_models)
+    fastdeploy.add_routes(app, served_models)
+    vllm.add_routes(app, served_models)
+    management.add_routes(app, served_models)
     kserve.add_routes(app, repository)
-    _add_health_routes(app, registry)
+    _add_health_routes(app, served_models)
 
     async def failed(request: Request, error: Exception) -> Response:
         return _ErrorResponse(*_failure_of(request, error), error_formats)
@@ -90,20 +90,20 @@ def build(
 
     for kind in (PenstockError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    prefix = registry.options.root_path.rstrip("/")
-    _add_document(app, registry.options.strict_requests, prefix)
+    prefix = served_models.options.root_path.rstrip("/")
+    _add_document(app, served_models.options.strict_requests, prefix)
     wrapped: ASGIApp = HeadMiddleware(app)
-    if registry.options.api_key:
-        wrapped = ApiKeyMiddleware(wrapped, registry.options.api_key, no_key)
-    if registry.options.allowed_origins:
-        origins = list(registry.options.allowed_origins)
+    if served_models.options.api_key:
+        wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
+    if served_models.options.allowed_origins:
+        origins = list(served_models.options.allowed_origins)
         exposed = ["x-request-id", unknown_fields.HEADER]
         wrapped = CORSMiddleware(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     if health_ports:
         wrapped = HealthPortMiddleware(wrapped, health_ports, not_here)
-    wrapped = RequestLogMiddleware(wrapped, registry.metrics, error_formats, registry.options.strict_requests)
+    wrapped = RequestLogMiddleware(wrapped, served_models.metrics, error_formats, served_models.options.strict_requests)
     return RootPathMiddleware(wrapped, prefix) if prefix else wrapped
 
 
@@ -130,25 +130,25 @@ def _add_document(app: FastAPI, strict: bool, root: str) -> None:
     app.add_api_route("/openapi.json", described, include_in_schema=False, response_class=Response)
 
 
-def _add_health_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def _add_health_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Health, version and metrics."""
 
     async def live() -> Response:
         return Response()
 
     async def health() -> Response:
-        registry.check()
+        served_models.check()
         return Response()
 
     async def version() -> Response:
         result: dict[str, Any] = {"version": __version__}
-        for service in registry:
-            if engine := service.gateway.engine.engine:
+        for service in served_models:
+            if engine := service.gateway.engine_client.engine:
                 result |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
         return JSONResponse(result)
 
     async def metrics() -> Response:
-        return Response(registry.metrics.page(registry.engines), media_type=CONTENT_TYPE_LATEST)
+        return Response(served_models.metrics.page(served_models.engines), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)

@@ -22,7 +22,7 @@ from penstock.frontend.input_processor import InputProcessor
 from penstock.serve.dialects.openai.batch import BatchError, BatchResponse
 from penstock.serve.metrics import Metrics
 from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from ..flags import add_options, configure
@@ -106,9 +106,9 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
     watch = asyncio.create_task(process.watch())
     names = configuration.server.served_model_name or (model or DEMO,)
     try:
-        await gateway.engine.ready()
-        registry = ModelRegistry(configuration.server, Metrics())
-        yield registry.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
+        await gateway.engine_client.ready()
+        served_models = ServedModels(configuration.server, Metrics())
+        yield served_models.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
     finally:
         await process.close()
         await watch

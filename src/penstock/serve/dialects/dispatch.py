@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..http.body import read_object
 from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
-from ..models.registry import ModelRegistry
+from ..models.served_models import ServedModels
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
 CHATS = ("/v1/chat/completions", "/v1/chat/completions/chat/completions")
@@ -39,7 +39,7 @@ class Dialect(Protocol):
 
 
 def add_shared_routes(
-    app: FastAPI, registry: ModelRegistry, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
+    app: FastAPI, served_models: ServedModels, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
 ) -> None:
     """Add the shared paths. The first dialect that recognizes a request answers it.
 
@@ -48,7 +48,7 @@ def add_shared_routes(
     """
 
     async def read(raw_request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await registry.read(raw_request)
+        body = await served_models.read(raw_request)
         result = read_object(body)
         dialect = next(dialect for dialect in dialects if dialect.matches(raw_request, result))
         record_of(raw_request.scope).error_format = dialect.error_format

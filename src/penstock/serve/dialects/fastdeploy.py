@@ -14,7 +14,7 @@ from penstock.core.errors import invalid
 from ..http.body import convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
-from ..models.registry import ModelRegistry
+from ..models.served_models import ServedModels
 from .openai.responses import ErrorResponse
 
 PREFIXES = ("chatcmpl-", "cmpl-")
@@ -30,24 +30,26 @@ class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 SCHEMAS = (Abort,)
 
 
-def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add ``/config-info`` and ``/v1/abort_requests``."""
 
     async def config_info() -> Response:
-        models = {model.name: _shown(model.configuration) for model in registry.models}
+        models = {model.name: _shown(model.configuration) for model in served_models.models}
         first = next(iter(models.values()), {})
         return _json(first | {"models": models} if len(models) > 1 else first)
 
     async def abort_requests(raw_request: Request) -> Response:
-        request = convert(read_object(await registry.read(raw_request)), Abort, record_of(raw_request.scope).unknown)
+        request = convert(
+            read_object(await served_models.read(raw_request)), Abort, record_of(raw_request.scope).unknown
+        )
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
         asked = {_own(name): name for name in request.req_ids or ()}
         aborted, running_ids = [], set()
-        for service in registry:
+        for service in served_models:
             running = service.gateway.running()
             names = list(running if request.abort_all else asked)
-            service.gateway.engine.cancel(names)
+            service.gateway.engine_client.cancel(names)
             here = [name for name in names if name in running]
             running_ids.update(here)
             aborted += [{"request_id": asked.get(n, n), "output_token_count": running[n]} for n in here]

@@ -67,14 +67,14 @@ class Reply(Response):
         return cls(service, handler.stream() if streamed else handler.full(), error_format, bool(streamed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record, worker, disconnected = record_of(scope), asyncio.current_task(), False
-        assert worker is not None
+        record, task, disconnected = record_of(scope), asyncio.current_task(), False
+        assert task is not None
 
         def on_disconnect(watcher: asyncio.Task[None]) -> None:
             nonlocal disconnected
             if not watcher.cancelled():
                 disconnected = True
-                worker.cancel()
+                task.cancel()
 
         watcher = asyncio.create_task(_disconnected(receive))
         watcher.add_done_callback(on_disconnect)
@@ -83,7 +83,7 @@ class Reply(Response):
         except asyncio.CancelledError:
             if not disconnected:
                 raise
-            worker.uncancel()
+            task.uncancel()
             record.failure = CLIENT_DISCONNECTED
         finally:
             watcher.remove_done_callback(on_disconnect)

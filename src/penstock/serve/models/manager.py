@@ -17,8 +17,8 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 
-from .messages import Done, Drained, Failed, Load, Models, Ready, ServedModel, Unload, decode_to_worker, line
-from .registry import ModelRegistry
+from .messages import Done, Drained, Failed, Load, Models, Ready, ServedModel, Unload, decode_to_api_process, line
+from .served_models import ServedModels
 from .service import ModelService
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class ModelManager:
         report: pipe to the supervisor.
     """
 
-    def __init__(self, registry: ModelRegistry, report: BinaryIO) -> None:
-        self._registry = registry
+    def __init__(self, served_models: ServedModels, report: BinaryIO) -> None:
+        self._served_models = served_models
         self._report = report
         self._gateways: dict[str, Gateway] = {}
         """By engine address."""
@@ -56,7 +56,7 @@ class ModelManager:
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while message := await reader.readline():
-            match decode_to_worker(message):
+            match decode_to_api_process(message):
                 case Models(models):
                     await self._follow({model.engine: model for model in models if model.engine}, models)
                     gc.enable()
@@ -77,7 +77,7 @@ class ModelManager:
     def refuse(self, failure: Failure) -> None:
         """Fail open requests with ``failure`` and refuse new ones."""
         for gateway in self._gateways.values():
-            gateway.engine.refuse(failure)
+            gateway.engine_client.refuse(failure)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -87,7 +87,7 @@ class ModelManager:
     @property
     def explicit(self) -> bool:
         """Whether clients may load and unload models (``model_control_mode``)."""
-        return self._registry.options.model_control_mode == "explicit"
+        return self._served_models.options.model_control_mode == "explicit"
 
     def check(self) -> None:
         """Raises ``PenstockError`` (``unsupported``) where clients may not load and unload models."""
@@ -102,12 +102,12 @@ class ModelManager:
         await done
 
     async def _follow(self, running: Mapping[str, ServedModel], models: tuple[ServedModel, ...]) -> None:
-        self._registry.set_models(models)
-        serving = {service.gateway: service for service in self._registry}
+        self._served_models.set_models(models)
+        serving = {service.gateway: service for service in self._served_models}
         for address, gateway in list(self._gateways.items()):
             model = running.get(address)
             if gateway in serving and (model is None or model.draining):
-                service = self._registry.remove(serving[gateway].name)
+                service = self._served_models.remove(serving[gateway].name)
                 if model:
                     self._spawn(self._drain(service, model))
             if model is None:
@@ -133,25 +133,25 @@ class ModelManager:
             return
         gateway = self._gateways[model.engine] = Gateway(model.engine, input_processor)
         if model.required:
-            self._registry.add(model, gateway)
+            self._served_models.add(model, gateway)
             gc.freeze()  # long-lived objects need not be traversed by every collection
         self._spawn(self._announce(gateway, model))
 
     async def _announce(self, gateway: Gateway, model: ServedModel) -> None:
         """Tell the supervisor once the engine is ready."""
         with contextlib.suppress(PenstockError):  # the engine exited before it was ready
-            await gateway.engine.ready()
+            await gateway.engine_client.ready()
             if self._gateways.get(model.engine) is not gateway:
                 return
             if not model.required:
-                self._registry.add(model, gateway)
+                self._served_models.add(model, gateway)
             self._send(Ready(model.engine))
 
     async def _drain(self, service: ModelService, model: ServedModel) -> None:
         """Wait for open requests, at most ``drain_timeout``, and fail those that are left."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.idle.wait(), model.configuration.engine.drain_timeout)
-        service.gateway.engine.refuse(UNLOADED)
+        service.gateway.engine_client.refuse(UNLOADED)
         self._send(Drained(model.engine))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -48,7 +48,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         return not self.draining and (self.required or bool(self.engine))
 
 
-class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to an API process."""
 
     parent: int
@@ -114,10 +114,10 @@ class Unload(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-ToWorker = Models | Done
-FromWorker = Ready | Failed | Drained | Load | Unload
-decode_to_worker: Any = msgspec.json.Decoder(ToWorker).decode
-decode_from_worker: Any = msgspec.json.Decoder(FromWorker).decode
+ToApiProcess = Models | Done
+FromApiProcess = Ready | Failed | Drained | Load | Unload
+decode_to_api_process: Any = msgspec.json.Decoder(ToApiProcess).decode
+decode_from_api_process: Any = msgspec.json.Decoder(FromApiProcess).decode
 
 
 def line(message: msgspec.Struct) -> bytes:

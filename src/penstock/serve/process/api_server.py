@@ -20,8 +20,8 @@ from ..dialects import kserve, paddlenlp
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
-from ..models.messages import WorkerStart
-from ..models.registry import ModelRegistry
+from ..models.messages import ApiProcessStart
+from ..models.served_models import ServedModels
 from .loop_watchdog import Watchdog
 
 ACCEPT_GRACE = 0.2
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run(start: WorkerStart, report: BinaryIO, buffered: bytes) -> None:
+async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None:
     """Serve until SIGTERM.
 
     Args:
@@ -50,15 +50,15 @@ async def run(start: WorkerStart, report: BinaryIO, buffered: bytes) -> None:
     options, drain = start.options, start.configuration.engine.drain_timeout
     profile = load(options.compat)
     metrics = Metrics(profile.metrics if profile else None)
-    registry = ModelRegistry(options, metrics)
-    model_manager = ModelManager(registry, report)
-    repository = kserve.ModelRepository(registry, model_manager, [paddlenlp.PaddleNLPModel(registry)])
+    served_models = ServedModels(options, metrics)
+    model_manager = ModelManager(served_models, report)
+    repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     health_listeners = listeners if options.port < 0 else listeners[1:]
     health_ports = frozenset(listener.getsockname()[1] for listener in health_listeners)
     server = Server(
         uvicorn.Config(
-            build(registry, repository, health_ports),
+            build(served_models, repository, health_ports),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",

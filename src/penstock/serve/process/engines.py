@@ -19,7 +19,7 @@ from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcess
 from penstock.engine.service.messages import Ready
 
 from ..models.messages import Models, ServedModel
-from .workers import Workers
+from .api_processes import ApiProcesses
 
 logger = logging.getLogger("penstock")
 
@@ -32,15 +32,18 @@ class Engines:
     Args:
         models: all models, loaded or not.
         fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
-        workers: the API processes, which are sent every change.
+        api_processes: the API processes, which are sent every change.
     """
 
     def __init__(
-        self, models: Sequence[ServedModel], fetch: Callable[[Configuration], Configuration], workers: Workers
+        self,
+        models: Sequence[ServedModel],
+        fetch: Callable[[Configuration], Configuration],
+        api_processes: ApiProcesses,
     ) -> None:
         self._models = {model.name: model for model in models}
         self._fetch = fetch
-        self._workers = workers
+        self._api_processes = api_processes
         self._running: dict[str, EngineProcess] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._locks = {model.name: asyncio.Lock() for model in models}
@@ -49,7 +52,7 @@ class Engines:
         self._closing = False
         self.lost = asyncio.Event()
         """Set when the last engine has died too often."""
-        workers.set_models(Models(tuple(models)))
+        api_processes.set_models(Models(tuple(models)))
 
     @property
     def serving(self) -> list[ServedModel]:
@@ -85,7 +88,7 @@ class Engines:
             self._update(name, required=False, draining=True, reason="it is being unloaded")
             with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
-                    await self._workers.wait_drained(engine.address)
+                    await self._api_processes.wait_drained(engine.address)
             await engine.close()
             del self._running[name]
             self._update(name, engine="", draining=False, reason="unloaded")
@@ -108,7 +111,7 @@ class Engines:
         self._update(name, configuration=configuration, engine=engine.address)
         starting = asyncio.create_task(engine.start())
         try:
-            ready, _ = await asyncio.gather(starting, self._workers.wait_ready(engine.address))
+            ready, _ = await asyncio.gather(starting, self._api_processes.wait_ready(engine.address))
         except BaseException as error:  # also where an API process cannot use the tokenizer
             starting.cancel()
             await asyncio.gather(starting, engine.close(), return_exceptions=True)
@@ -138,7 +141,7 @@ class Engines:
     def _update(self, name: str, **changes: object) -> None:
         """Change a model's state and send it to the API processes."""
         self._models[name] = msgspec.structs.replace(self._models[name], **changes)
-        self._workers.set_models(Models(tuple(self._models.values())))
+        self._api_processes.set_models(Models(tuple(self._models.values())))
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

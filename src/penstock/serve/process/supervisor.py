@@ -20,9 +20,9 @@ from pathlib import Path
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
 
-from ..models.messages import Load, ServedModel, Unload, WorkerStart
+from ..models.messages import ApiProcessStart, Load, ServedModel, Unload
+from .api_processes import ApiProcesses
 from .engines import Engines
-from .workers import Workers
 
 logger = logging.getLogger("penstock")
 
@@ -69,13 +69,13 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with metrics_folder(), listening(options) as listeners, reserved(options) as self._grpc_address:
-            starts = [self._worker(i, listeners) for i in range(options.api_server_count)]
-            self._workers = Workers(starts, self._handle)
-            self._engines = Engines(self._models, self._fetch, self._workers)
+            starts = [self._api_process_start(i, listeners) for i in range(options.api_server_count)]
+            self._api_processes = ApiProcesses(starts, self._handle)
+            self._engines = Engines(self._models, self._fetch, self._api_processes)
             stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
                 stopped,
-                asyncio.create_task(self._workers.run()),
+                asyncio.create_task(self._api_processes.run()),
                 asyncio.create_task(self._serve(listeners)),
             ]
             try:
@@ -84,13 +84,13 @@ class Supervisor:
                     task.result()
                 if stopped in done:
                     return 0
-                return 2 if self._workers.misconfigured else 1
+                return 2 if self._api_processes.misconfigured else 1
             finally:
                 self._stop.set()
                 for listener in listeners:
                     stop_accepting(listener)
                     listener.close()
-                await self._workers.close(self._configuration.engine.drain_timeout + KILL_TIMEOUT)
+                await self._api_processes.close(self._configuration.engine.drain_timeout + KILL_TIMEOUT)
                 await self._engines.close()
                 for task in tasks:
                     task.cancel()
@@ -99,7 +99,7 @@ class Supervisor:
     def _on_signal(self) -> None:
         if self._stop.is_set():
             logger.warning("a second signal: stopping at once")
-            self._workers.kill()
+            self._api_processes.kill()
             self._engines.kill()
         else:
             logger.info("stopping: requests get %g seconds to end", self._configuration.engine.drain_timeout)
@@ -111,7 +111,7 @@ class Supervisor:
         for model in self._models:
             if model.required and (ready := await self._engines.load(model.name)):
                 facts = facts or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
-        await self._workers.wait_ready()
+        await self._api_processes.wait_ready()
         facts = {"seconds": time.monotonic() - self._started, **facts}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
@@ -134,8 +134,8 @@ class Supervisor:
             facts = {"seconds": time.monotonic() - started, "kv_blocks": ready.num_blocks}
             logger.info("loaded %s", request.name, extra={"facts": facts})
 
-    def _worker(self, number: int, listeners: list[socket.socket]) -> WorkerStart:
-        return WorkerStart(
+    def _api_process_start(self, number: int, listeners: list[socket.socket]) -> ApiProcessStart:
+        return ApiProcessStart(
             parent=os.getpid(),
             number=number,
             configuration=self._configuration,

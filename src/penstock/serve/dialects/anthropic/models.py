@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from penstock.core.errors import invalid
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .responses import ModelInfo, ModelList, encode
@@ -38,24 +38,26 @@ class AnthropicRoute(Route):
         return super().matches(scope)
 
 
-def add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_model_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add Anthropic's model routes; to be called before OpenAI's, which match any request."""
-    created = datetime.fromtimestamp(registry.created, UTC).isoformat().replace("+00:00", "Z")
+    created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
     def info(service: ModelService, name: str) -> ModelInfo:
-        engine = service.gateway.engine.engine
+        engine = service.gateway.engine_client.engine
         length = engine.max_model_len if engine else None
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
 
     async def list_models(raw_request: Request) -> Response:
         models = [
-            info(service, name) for service in registry for name in [*service.names, *service.gateway.engine.adapters]
+            info(service, name)
+            for service in served_models
+            for name in [*service.names, *service.gateway.engine_client.adapters]
         ]
         return _json(_page(models, raw_request.query_params))
 
     async def retrieve_model(raw_request: Request) -> Response:
         name = raw_request.path_params["name"]
-        service = registry.find(name)
+        service = served_models.find(name)
         return _json(info(service, service.name if name == DEFAULT_NAME else name))
 
     app.router.routes.append(AnthropicRoute("/v1/models", list_models, methods=["GET"]))

@@ -20,7 +20,7 @@ from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .models import add_model_routes, is_anthropic_client
@@ -115,11 +115,11 @@ class MessageHandler:
         yield event("message_stop")
 
 
-def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add the routes of Anthropic's API."""
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await registry.read(raw_request)
+        body = await served_models.read(raw_request)
         fields = read_object(body)
         check_supported(fields, UNSUPPORTED_FIELDS)
         record = record_of(raw_request.scope)
@@ -129,7 +129,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     async def create_message(raw_request: Request) -> Response:
         request, size = await read(raw_request, MessagesRequest)
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         return Reply.of(
             service,
             MessageHandler(service, record_of(raw_request.scope), request, size),
@@ -139,12 +139,12 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
 
     async def count_tokens(raw_request: Request) -> Response:
         request, size = await read(raw_request, CountTokensRequest)
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         chat = to_chat_request(request, service.template_variables)
         count = await count_prompt(service, chat, size, record_of(raw_request.scope).unknown)
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
-    add_model_routes(app, registry)
+    add_model_routes(app, served_models)
     for path, endpoint, request, response in (
         ("/v1/messages", create_message, MessagesRequest, MessageResponse),
         ("/v1/messages/count_tokens", count_tokens, CountTokensRequest, TokenCount),

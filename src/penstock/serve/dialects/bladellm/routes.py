@@ -17,7 +17,7 @@ from penstock.serve.dialects.openai.requests import CompletionRequest
 from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 
 from .handler import BladeChatHandler, BladeCompletionHandler
 from .parse import model_name, read
@@ -29,9 +29,9 @@ class BladeLLM(Dialect):
 
     error_format = ERROR_FORMAT
 
-    def __init__(self, registry: ModelRegistry) -> None:
-        self._registry = registry
-        self._is_default = registry.options.compat == "bladellm"
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
+        self._is_default = served_models.options.compat == "bladellm"
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
         return self.error_format_of(raw_request.scope) is not None
@@ -45,13 +45,13 @@ class BladeLLM(Dialect):
         return ERROR_FORMAT if bare or self._is_default else None
 
     def completion(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        service, record = self._registry.find_or_first(model_name(fields)), record_of(raw_request.scope)
+        service, record = self._served_models.find_or_first(model_name(fields)), record_of(raw_request.scope)
         request = read(fields, CompletionRequest, service, record.unknown)
         handler = BladeCompletionHandler(CompletionHandler(service, record, request), record.request_id)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
 
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
-        service, record = self._registry.find_or_first(model_name(fields)), record_of(raw_request.scope)
+        service, record = self._served_models.find_or_first(model_name(fields)), record_of(raw_request.scope)
         request = read(fields, ChatRequest, service, record.unknown)
         handler = BladeChatHandler(ChatHandler(service, record, request, size), record.request_id)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)

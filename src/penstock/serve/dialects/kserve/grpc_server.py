@@ -136,7 +136,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def ServerReady(self, request: Any, record: RequestRecord) -> Any:
-        return pb.ServerReadyResponse(ready=_succeeds(self._repository.registry.check))
+        return pb.ServerReadyResponse(ready=_succeeds(self._repository.served_models.check))
 
     @unary
     async def ServerMetadata(self, request: Any, record: RequestRecord) -> Any:
@@ -274,7 +274,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """The ``ModelInferResponse`` messages of a request."""
         _check_read(request)
-        if (size := request.ByteSize()) > (maximum := self._repository.registry.max_body_size):
+        if (size := request.ByteSize()) > (maximum := self._repository.served_models.max_body_size):
             raise PenstockError(
                 Code.TOO_LARGE, f"body: has {size} bytes, and at most {maximum} are taken", "body", maximum
             )
@@ -317,7 +317,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     ) -> AsyncIterator[RequestRecord]:
         """A request's record; logs the request at the end. Unexpected exceptions become an internal error."""
         given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        unknown = UnknownFields(self._repository.registry.options.strict_requests)
+        unknown = UnknownFields(self._repository.served_models.options.strict_requests)
         given_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         record = RequestRecord(given_id, client=context.peer(), unknown=unknown)
         try:
@@ -342,7 +342,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         facts = {"id": record.request_id, "seconds": time.monotonic() - record.arrived, **record.facts}
         level = logging.INFO
         if failure:
-            self._repository.registry.metrics.record_failure(failure)
+            self._repository.served_models.metrics.record_failure(failure)
             facts |= {"error": failure.code.value, "reason": failure.message}
             level = logging.ERROR if failure.code in (Code.INTERNAL, Code.UNAVAILABLE) else logging.INFO
         elif quiet:

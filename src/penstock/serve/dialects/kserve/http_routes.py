@@ -20,7 +20,7 @@ from penstock.serve.http.openapi import OBJECT, operation
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.http.unknown_fields import UnknownFields
-from penstock.serve.models.registry import MIN_BODY_SIZE
+from penstock.serve.models.served_models import MIN_BODY_SIZE
 
 from . import server_state as state
 from .generate_extension import from_fields, to_fields
@@ -84,14 +84,14 @@ class Json(Response):
 
 def add_routes(app: FastAPI, repository: ModelRepository) -> None:
     """Add all routes below ``/v2``."""
-    registry, memory = repository.registry, repository.memory
+    served_models, memory = repository.served_models, repository.memory
 
     async def body_of(request: Request) -> bytes:
-        return await _body(request, registry.max_body_size, registry.options.client_timeout)
+        return await _body(request, served_models.max_body_size, served_models.options.client_timeout)
 
     async def settings_body_of(request: Request) -> dict[str, Any]:
         """The body of an administrative request, which is accepted without a live engine."""
-        body = await _body(request, MIN_BODY_SIZE, registry.options.client_timeout)
+        body = await _body(request, MIN_BODY_SIZE, served_models.options.client_timeout)
         return read_object(body) if body else {}
 
     async def change_of(request: Request, schema: type[T]) -> T:
@@ -102,7 +102,7 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
         return Response()
 
     async def ready() -> Response:
-        registry.check()
+        served_models.check()
         return Response()
 
     async def server() -> Response:

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.core import Code, PenstockError
 from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.messages import ServedModel
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .model import VERSION, Model
@@ -33,20 +33,20 @@ class ModelRepository:
         others: models of other systems, which may use any served model.
     """
 
-    def __init__(self, registry: ModelRegistry, model_manager: ModelManager, others: Iterable[Model] = ()) -> None:
-        self.registry = registry
+    def __init__(self, served_models: ServedModels, model_manager: ModelManager, others: Iterable[Model] = ()) -> None:
+        self.served_models = served_models
         self.model_manager = model_manager
         self.counts = Statistics()
         self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # where API processes count together
-        self.memory = SharedMemory(self.shared, registry.options, lambda: registry.max_body_size)
+        self.memory = SharedMemory(self.shared, served_models.options, lambda: served_models.max_body_size)
         self.log = LogSettings()
-        registry.metrics.dialect_metrics.append(TrtLlmMetrics(registry).collect)
+        served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)
         self.others = tuple(others)
         self._over: dict[ModelService, list[Model]] = {}
 
     def __iter__(self) -> Iterator[Model]:
         """Models that are ready."""
-        self._over = {service: self._over.get(service) or models_of(service) for service in self.registry}
+        self._over = {service: self._over.get(service) or models_of(service) for service in self.served_models}
         sizes = self.shared.read().max_batch_size
         for models in self._over.values():
             for model in models:
@@ -64,7 +64,9 @@ class ModelRepository:
         """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
             # not by what OpenAI's API calls it: such a name is unknown here, however long is waited
-            self.registry.check_expected(ours := next((m for m in self.registry.models if name in m.kserve), None))
+            self.served_models.check_expected(
+                ours := next((m for m in self.served_models.models if name in m.kserve), None)
+            )
             if ours:
                 message = f"Request for unknown model: '{name}' has no available versions: {ours.reason}"
             else:
@@ -78,7 +80,7 @@ class ModelRepository:
 
     def owner(self, name: str) -> ServedModel | None:
         """The served model for the name of a model of either kind, loaded or not."""
-        return next((model for model in self.registry.models if name in model.kserve or name in model.names), None)
+        return next((model for model in self.served_models.models if name in model.kserve or name in model.names), None)
 
 
 def models_of(service: ModelService) -> list[Model]:

@@ -55,7 +55,7 @@ def index(repository: ModelRepository, ready: bool = False) -> list[dict[str, st
     """The list that ``/v2/repository/index`` returns; ``ready`` leaves out models that are not."""
     states = [
         (name, *_state(repository, model))
-        for model in repository.registry.models
+        for model in repository.served_models.models
         for name in model.kserve or model.names[:1]
     ]
     states += [(model.name, "READY", "") for model in repository.others]
@@ -68,13 +68,13 @@ def index(repository: ModelRepository, ready: bool = False) -> list[dict[str, st
 
 def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
     """A model's state and its reason."""
-    service = next((service for service in repository.registry if service.name == model.name), None)
+    service = next((service for service in repository.served_models if service.name == model.name), None)
     if model.draining:
         return "UNLOADING", ""
     if service is None:
         return ("LOADING", "") if model.engine else ("UNAVAILABLE", model.reason)
     try:
-        service.gateway.engine.check()
+        service.gateway.engine_client.check()
     except PenstockError as error:
         return "UNAVAILABLE", error.failure.message
     return "READY", ""
@@ -86,7 +86,7 @@ async def load(repository: ModelRepository, name: str, parameters: Mapping[str, 
     Raises ``PenstockError`` where there is none, it cannot be loaded, or the parameters are invalid.
     """
     if (model := repository.owner(name)) is None:
-        known = ", ".join(each for model in repository.registry.models for each in model.kserve)
+        known = ", ".join(each for model in repository.served_models.models for each in model.kserve)
         message = f"failed to load '{name[:100]}', failed to poll from model repository; there is {known}"
         raise PenstockError(Code.INVALID, message, "model_name")
     try:

@@ -66,9 +66,9 @@ class Statistics:
     def statistics(self, model: Model) -> dict[str, Any]:
         """The model statistics of ``/v2/models/NAME/stats``, over all API processes."""
         result = dict.fromkeys([*HELP, FAILURES, LAST_INFERENCE], 0.0)
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)
-        for family in registry.collect():
+        served_models = CollectorRegistry()
+        MultiProcessCollector(served_models)
+        for family in served_models.collect():
             for sample in family.samples if family.name in result else ():
                 if sample.labels.get("model") == model.name:
                     result[family.name] += sample.value

@@ -20,7 +20,7 @@ from penstock.serve.http.openapi import STRING, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
 from penstock.serve.models.messages import DEFAULT_NAME
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .chat import ChatHandler
@@ -96,8 +96,8 @@ class OpenAI(Dialect):
 
     error_format = ERROR_FORMAT
 
-    def __init__(self, registry: ModelRegistry, check: Callable[[SamplingParams], None] | None = None) -> None:
-        self._registry = registry
+    def __init__(self, served_models: ServedModels, check: Callable[[SamplingParams], None] | None = None) -> None:
+        self._served_models = served_models
         self._check = check or (lambda sampling: None)
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
@@ -107,8 +107,8 @@ class OpenAI(Dialect):
         record = record_of(raw_request.scope)
         if fields.get("prompt_token_ids"):
             fields.setdefault("prompt", "")  # required by the schema, and not used
-        request = _parse(self._registry, fields, CompletionRequest, raw_request)
-        service = self._registry.find(request.model)
+        request = _parse(self._served_models, fields, CompletionRequest, raw_request)
+        service = self._served_models.find(request.model)
         handler = CompletionHandler(service, record, request)
         self._check(handler.sampling)
         return Reply.of(service, handler, ERROR_FORMAT, request.stream)
@@ -116,17 +116,17 @@ class OpenAI(Dialect):
     def chat(self, raw_request: Request, fields: dict[str, Any], size: int) -> Response:
         record = record_of(raw_request.scope)
         record.error_format = CHAT_ERROR_FORMAT
-        request = _parse(self._registry, fields, ChatRequest, raw_request)
-        service = self._registry.find(request.model)
+        request = _parse(self._served_models, fields, ChatRequest, raw_request)
+        service = self._served_models.find(request.model)
         handler = ChatHandler(service, record, request, size)
         self._check(handler.sampling)
         return Reply.of(service, handler, CHAT_ERROR_FORMAT, request.stream)
 
 
-def _parse(registry: ModelRegistry, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
+def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T], raw_request: Request) -> T:
     """``parse`` with the checks of ``require_model``, and the request's own ``request_id``."""
-    if registry.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
-        raise invalid("model", f"is missing; it is {' or '.join(service.name for service in registry)}")
+    if served_models.options.require_model and "model" in schema.__struct_fields__ and fields.get("model") is None:
+        raise invalid("model", f"is missing; it is {' or '.join(service.name for service in served_models)}")
     record = record_of(raw_request.scope)
     request = parse(fields, schema, record.unknown)
     if (
@@ -138,57 +138,57 @@ def _parse(registry: ModelRegistry, fields: dict[str, Any], schema: type[T], raw
     return request
 
 
-def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await registry.read(raw_request)
-        return _parse(registry, read_object(body), schema, raw_request), len(body)
+        body = await served_models.read(raw_request)
+        return _parse(served_models, read_object(body), schema, raw_request), len(body)
 
     async def create_embedding(raw_request: Request) -> Response:
         request, _ = await read(raw_request, EmbeddingRequest)
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         handler = EmbeddingHandler(service, record_of(raw_request.scope), request)
         return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
     async def create_score(raw_request: Request) -> Response:
         request, _ = await read(raw_request, ScoreRequest)
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         handler = ScoreHandler(service, record_of(raw_request.scope), request)
         return Reply(service, handler.full(), ERROR_FORMAT, streamed=False)
 
     def model(service: ModelService, name: str) -> Model:
         parent = None if name in service.names else service.name
-        engine = service.gateway.engine.engine
+        engine = service.gateway.engine_client.engine
         longest = engine.max_model_len if engine else None
-        return Model(id=name, created=registry.created, root=service.name, parent=parent, max_model_len=longest)
+        return Model(id=name, created=served_models.created, root=service.name, parent=parent, max_model_len=longest)
 
     async def list_models() -> Response:
-        named = [(service, [*service.names, *service.gateway.engine.adapters]) for service in registry]
+        named = [(service, [*service.names, *service.gateway.engine_client.adapters]) for service in served_models]
         return Json(ModelList(data=[model(service, name) for service, names in named for name in names]))
 
     async def retrieve_model(name: str) -> Response:
-        service = registry.find(name)
+        service = served_models.find(name)
         return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
     async def load_lora_adapter(raw_request: Request) -> Response:
         request, _ = await read(raw_request, LoadAdapterRequest)
-        service = registry.find(request.base_model_name)
-        if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in registry.models):
+        service = served_models.find(request.base_model_name)
+        if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in served_models.models):
             raise invalid("lora_name", f"{request.lora_name!r} is a model's own name")
-        if any(request.lora_name in each.gateway.engine.adapters for each in registry):
+        if any(request.lora_name in each.gateway.engine_client.adapters for each in served_models):
             raise invalid("lora_name", f"{request.lora_name!r} is loaded already; unload it first")
-        await service.gateway.engine.load_adapter(request.lora_name, request.lora_path)
+        await service.gateway.engine_client.load_adapter(request.lora_name, request.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
     async def unload_lora_adapter(raw_request: Request) -> Response:
         request, _ = await read(raw_request, UnloadAdapterRequest)
-        await registry.find(request.lora_name).gateway.engine.unload_adapter(request.lora_name)
+        await served_models.find(request.lora_name).gateway.engine_client.unload_adapter(request.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def tokenize(raw_request: Request) -> Response:
         request, size = await read(raw_request, TokenizeRequest)
-        gateway = registry.find(request.model).gateway
+        gateway = served_models.find(request.model).gateway
         tokenizer = gateway.input_processor.tokenizer
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
@@ -199,13 +199,13 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
         spelled = [tokenizer.token(token_id) for token_id in tokens] if request.return_token_strs else None
-        maximum = gateway.engine.check().max_model_len
+        maximum = gateway.engine_client.check().max_model_len
         return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
 
     async def detokenize(raw_request: Request) -> Response:
         request, _ = await read(raw_request, DetokenizeRequest)
-        gateway = registry.find(request.model).gateway
-        if len(request.tokens) > (maximum := gateway.engine.check().max_model_len):
+        gateway = served_models.find(request.model).gateway
+        if len(request.tokens) > (maximum := gateway.engine_client.check().max_model_len):
             raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
         return Json(DetokenizeResponse(prompt=gateway.input_processor.tokenizer.decode(request.tokens, False)))
 
@@ -219,7 +219,7 @@ def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
         app.add_api_route(
             path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
         )
-    if registry.options.allow_runtime_lora_updating:
+    if served_models.options.allow_runtime_lora_updating:
         for path, update, named in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),

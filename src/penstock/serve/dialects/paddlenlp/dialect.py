@@ -10,7 +10,7 @@ from starlette.responses import Response
 from penstock.serve.dialects.dispatch import Dialect
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 
 from .handler import PaddleNLPHandler
 from .requests import PADDLENLP_FIELDS, SELECTING_FIELDS, field_names, parse
@@ -29,9 +29,9 @@ class PaddleNLP(Dialect):
 
     error_format = PaddleNLPErrorFormat()
 
-    def __init__(self, registry: ModelRegistry) -> None:
-        self._registry = registry
-        self._preferred = registry.options.compat == NAME
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
+        self._preferred = served_models.options.compat == NAME
 
     def matches(self, raw_request: HttpRequest, fields: dict[str, Any]) -> bool:
         if not PROMPTS.isdisjoint(fields) or fields.keys() >= {"model", "messages"}:
@@ -45,7 +45,7 @@ class PaddleNLP(Dialect):
             req_id if isinstance(req_id, str) else "", field_names(fields)
         )
         request = parse(fields, record.unknown)
-        service = self._registry.find_or_first(request.model)
+        service = self._served_models.find_or_first(request.model)
         return Reply.of(service, PaddleNLPHandler(service, record, request, size), error_format, request.stream)
 
     chat = completion

@@ -11,7 +11,7 @@ import msgspec
 from penstock.core import Failure, PenstockError
 from penstock.core.errors import invalid
 from penstock.serve.dialects.kserve import BYTES, Model, ModelCall, ModelResponse, Spec, Tensor
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .handler import PaddleNLPHandler
@@ -28,12 +28,12 @@ class PaddleNLPModel(Model):
     max_batch_size = 0
     decoupled = True
 
-    def __init__(self, registry: ModelRegistry) -> None:
-        self._registry = registry
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
 
     @property
     def service(self) -> ModelService:
-        return self._registry.find()
+        return self._served_models.find()
 
     async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         """Requests that are not streamed get the whole answer. Errors are in ``OUT``, as in PaddleNLP."""
@@ -46,7 +46,7 @@ class PaddleNLPModel(Model):
             request = parse(fields, call.record.unknown)
             if not call.streamed:
                 request.return_all_tokens = True
-            service = self._registry.find_or_first(request.model)
+            service = self._served_models.find_or_first(request.model)
             handler = PaddleNLPHandler(service, call.record, request, len(raw))
             async with aclosing(handler.pieces()) as pieces:
                 async for piece in pieces:

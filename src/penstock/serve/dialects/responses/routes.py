@@ -22,7 +22,7 @@ from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
 from .events import Events, Items, usage_of
@@ -137,24 +137,24 @@ ECHOED_FIELDS = (
 """Fields of the request that the response repeats."""
 
 
-def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add the routes of OpenAI's Responses API."""
 
     async def create_response(raw_request: Request) -> Response:
-        body = await registry.read(raw_request)
+        body = await served_models.read(raw_request)
         record, events = record_of(raw_request.scope), Events()
         request = read(read_object(body), ResponsesRequest, record.unknown)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         return Reply.of(
             service, ResponseHandler(service, record, request, len(body), events), error_format, request.stream
         )
 
     async def count_input_tokens(raw_request: Request) -> Response:
-        body = await registry.read(raw_request)
+        body = await served_models.read(raw_request)
         unknown = record_of(raw_request.scope).unknown
         request = read(read_object(body), CountTokensRequest, unknown)
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         count = await count_tokens(service, to_chat_request(request, service.template_variables), len(body), unknown)
         return Response(
             encode({"object": "response.input_tokens", "input_tokens": count}), media_type="application/json"

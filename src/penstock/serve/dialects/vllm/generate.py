@@ -23,7 +23,7 @@ from ...http.error_format import ErrorFormat
 from ...http.openapi import operation, reference
 from ...http.reply import Reply
 from ...http.request_record import RequestRecord, record_of
-from ...models.registry import ModelRegistry
+from ...models.served_models import ServedModels
 from ...models.service import ModelService
 from ..openai.parse import parse
 from ..openai.responses import ErrorResponse, encode, error_of
@@ -73,9 +73,9 @@ ZEROS = GenerateErrorFormat(b"\0")
 ERROR_FORMATS = {PATH: LINES}
 
 
-def is_ascend(registry: ModelRegistry) -> bool:
+def is_ascend(served_models: ServedModels) -> bool:
     """Whether the profile is vLLM 0.5 for Ascend."""
-    return registry.options.compat == "ascend-vllm"
+    return served_models.options.compat == "ascend-vllm"
 
 
 def check(sampling: SamplingParams) -> None:
@@ -84,19 +84,19 @@ def check(sampling: SamplingParams) -> None:
         raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
 
 
-def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add ``/generate``."""
-    error_format = ZEROS if is_ascend(registry) else LINES
+    error_format = ZEROS if is_ascend(served_models) else LINES
 
     async def create(raw_request: Request) -> Response:
         record = record_of(raw_request.scope)
         record.error_format = error_format
-        body = await registry.read(raw_request)
+        body = await served_models.read(raw_request)
         fields = {name: value for name, value in read_object(body).items() if name not in IGNORED}
         request = parse(fields, GenerateRequest, record.unknown)
         if request.return_token_ids:
             raise PenstockError(Code.UNSUPPORTED, "return_token_ids: has no place in the answer", "return_token_ids")
-        service = registry.find(request.model)
+        service = served_models.find(request.model)
         return Reply.of(
             service, GenerateHandler(service, record, request, error_format.end), error_format, request.stream
         )
@@ -139,7 +139,7 @@ class GenerateHandler:
         prompt: Prompt = request.prompt
         if request.truncate_prompt_tokens is not None:
             gateway = self._service.gateway
-            maximum = gateway.engine.check().max_model_len - (self._sampling.max_tokens or 1)
+            maximum = gateway.engine_client.check().max_model_len - (self._sampling.max_tokens or 1)
             prompt = truncate(await gateway.encode(prompt), request, maximum)
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:

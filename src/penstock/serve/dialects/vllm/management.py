@@ -20,7 +20,7 @@ from ...chat.request import NonEmptyText
 from ...http.body import convert, read_object
 from ...http.openapi import OBJECT, operation, reference
 from ...http.request_record import record_of
-from ...models.registry import ModelRegistry
+from ...models.served_models import ServedModels
 from ..openai.responses import ErrorResponse
 
 PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-")
@@ -36,38 +36,38 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 SCHEMAS = (AbortRequest,)
 
 
-def add_routes(app: FastAPI, registry: ModelRegistry) -> None:
+def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     async def ping() -> Response:
-        registry.check()
+        served_models.check()
         return Response()
 
     async def load() -> Response:
         """The number of open requests of this API process."""
-        return JSONResponse({"server_load": registry.open})
+        return JSONResponse({"server_load": served_models.open})
 
     async def server_info(config_format: str = "text") -> Response:
-        fields = {model.name: _plain(model.configuration) for model in registry.models}
+        fields = {model.name: _plain(model.configuration) for model in served_models.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
         config: Any = fields if config_format == "json" else json.dumps(fields)
         return JSONResponse({"version": __version__, "vllm_config": config})
 
     async def tokenizer_info(model: str | None = None) -> Response:
-        return JSONResponse(registry.find(model).gateway.input_processor.tokenizer.info)
+        return JSONResponse(served_models.find(model).gateway.input_processor.tokenizer.info)
 
     async def reset_prefix_cache() -> Response:
-        registry.check()
-        for service in registry:
-            await service.gateway.engine.reset_prefix_cache()
+        served_models.check()
+        for service in served_models:
+            await service.gateway.engine_client.reset_prefix_cache()
         return Response()
 
     async def abort_requests(raw_request: Request) -> Response:
-        fields = read_object(await registry.read(raw_request))
+        fields = read_object(await served_models.read(raw_request))
         request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown)
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
-        for service in registry:
-            service.gateway.engine.cancel(sorted(ids))
+        for service in served_models:
+            service.gateway.engine_client.cancel(sorted(ids))
         return Response()
 
     failure = reference(ErrorResponse)

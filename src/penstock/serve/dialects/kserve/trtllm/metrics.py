@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from penstock.config.options import EngineOptions
 from penstock.engine.service.messages import Stats
 from penstock.serve.metrics import Engines
-from penstock.serve.models.registry import ModelRegistry
+from penstock.serve.models.served_models import ServedModels
 
 from ..model import VERSION
 
@@ -30,12 +30,12 @@ class Group(NamedTuple):
 class TrtLlmMetrics:
     """Collected when ``/metrics`` is requested; engines send statistics once a second."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
-        self._registry = registry
+    def __init__(self, served_models: ServedModels) -> None:
+        self._served_models = served_models
 
     def collect(self, engines: Engines) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for model in self._registry.models:
+        for model in self._served_models.models:
             if model.name not in engines:
                 continue
             name = next((own for own, kind in model.kserve.items() if kind == "tensorrt_llm"), model.name)

@@ -17,6 +17,7 @@ from penstock.engine.service.launcher import RestartLimit, terminate
 
 from ..models.messages import (
     EXIT_MISCONFIGURED,
+    ApiProcessStart,
     Done,
     Drained,
     Failed,
@@ -24,8 +25,7 @@ from ..models.messages import (
     Models,
     Ready,
     Unload,
-    WorkerStart,
-    decode_from_worker,
+    decode_from_api_process,
     line,
 )
 
@@ -35,11 +35,11 @@ STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
 INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
 
 
-class Worker:
+class ApiProcess:
     """One API process."""
 
     def __init__(self, process: Process) -> None:
-        self.process = process
+        self.os_process = process
         self.ready: set[str] = set()
         """Addresses of the engines whose models it serves; the empty one once it accepts requests."""
         self.failed: dict[str, Failure] = {}
@@ -48,12 +48,12 @@ class Worker:
         """Addresses of the engines being unloaded for which it has no open request left."""
 
     def send(self, message: msgspec.Struct) -> None:
-        assert self.process.stdin is not None
+        assert self.os_process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has just died
-            self.process.stdin.write(line(message))
+            self.os_process.stdin.write(line(message))
 
 
-class Workers:
+class ApiProcesses:
     """All API processes.
 
     Args:
@@ -61,10 +61,10 @@ class Workers:
         handle: loads or unloads a model for a client; raises ``PenstockError`` where it cannot.
     """
 
-    def __init__(self, starts: Sequence[WorkerStart], handle: Callable[[Load | Unload], Awaitable[None]]) -> None:
+    def __init__(self, starts: Sequence[ApiProcessStart], handle: Callable[[Load | Unload], Awaitable[None]]) -> None:
         self._starts = starts
         self._handle = handle
-        self._workers: dict[int, Worker] = {}
+        self._processes: dict[int, ApiProcess] = {}
         self._models = Models(())
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,8 +86,8 @@ class Workers:
     def set_models(self, models: Models) -> None:
         """Send the models to every process, and to each that is restarted."""
         self._models = models
-        for worker in self._workers.values():
-            worker.send(models)
+        for process in self._processes.values():
+            process.send(models)
 
     async def wait_ready(self, engine: str = "") -> None:
         """Wait until every process serves the model of the engine at this address; without one, until every process
@@ -97,10 +97,12 @@ class Workers:
         """
 
         def ready() -> bool:
-            for worker in self._workers.values():
-                if failure := worker.failed.get(engine):
+            for process in self._processes.values():
+                if failure := process.failed.get(engine):
                     raise PenstockError.of(failure)
-            return len(self._workers) == len(self._starts) and all(engine in w.ready for w in self._workers.values())
+            return len(self._processes) == len(self._starts) and all(
+                engine in process.ready for process in self._processes.values()
+            )
 
         async with self._changed:
             await self._changed.wait_for(ready)
@@ -108,58 +110,60 @@ class Workers:
     async def wait_drained(self, engine: str) -> None:
         """Wait until no process has an open request for the model of the engine at this address."""
         async with self._changed:
-            await self._changed.wait_for(lambda: all(engine in w.drained for w in self._workers.values()))
+            await self._changed.wait_for(lambda: all(engine in process.drained for process in self._processes.values()))
 
     async def close(self, timeout: float) -> None:
         """Stop the processes and kill them after ``timeout`` seconds; loads and unloads in progress are cancelled."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(terminate(worker.process, timeout) for worker in self._workers.values()))
+        await asyncio.gather(*(terminate(process.os_process, timeout) for process in self._processes.values()))
 
     def kill(self) -> None:
         """Kill the processes at once."""
-        for worker in self._workers.values():
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
-                worker.process.kill()
+                process.os_process.kill()
 
-    async def _run(self, start: WorkerStart) -> None:
+    async def _run(self, start: ApiProcessStart) -> None:
         """Run one process and restart it when it dies; returns when it has died too often."""
         restart_limit = RestartLimit()
         while True:
-            worker = self._workers[start.number] = await _launch(start)
-            worker.send(self._models)
-            await self._listen(worker)
-            status = await worker.process.wait()
+            process = self._processes[start.number] = await _launch(start)
+            process.send(self._models)
+            await self._listen(process)
+            status = await process.os_process.wait()
             if status == EXIT_MISCONFIGURED:
                 self.misconfigured = True
                 return
             if self._closing:
                 await asyncio.Event().wait()
-            del self._workers[start.number]
+            del self._processes[start.number]
             await self._notify()
-            _drop_metrics(worker.process.pid)
-            logger.error("API process %d (process %d) ended: %s", start.number, worker.process.pid, exit_reason(status))
+            _drop_metrics(process.os_process.pid)
+            logger.error(
+                "API process %d (process %d) ended: %s", start.number, process.os_process.pid, exit_reason(status)
+            )
             if restart_limit.record_death():
                 logger.error("API processes have died too often and are not started again")
                 return
 
-    async def _listen(self, worker: Worker) -> None:
+    async def _listen(self, process: ApiProcess) -> None:
         """Handle a process's messages until it closes its pipe."""
-        assert worker.process.stdout is not None
-        while message := await worker.process.stdout.readline():
-            match decode_from_worker(message):
+        assert process.os_process.stdout is not None
+        while message := await process.os_process.stdout.readline():
+            match decode_from_api_process(message):
                 case Ready(engine):
-                    worker.ready.add(engine)
+                    process.ready.add(engine)
                     await self._notify()
                 case Failed(engine, failure):
-                    worker.failed[engine] = failure
+                    process.failed[engine] = failure
                     await self._notify()
                 case Drained(engine):
-                    worker.drained.add(engine)
+                    process.drained.add(engine)
                     await self._notify()
                 case request:
-                    task = asyncio.create_task(self._answer(worker, request))
+                    task = asyncio.create_task(self._answer(process, request))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
 
@@ -167,7 +171,7 @@ class Workers:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _answer(self, worker: Worker, request: Load | Unload) -> None:
+    async def _answer(self, process: ApiProcess, request: Load | Unload) -> None:
         failure = None
         try:
             if self._closing:
@@ -180,14 +184,16 @@ class Workers:
         except Exception:
             logger.exception("%s could not be %sed", request.name, type(request).__name__.lower())
             failure = INTERNAL
-        worker.send(Done(request.number, failure))
+        process.send(Done(request.number, failure))
 
 
-async def _launch(start: WorkerStart) -> Worker:
-    command = [sys.executable, "-m", "penstock.serve.process.worker"]
-    worker = Worker(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets))
-    worker.send(start)
-    return worker
+async def _launch(start: ApiProcessStart) -> ApiProcess:
+    command = [sys.executable, "-m", "penstock.serve.process.api_process"]
+    process = ApiProcess(
+        await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=start.sockets)
+    )
+    process.send(start)
+    return process
 
 
 def _drop_metrics(pid: int) -> None:

@@ -22,7 +22,7 @@ MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
 """Default of ``max_body_size``: bytes for each token of the longest context, JSON syntax included, and its minimum."""
 
 
-class ModelRegistry:
+class ServedModels:
     """Served models by name. A request that names no model gets the first one."""
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -68,7 +68,9 @@ class ModelRegistry:
         for service in self:
             if service.has(name):
                 return service
-        known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine.adapters])
+        known = ", ".join(
+            each for service in self for each in [*service.names, *service.gateway.engine_client.adapters]
+        )
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
             self.check()  # it may be an adapter of a model that is being loaded
@@ -92,7 +94,7 @@ class ModelRegistry:
         if not self._received or any(model.required and model.name not in self._found for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
-            service.gateway.engine.check()
+            service.gateway.engine_client.check()
 
     @property
     def open(self) -> int:
@@ -103,7 +105,9 @@ class ModelRegistry:
     def engines(self) -> Engines:
         """By model: the last statistics of its engine, and its options."""
         serving = [(model, self._found[model.name]) for model in self._models if model.name in self._found]
-        return {model.name: (service.gateway.engine.stats, model.configuration.engine) for model, service in serving}
+        return {
+            model.name: (service.gateway.engine_client.stats, model.configuration.engine) for model, service in serving
+        }
 
     @property
     def max_body_size(self) -> int:
@@ -113,7 +117,7 @@ class ModelRegistry:
         """
         if self.options.max_body_size:
             return self.options.max_body_size
-        engines = [service.gateway.engine for service in self]
+        engines = [service.gateway.engine_client for service in self]
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
         if not lengths:
             self.check()

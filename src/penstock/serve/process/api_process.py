@@ -1,4 +1,4 @@
-"""One API process, ``python -m penstock.serve.process.worker``; the supervisor tells it what to serve on stdin.
+"""One API process, ``python -m penstock.serve.process.api_process``; the supervisor tells it what to serve on stdin.
 
 On SIGTERM it finishes its requests and exits; when the supervisor dies, so does it.
 """
@@ -16,14 +16,14 @@ from penstock.config import logs
 from penstock.core import PenstockError
 from penstock.engine.service.server import kill_with_parent
 
-from ..models.messages import EXIT_MISCONFIGURED, WorkerStart
+from ..models.messages import EXIT_MISCONFIGURED, ApiProcessStart
 
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not reach the pipe to the supervisor
     first, rest = _first_line()
-    start = msgspec.json.decode(first, type=WorkerStart)
+    start = msgspec.json.decode(first, type=ApiProcessStart)
     kill_with_parent(start.parent)
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
