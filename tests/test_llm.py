@@ -163,22 +163,22 @@ def test_bad_words_do_not_come_out(llm: LLM) -> None:
     assert "Ottawa" not in output.outputs[0].text
 
 
-def test_scores_choose_the_right_answer(llm: LLM) -> None:
+def test_loglikelihoods_choose_the_right_answer(llm: LLM) -> None:
     """Each continuation as likely as the library finds it, whatever shares the batch."""
     prompt = llm.get_tokenizer().render(CANADA)
     choices = [f"The capital of Canada is {city}." for city in ("Paris", "Ottawa", "Lima")]
-    scores = llm.score([prompt] * 3, choices, use_tqdm=False)
-    assert max(range(3), key=lambda i: scores[i].logprob) == 1
-    assert [score.is_greedy for score in scores] == [False, True, False]
+    results = llm.loglikelihood([prompt] * 3, choices, use_tqdm=False)
+    assert max(range(3), key=lambda i: results[i].logprob) == 1
+    assert [result.is_greedy for result in results] == [False, True, False]
     model = AutoModelForCausalLM.from_pretrained(demo.CHAT, dtype=torch.float32)
     before = llm.get_tokenizer().encode(prompt)
-    for score in scores:
+    for result in results:
         with torch.inference_mode():
-            table = model(torch.tensor([before + score.token_ids])).logits[0].log_softmax(-1)
-        rows = range(len(before) - 1, len(before) + len(score.token_ids) - 1)
-        assert score.logprobs == pytest.approx(table[rows, score.token_ids].tolist(), abs=1e-4)
+            table = model(torch.tensor([before + result.token_ids])).logits[0].log_softmax(-1)
+        rows = range(len(before) - 1, len(before) + len(result.token_ids) - 1)
+        assert result.logprobs == pytest.approx(table[rows, result.token_ids].tolist(), abs=1e-4)
     with pytest.raises(PenstockError, match="continuations"):
-        llm.score([prompt, prompt], choices)
+        llm.loglikelihood([prompt, prompt], choices)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_only_the_pages_of_those_rows_are_touched(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4096, 1024)}, path)
     weights = Checkpoint(tmp_path)
-    assert weights.take("a", 4096, 1024, rows=(1024, 2048)).sum() == 1024 * 1024
+    assert weights.read("a", 4096, 1024, rows=(1024, 2048)).sum() == 1024 * 1024
     mappings = re.findall(
         rf"{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text()
     )
@@ -111,12 +111,12 @@ def test_tensors_as_stored(tmp_path: Path) -> None:
     save_file(load_file(path) | own, path)
     build, weights = context(tmp_path)
     for name, expected in own.items():
-        found = build.take(name, *expected.shape, as_stored=True)
+        found = build.read_weight(name, *expected.shape, as_stored=True)
         assert found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-    assert torch.equal(build.take("q", 16, 8, rows=(4, 8), as_stored=True), own["q"][4:8])
-    assert build.take("s", 16).dtype == torch.float32
+    assert torch.equal(build.read_weight("q", 16, 8, rows=(4, 8), as_stored=True), own["q"][4:8])
+    assert build.read_weight("s", 16).dtype == torch.float32
     with pytest.raises(PenstockError, match=r"tensor q is of torch\.int8"):
-        build.take("q", 16, 8)
+        build.read_weight("q", 16, 8)
     with pytest.raises(PenstockError, match=r"has shape \(16, 8\)"):
-        build.take("q", 8, 16, rows=(0, 1), as_stored=True)
+        build.read_weight("q", 8, 16, rows=(0, 1), as_stored=True)
     assert weights.has("q") and not weights.has("r")

@@ -12,7 +12,7 @@ from penstock.config.options import Configuration
 from penstock.config.settings import did_you_mean, settings
 from penstock.config.sources import convert_setting
 from penstock.core.errors import invalid
-from penstock.core.lora import named
+from penstock.core.lora import parse_lora_modules
 from penstock.serve.models.messages import DEFAULT_NAME, ServedModel
 
 DEMO = "penstock-demo"
@@ -110,7 +110,7 @@ def _check_names(models: list[ServedModel]) -> None:
                 raise invalid("models", f"{name!r} means the first model; give this one another name")
             seen.add(name)
     for model in models:
-        adapters = named(model.configuration.engine.lora_modules).keys()
+        adapters = parse_lora_modules(model.configuration.engine.lora_modules).keys()
         if both := adapters & seen:
             raise invalid("lora_modules", f"{min(both)!r} is the name of a model, or of another adapter")
         seen |= adapters

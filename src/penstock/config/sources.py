@@ -64,14 +64,14 @@ def read(
         profile.check(together)
         defaults = {**profile.defaults, **profile.defaults_for(together)}
         given += [(name, value, f"the profile {profile.name}") for name, value in defaults.items()]
-        given += _of_file(file)
+        given += _file_settings(file)
         given += translate(profile.variables, variables, str, ignored)
-        given += _of(environment)
+        given += _environment_settings(environment)
         given += translate(profile.flags, aliases or {}, _flag_as_typed, ignored)
         given += profile.together(together)
     else:
-        given += _of_file(file)
-        given += _of(environment)
+        given += _file_settings(file)
+        given += _environment_settings(environment)
     given += [(name, value, known[name].flag) for name, value in flags.items()]
     chosen = profile.name if profile else ""
     if chosen or any(name == "api_key" for name, _, _ in given):
@@ -112,7 +112,7 @@ def _flag_as_typed(name: str) -> str:
     return settings()[name].flag if name in settings() else flag(name)
 
 
-def _of_file(file: str | Path | None) -> Settings:
+def _file_settings(file: str | Path | None) -> Settings:
     if file is None:
         return
     import yaml
@@ -137,7 +137,7 @@ def _flatten(document: Mapping[Any, Any], file: str) -> Settings:
             yield name, value, file
 
 
-def _of(environment: Mapping[str, str]) -> Settings:
+def _environment_settings(environment: Mapping[str, str]) -> Settings:
     names = {setting.variable: setting.name for setting in settings().values()}
     for variable, text in sorted(environment.items()):
         if variable not in names:

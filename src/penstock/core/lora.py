@@ -17,7 +17,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
     """Folder to load the adapter from unless it is loaded; empty for a loaded one."""
 
 
-def named(lora_modules: tuple[str, ...]) -> dict[str, str]:
+def parse_lora_modules(lora_modules: tuple[str, ...]) -> dict[str, str]:
     """The option ``lora_modules``, entries of ``name=folder``, as a mapping.
 
     Raises ``PenstockError`` (``invalid``) for other entries, and for a name that is given twice.

@@ -27,7 +27,7 @@ from penstock.core import (
 )
 from penstock.core.errors import invalid
 from penstock.core.guided import disallow_additional_properties
-from penstock.core.lora import named
+from penstock.core.lora import parse_lora_modules
 from penstock.models import read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
@@ -74,7 +74,7 @@ class Engine:
         config = read_config(folder)
         self.max_model_len = options.max_model_len or config.max_model_len
         scheduling = options.scheduler(self.max_model_len)  # before any weight is read
-        lora_modules = named(options.lora_modules)
+        lora_modules = parse_lora_modules(options.lora_modules)
         max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
         check_backend(options.guided_decoding_backend)

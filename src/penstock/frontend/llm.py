@@ -17,7 +17,7 @@ from penstock.engine.engine import Engine
 from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
 from .options import read_options
 from .output_processor import OutputProcessor
-from .outputs import EmbeddingRequestOutput, RequestOutput, Score, ScoringOutput, ScoringRequestOutput, cosine
+from .outputs import EmbeddingRequestOutput, Loglikelihood, RequestOutput, ScoringOutput, ScoringRequestOutput, cosine
 
 T = TypeVar("T")
 
@@ -200,9 +200,9 @@ class LLM:
             for a, b in zip(before, after, strict=True)
         ]
 
-    def score(
+    def loglikelihood(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
-    ) -> list[Score]:
+    ) -> list[Loglikelihood]:
         """The log probability of each continuation after its prompt, for multiple-choice evaluations.
 
         Prompt and continuation are encoded apart, so that neither changes the other's tokens.
@@ -224,7 +224,7 @@ class LLM:
             wholes.append(start + rest)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self.generate(wholes, params, use_tqdm)
-        return [Score.of(output, start) for output, start in zip(outputs, starts, strict=True)]
+        return [Loglikelihood.of(output, start) for output, start in zip(outputs, starts, strict=True)]
 
     def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
         """Load the adapters; returns the name of each prompt's."""

@@ -148,8 +148,8 @@ class ScoringRequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """The log probability of a continuation."""
+class Loglikelihood:
+    """The log probability of a continuation after its prompt."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -163,7 +163,7 @@ class Score:
         return sum(self.logprobs)
 
     @classmethod
-    def of(cls, output: RequestOutput, start: int) -> Score:
+    def of(cls, output: RequestOutput, start: int) -> Loglikelihood:
         """From an output with ``prompt_logprobs`` whose prompt ends with the continuation, from ``start`` on.
 
         Raises ``PenstockError`` where the request failed.

@@ -30,7 +30,7 @@ class Weights(Protocol):
         """Identifies the weights: other weights have another version."""
         ...
 
-    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """Read a tensor, in the dtype that it is stored in.
 
         Args:
@@ -51,7 +51,7 @@ class PackedWeights(Protocol):
     mapped_bytes: int
 
     def find(self, name: str) -> dict[str, Tensor] | None: ...
-    def keep(self, name: str, tensors: dict[str, Tensor]) -> None: ...
+    def add(self, name: str, tensors: dict[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,14 @@ class BuildContext:
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
     _rope_tables: dict[str, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+    def read_weight(
+        self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False
+    ) -> Tensor:
         """Read a tensor, or some of its rows, onto the device.
 
-        Arguments as of ``Weights.take``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
+        Arguments as of ``Weights.read``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
         """
-        tensor = self.weights.take(name, *shape, rows=rows, as_stored=as_stored)
+        tensor = self.weights.read(name, *shape, rows=rows, as_stored=as_stored)
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
@@ -126,5 +128,5 @@ class BuildContext:
                 logger.warning("%s is packed again: %s", name, error)
         matrix = self.ops.pack(parts(), bias, format)
         if cache:
-            cache.keep(name, self.ops.packed_tensors(matrix))
+            cache.add(name, self.ops.packed_tensors(matrix))
         return Matrix(self.ops, matrix)

@@ -32,7 +32,7 @@ class ColumnParallelLinear:
     ) -> None:
         def read(kind: str, *rest: int) -> list[Tensor]:
             matrices = zip(names, shards, strict=True)
-            return [context.take(f"{name}.{kind}", own.total, *rest, rows=own.rows) for name, own in matrices]
+            return [context.read_weight(f"{name}.{kind}", own.total, *rest, rows=own.rows) for name, own in matrices]
 
         self._ops = context.ops
         self._group = context.group
@@ -87,7 +87,7 @@ class Embedding:
         self._dtype = context.dtype
 
         def read() -> list[Tensor]:
-            return [context.take(f"{name}.weight", vocab_size, hidden_size, rows=own.rows)]
+            return [context.read_weight(f"{name}.weight", vocab_size, hidden_size, rows=own.rows)]
 
         self._matrix = context.matrix(name, hidden_size, own.size, context.scheme.head, read)
 

@@ -12,7 +12,7 @@ class RMSNorm:
 
     def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
         self._ops = context.ops
-        self._weight = context.take(f"{name}.weight", size)
+        self._weight = context.read_weight(f"{name}.weight", size)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:

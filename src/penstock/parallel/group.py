@@ -39,7 +39,7 @@ class Shard:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """``first`` and ``end``, as of ``BuildContext.take``."""
+        """``first`` and ``end``, as of ``BuildContext.read_weight``."""
         return self.first, self.end
 
 

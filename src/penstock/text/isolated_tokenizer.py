@@ -58,12 +58,12 @@ class Load(msgspec.Struct, frozen=True):
     folder: str
     chat_template: str | None
     limits: Limits
-    stay: bool
+    keep_running: bool
     """Whether to encode texts after loading."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The reply: a failure, or with ``stay`` everything of the tokenizer but its encoding."""
+    """The reply: a failure, or with ``keep_running`` everything of the tokenizer but its encoding."""
 
     failure: Failure | None = None
     json: str = ""
@@ -92,7 +92,7 @@ def check(folder: Path, chat_template: str | None = None, limits: Limits | None 
     with contextlib.suppress(OSError):
         if mark.lstat().st_uid in (os.geteuid(), 0):
             return
-    process = _Process(Load(str(folder), chat_template, limits or Limits(), stay=False))
+    process = _Process(Load(str(folder), chat_template, limits or Limits(), keep_running=False))
     process.close()
     with contextlib.suppress(OSError):
         mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class IsolatedTokenizer(Tokenizer):
     isolated = True
 
     def __init__(self, folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
-        self._load = Load(str(folder), chat_template, limits or Limits(), stay=True)
+        self._load = Load(str(folder), chat_template, limits or Limits(), keep_running=True)
         self._lock = threading.Lock()
         self._process: _Process | None = _Process(self._load)
         self._known = self._process.loaded
@@ -199,7 +199,7 @@ class _Process:
 def _passed_marker(folder: Path, chat_template: str | None) -> Path:
     """The file whose presence says that this content has passed."""
     digest = hashlib.sha256(f"{tokenizers.__version__} {Limits()} {chat_template!r}".encode())
-    for path in files.parts(folder):
+    for path in files.paths(folder):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         digest.update(files.read(path))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -220,7 +220,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(connection, reply)
         with contextlib.suppress(OSError):  # the parent has closed the socket
-            while tokenizer and load.stay:
+            while tokenizer and load.keep_running:
                 asked = msgspec.msgpack.decode(_receive(connection), type=Encode)
                 _send(connection, msgspec.msgpack.encode(tokenizer.encode(asked.text, asked.add_special_tokens)))
 
@@ -234,7 +234,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
             tokenizer.encode(text)
         if tokenizer.template_source is not None:
             _try_template(tokenizer)
-        if not load.stay:
+        if not load.keep_running:
             return tokenizer, Loaded()
         tokens = [tokenizer.token(token_id) for token_id in range(len(vocabulary))]
         facts = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)

@@ -38,19 +38,19 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
             return Tokenizer.from_buffer(read(path))
         data = read(path)
         if TIKTOKEN_LINE.match(data):
-            tokenizer, marks_start = from_tiktoken.convert(data), False
+            tokenizer, add_bos = from_tiktoken.convert(data), False
         else:
-            tokenizer, marks_start = from_sentencepiece.convert(data, bool(config.get("legacy", True))), True
+            tokenizer, add_bos = from_sentencepiece.convert(data, bool(config.get("legacy", True))), True
     except (PenstockError, MemoryError):
         raise
     except Exception as error:  # the library raises nothing more precise
         raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
     _add_tokens(tokenizer, config.get("added_tokens_decoder", {}))
-    _add_ends(tokenizer, config, marks_start)
+    _add_special_tokens(tokenizer, config, add_bos)
     return tokenizer
 
 
-def parts(folder: Path) -> list[Path]:
+def paths(folder: Path) -> list[Path]:
     """The files of a tokenizer. Raises ``PenstockError`` (``invalid``) where there is none."""
     return [_find(folder), *(path for path in (folder / CONFIG, folder / TEMPLATE) if path.exists())]
 
@@ -81,15 +81,15 @@ def _add_tokens(tokenizer: Tokenizer, added: Mapping[str, Mapping[str, Any]]) ->
         (tokenizer.add_special_tokens if token_to_add.special else tokenizer.add_tokens)([token_to_add])
 
 
-def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], marks_start: bool) -> None:
+def _add_special_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], add_bos: bool) -> None:
     """The special tokens that encoding puts before and after a text."""
-    ends = []
-    for name, default in (("bos", marks_start), ("eos", False)):
+    bos_and_eos = []
+    for name, default in (("bos", add_bos), ("eos", False)):
         token = config.get(f"{name}_token") or ("<s>" if name == "bos" else "</s>")
         token = token if isinstance(token, str) else token["content"]
         added = config.get(f"add_{name}_token", default) and tokenizer.token_to_id(token) is not None
-        ends.append([token] if added else [])
-    if any(ends):
-        before, after = ends
+        bos_and_eos.append([token] if added else [])
+    if any(bos_and_eos):
+        before, after = bos_and_eos
         known = [(token, tokenizer.token_to_id(token)) for token in before + after]
         tokenizer.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=known)

@@ -37,7 +37,7 @@ LIMITS = {
     "max_beam_width": "max_beam_width",
 }
 """Settings here, by what an engine was built for."""
-SAME = (
+SHARED_FIELDS = (
     *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "intermediate_size"),
 )
@@ -62,7 +62,7 @@ def pretrained_config(
         "architecture": shape.architecture,
         "dtype": dtype,
         "logits_dtype": "float32",
-        **{name: config[name] for name in SAME if name in config},
+        **{name: config[name] for name in SHARED_FIELDS if name in config},
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": kv_cache_quant_algo},
     }

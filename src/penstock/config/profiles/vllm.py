@@ -128,7 +128,7 @@ FLAGS: Mapping[str, Alias] = {
     "max_seq_len_to_capture": ignored(GRAPHS),
     "compilation_config": ignored(GRAPHS, short="-O"),
     "attention_backend": ignored("--ops selects the kernels"),
-    "async_scheduling": ignored("steps are not overlapped", switch=True),
+    "async_scheduling": ignored("give --max-concurrent-batches 2 to plan steps ahead", switch=True),
     "disable_hybrid_kv_cache_manager": ignored("there is one KV cache manager", switch=True),
     "prefix_caching_hash_algo": ignored("prefix hashes have 128 bits or more"),
     "calculate_kv_scales": ignored("scales are computed dynamically", switch=True),

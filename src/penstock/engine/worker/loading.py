@@ -12,7 +12,7 @@ from penstock import demo, ops
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
 from penstock.core.errors import invalid
-from penstock.core.lora import named
+from penstock.core.lora import parse_lora_modules
 from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
@@ -46,7 +46,7 @@ def load_models(options: EngineOptions, group: Group = SINGLE_RANK) -> LoadedMod
         options = msgspec.structs.replace(options, quantization=config.quantization)
     backend.set_threads(options.threads)
     max_model_len = options.max_model_len or config.max_model_len
-    max_loras = options.max_loras if options.enable_lora or named(options.lora_modules) else 0
+    max_loras = options.max_loras if options.enable_lora or parse_lora_modules(options.lora_modules) else 0
     speculative = SpeculativeConfig.read(options.speculative_config)
 
     def load(folder: Path, config: ModelConfig, max_len: int | None, max_loras: int = 0) -> Model:

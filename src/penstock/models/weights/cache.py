@@ -114,7 +114,7 @@ class WeightCache:
         self._kept[name] = tensors
         return tensors
 
-    def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
+    def add(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Add a matrix for ``save`` to write. A matrix without tensors needs no packing and is not kept."""
         if tensors:
             self._kept[name] = tensors

@@ -19,8 +19,8 @@ class DummyWeights:
     def version(self) -> str:
         return f"dummy-{self._dtype}-{self._seed}"
 
-    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.take``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """As ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
         if len(shape) == 1:
             whole = torch.ones(shape, dtype=self._dtype)
         else:

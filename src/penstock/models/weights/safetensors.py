@@ -65,8 +65,8 @@ class Checkpoint:
                 digest.update(content.read(min(length, status.st_size)))
         return digest.hexdigest()
 
-    def take(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.take``. Only the pages of the file that hold the rows are read, when they are used.
+    def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
+        """As ``layers.Weights.read``. Only the pages of the file that hold the rows are read, when they are used.
 
         A checkpoint of the decoder alone, as embedding models are saved, has names without ``model.`` before them.
         """

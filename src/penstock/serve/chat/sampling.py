@@ -10,7 +10,7 @@ from penstock.core.errors import invalid
 from .request import ChatRequest, GenerationRequest
 from .structured_outputs import guided_decoding_of
 
-SAME = (
+SHARED_FIELDS = (
     "n best_of use_beam_search length_penalty early_stopping temperature top_p top_k min_p presence_penalty "
     "frequency_penalty repetition_penalty seed logit_bias allowed_token_ids bad_words min_tokens stop "
     "stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens prompt_logprobs "
@@ -26,7 +26,7 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any
         defaults: for fields that the request does not give.
         own: values that chats and completions name differently.
     """
-    given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
+    given = {name: value for name in SHARED_FIELDS if (value := getattr(request, name)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         if name in given:
             given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])

@@ -76,20 +76,20 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     """Whether vectors have length 1; by default as the checkpoint says."""
 
 
-TextOrTexts = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     """Pairs of texts, or one text and several. The two fields have one of several pairs of names (``TEXT_PAIRS``)."""
 
-    text_1: TextOrTexts | None = None
-    text_2: TextOrTexts | None = None
-    queries: TextOrTexts | None = None
-    documents: TextOrTexts | None = None
-    items: TextOrTexts | None = None
+    text_1: TextOrList | None = None
+    text_2: TextOrList | None = None
+    queries: TextOrList | None = None
+    documents: TextOrList | None = None
+    items: TextOrList | None = None
     """With queries, too."""
-    data_1: TextOrTexts | None = None
-    data_2: TextOrTexts | None = None
+    data_1: TextOrList | None = None
+    data_2: TextOrList | None = None
 
 
 TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))

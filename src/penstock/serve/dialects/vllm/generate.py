@@ -41,11 +41,14 @@ class GenerateRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=Tru
     """16 by default."""
 
 
-class TextOrTexts(msgspec.Struct):
+class GenerateResponse(msgspec.Struct):
+    """An answer, or a chunk of its stream."""
+
     text: list[str]
+    """Prompt and output of each sequence, all that there is so far."""
 
 
-SCHEMAS = (GenerateRequest, TextOrTexts)
+SCHEMAS = (GenerateRequest, GenerateResponse)
 
 
 class GenerateErrorFormat(ErrorFormat):
@@ -67,10 +70,10 @@ class GenerateErrorFormat(ErrorFormat):
         return self.error(failure) + self.end
 
 
-LINES = GenerateErrorFormat(b"\n")
-ZEROS = GenerateErrorFormat(b"\0")
+NEWLINE_DELIMITED = GenerateErrorFormat(b"\n")
+NUL_DELIMITED = GenerateErrorFormat(b"\0")
 """Chunks end with a zero byte, as in vLLM up to 0.6."""
-ERROR_FORMATS = {PATH: LINES}
+ERROR_FORMATS = {PATH: NEWLINE_DELIMITED}
 
 
 def is_ascend(served_models: ServedModels) -> bool:
@@ -86,7 +89,7 @@ def check(sampling: SamplingParams) -> None:
 
 def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add ``/generate``."""
-    error_format = ZEROS if is_ascend(served_models) else LINES
+    error_format = NUL_DELIMITED if is_ascend(served_models) else NEWLINE_DELIMITED
 
     async def create(raw_request: Request) -> Response:
         record = record_of(raw_request.scope)
@@ -101,7 +104,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
             service, GenerateHandler(service, record, request, error_format.end), error_format, request.stream
         )
 
-    described = operation(reference(TextOrTexts), reference(ErrorResponse), reference(GenerateRequest))
+    described = operation(reference(GenerateResponse), reference(ErrorResponse), reference(GenerateRequest))
     app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
 
 
@@ -133,7 +136,7 @@ class GenerateHandler:
                     yield encode(text) + self._end
                     last_text = text
 
-    async def _texts(self) -> AsyncGenerator[TextOrTexts, None]:
+    async def _texts(self) -> AsyncGenerator[GenerateResponse, None]:
         request = self._request
         options = {"priority": request.priority or 0, "cache_salt": request.cache_salt or "", "adapter": self._adapter}
         prompt: Prompt = request.prompt
@@ -144,4 +147,4 @@ class GenerateHandler:
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:
             async for output in outputs:
-                yield TextOrTexts([request.prompt + completion.text for completion in output.outputs])
+                yield GenerateResponse([request.prompt + completion.text for completion in output.outputs])
