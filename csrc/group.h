@@ -13,6 +13,7 @@ namespace penstock {
 class Group {
  public:
   static constexpr int64_t kRankBytes = 128;
+  static constexpr int64_t kStepBits = 24;  // of a place, that count barriers
 
   // `memory`: kRankBytes of zeros for each rank, to begin with. `spins`: looks at another's place before sleeping.
   // `seconds`: that a rank is waited for.
@@ -29,8 +30,6 @@ class Group {
   int end(uint64_t step, bool failed);
 
  private:
-  static constexpr int kStepBits = 24;  // of a place, that count barriers
-
   struct alignas(kRankBytes) Rank {
     std::atomic<uint64_t> place;    // first: who watches the ranks reads it
     std::atomic<uint64_t> failed;   // the last step that did

@@ -474,6 +474,7 @@ NB_MODULE(_kernels, m) {
              new (self) Group(at<void>(memory), rank, size, spins, seconds);
            })
       .def_ro_static("RANK_BYTES", &Group::kRankBytes)
+      .def_ro_static("STEP_BITS", &Group::kStepBits)
       .def("begin", &Group::begin)
       .def("end", &Group::end, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Sketch>(m, "Sketch")

@@ -192,6 +192,21 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             le=32,
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        option(
+            "Stages that compute consecutive layers, each of tensor_parallel_size ranks. Results do not depend on it.",
+            ge=1,
+            le=32,
+        ),
+    ] = 1
+    pipeline_parallel_layers: Annotated[
+        str,
+        option(
+            "Layers of each pipeline stage, as 10,18; empty balances what the stages read for a token, the language "
+            "model head in the last one included."
+        ),
+    ] = ""
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp"],
         option(
@@ -206,7 +221,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "for each rank, as 0-15,16-31 or 0-7,16-23|8-15,24-31. A single rank is not bound."
         ),
     ] = "auto"
-    max_concurrent_batches: Annotated[int, option("Steps in flight at the same time; 0 is 1.", ge=0, le=8)] = 0
+    max_concurrent_batches: Annotated[
+        int, option("Steps in flight at the same time; 0 is one for each pipeline stage.", ge=0, le=32)
+    ] = 0
     threads: Annotated[
         int, option("Threads of the CPU kernels, of each rank; 0 is one per core. Results do not depend on it.", ge=0)
     ] = 0

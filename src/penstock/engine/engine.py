@@ -50,8 +50,6 @@ from .warm_up import warm_up_requests
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 1
-"""Default of ``max_concurrent_batches``."""
 STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the log says why")
 FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute any more and has to be started again")
 MAX_FAILED_STEPS = 8
@@ -78,7 +76,10 @@ class Engine:
         max_loras = options.max_loras if options.enable_lora or lora_modules else 0
         speculative = SpeculativeConfig.read(options.speculative_config)
         check_backend(options.guided_decoding_backend)
-        self._depth = options.max_concurrent_batches or DEPTH
+        if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
+            words = "pipeline_parallel_size allows the method ngram only, no draft model and no MTP layers"
+            raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+        self._depth = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._depth, logs)
         try:
             self.info = self._executor.load()
@@ -95,6 +96,7 @@ class Engine:
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
             weights=self.info.weights_version,
             slots=slots,
+            pipeline_stages=options.pipeline_parallel_size,
         )
         self.adapters = LoRAManager(
             self._executor, max_loras=max_loras, slots=slots, keys_in_use=self.scheduler.adapters
@@ -392,7 +394,7 @@ def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
 
 def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) -> Executor:
     """The executor that the options name; nothing is loaded yet."""
-    several = options.tensor_parallel_size > 1
+    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
     if several and options.distributed_executor_backend == "uni":
         raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
     if several or options.distributed_executor_backend == "mp":

@@ -30,18 +30,22 @@ LINE = 4096
 """Bytes that buffers begin at a multiple of; the first ones are the ranks' own."""
 
 
-def create_memory() -> int:
-    """Memory for a group: a file descriptor, which all ranks' processes inherit."""
+def create_memory(stages: int = 1) -> int:
+    """Memory for the group of each pipeline stage: a file descriptor, which all ranks' processes inherit."""
     descriptor = os.memfd_create("penstock-group", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, CAPACITY)
+    os.ftruncate(descriptor, stages * CAPACITY)
     return descriptor
 
 
-def slowest(descriptor: int, size: int) -> int:
-    """The rank of a group that is behind the others."""
-    with mmap.mmap(descriptor, LINE, prot=mmap.PROT_READ) as memory:
-        places = np.frombuffer(memory[:], np.uint64)[:: _kernels.Group.RANK_BYTES // 8][:size]
-    return int(places.argmin())
+def slowest(descriptor: int, size: int, stages: int = 1) -> int:
+    """The rank that is behind the others, counted through all stages, each of ``size`` ranks."""
+    places = []
+    for stage in range(stages):
+        with mmap.mmap(descriptor, LINE, prot=mmap.PROT_READ, offset=stage * CAPACITY) as memory:
+            own = np.frombuffer(memory[:], np.uint64)[:: _kernels.Group.RANK_BYTES // 8][:size]
+        # A stage that waits for the one before is in the same step; what it has done of it does not count.
+        places += [(place >> _kernels.Group.STEP_BITS, stage, place) for place in own.tolist()]
+    return places.index(min(places))
 
 
 class SharedMemoryGroup:
@@ -50,12 +54,15 @@ class SharedMemoryGroup:
     Args:
         patience: seconds that a rank is waited for.
         spins: 0 where ranks share cores.
+        stage: of the pipeline.
     """
 
-    def __init__(self, descriptor: int, rank: int, size: int, patience: float = PATIENCE, spins: int = SPINS) -> None:
+    def __init__(
+        self, descriptor: int, rank: int, size: int, patience: float = PATIENCE, spins: int = SPINS, stage: int = 0
+    ) -> None:
         self.rank = rank
         self.size = size
-        self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY), np.uint8)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY, offset=stage * CAPACITY), np.uint8)
         self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, patience)
         self._allocated = LINE
         self._steps = 0

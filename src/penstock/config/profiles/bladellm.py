@@ -44,7 +44,7 @@ PROFILE = Profile(
     flags={
         "tokenizer_dir": Alias("tokenizer"),
         "tensor_parallel_size": Alias("tensor_parallel_size"),
-        "pipeline_parallel_size": only_value("1", ONE_DEVICE),
+        "pipeline_parallel_size": Alias("pipeline_parallel_size"),
         "max_gpu_memory_utilization": Alias("kv_cache_free_memory_fraction"),
         "preempt_strategy": Alias(
             "preemption_mode", one_of({"auto": "recompute", "recompute": "recompute", "swap": "swap"})

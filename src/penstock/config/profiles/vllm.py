@@ -98,7 +98,7 @@ FLAGS: Mapping[str, Alias] = {
     "uvicorn_log_level": Alias("log_level", one_of(LEVELS)),
     "allowed_origins": Alias("allowed_origins", origins),
     "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
-    "pipeline_parallel_size": only_value("1", ONE_DEVICE, short="-pp"),
+    "pipeline_parallel_size": Alias("pipeline_parallel_size", short="-pp"),
     "data_parallel_size": only_value("1", ONE_DEVICE, short="-dp"),
     "decode_context_parallel_size": only_value("1", ONE_DEVICE, short="-dcp"),
     "nnodes": only_value("1", ONE_DEVICE),

@@ -14,6 +14,23 @@ from ..step import DeviceMemory, LoadLoRA, MemoryProfile, ModelInfo, Propose, St
 from .ring import Descriptors
 
 
+class Place(msgspec.Struct, frozen=True):
+    """A rank among all: ``rank`` of the ``size`` tensor-parallel ranks of a pipeline stage."""
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def world_rank(self) -> int:
+        return self.stage * self.size + self.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.size
+
+
 class Start(msgspec.Struct, frozen=True):
     """What a worker process reads on its standard input, as JSON."""
 
@@ -23,11 +40,13 @@ class Start(msgspec.Struct, frozen=True):
     outbox: Descriptors
     parent: int
     """Process id of the executor."""
-    rank: int = 0
-    size: int = 1
-    """Number of ranks."""
+    place: Place = Place()
     memory: int | None = None
     """File descriptor of the memory that ranks share; None for a single rank."""
+    previous: Descriptors | None = None
+    """Ring from the pipeline stage before."""
+    following: Descriptors | None = None
+    """Ring to the next pipeline stage."""
 
 
 class Load(msgspec.Struct, tag=True):

@@ -29,12 +29,13 @@ from .messages import (
     InitCache,
     InitReply,
     Load,
+    Place,
     Profile,
     StepReply,
     ToWorker,
 )
-from .rank_process import RankProcess
-from .ring import PeerLostError
+from .rank_process import RING_BYTES, RankProcess
+from .ring import Descriptors, PeerLostError
 
 LOAD_TIMEOUT = 1800.0
 """Seconds that a worker may take to load its model, or an adapter."""
@@ -55,7 +56,8 @@ class _PendingCall(msgspec.Struct):
 
 
 class MultiprocExecutor:
-    """A worker process for each rank, connected by shared memory. All get the same messages; rank 0 answers steps.
+    """A worker process for each rank, connected by shared memory. All get the same messages; the first rank of the
+    last pipeline stage answers steps.
 
     A worker that takes ``engine_iteration_timeout`` longer than its steps should, or ends, is named by
     ``WorkerLostError``, and all workers are killed.
@@ -78,17 +80,38 @@ class MultiprocExecutor:
         """Time when a step was last collected."""
         self._num_abandoned = 0
         """Steps in flight whose outputs are to be dropped, as their ``collect`` was interrupted."""
-        size = options.tensor_parallel_size
+        self._size, self._stages = options.tensor_parallel_size, options.pipeline_parallel_size
         self._memory: int | None = None
-        if size > 1:
+        if (world := self._size * self._stages) > 1:
             from penstock.ops.cores import cores_of_rank  # these bring PyTorch
             from penstock.parallel.shared_memory import create_memory
 
-            for rank in range(size):
-                cores_of_rank(options.cpu_binding, rank, size)  # refused here, with one sentence
-            self._memory = create_memory()
+            for rank in range(world):
+                cores_of_rank(options.cpu_binding, rank, world)  # refused here, with one sentence
+            self._memory = create_memory(self._stages)
         ended = select.epoll()
-        self._ranks = [RankProcess(options, logs, rank, size, self._memory, ended) for rank in range(size)]
+        rings = [
+            [Descriptors.create(RING_BYTES) if 0 < stage < self._stages else None for _ in range(self._size)]
+            for stage in range(self._stages + 1)
+        ]
+        """To each rank of each stage from the stage before; none at the pipeline's ends."""
+        self._ranks = [
+            RankProcess(
+                options,
+                logs,
+                Place(rank, self._size, stage, self._stages),
+                self._memory,
+                ended,
+                rings[stage][rank],
+                rings[stage + 1][rank],
+            )
+            for stage in range(self._stages)
+            for rank in range(self._size)
+        ]
+        self._last_stage = self._ranks[-self._size]
+        """Its first rank, which replies to steps."""
+        for ring in [ring for stage in rings for ring in stage if ring]:
+            ring.close()  # the workers have them
         self._finalizer = weakref.finalize(self, _shut_down_workers, self._ranks, ended, self._memory)
         """Ends the workers; called by ``close``, and when this object is garbage-collected."""
 
@@ -110,7 +133,7 @@ class MultiprocExecutor:
 
     def profile(self) -> MemoryProfile:
         profiles = [reply.profile for reply in self._init_request(Profile())]
-        return min((one for one in profiles if one), key=lambda one: one.free / one.block_bytes)
+        return _smallest([profile for profile in profiles if profile])
 
     def init_cache(self, blocks: int, host_blocks: int) -> None:
         self._init_request(InitCache(blocks, host_blocks))
@@ -131,7 +154,7 @@ class MultiprocExecutor:
     def collect(self) -> StepOutput:
         try:
             while not self._outputs:
-                self._receive(self._ranks[0], self._deadline(self._tokens))
+                self._receive(self._last_stage, self._deadline(self._tokens))
         except KeyboardInterrupt:  # the caller abandons the step, whose output comes all the same
             self._steps.popleft()
             self._num_abandoned += 1
@@ -250,11 +273,22 @@ class MultiprocExecutor:
             return 0
         from penstock.parallel.shared_memory import slowest
 
-        return slowest(self._memory, len(self._ranks))
+        return slowest(self._memory, self._size, self._stages)
 
     def _kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
+
+
+def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
+    """One that has as many blocks as the rank with the fewest. Blocks of pipeline stages differ in size."""
+    block_bytes = max(profile.block_bytes for profile in profiles)
+    return MemoryProfile(
+        free=int(min(profile.free / profile.block_bytes for profile in profiles) * block_bytes),
+        total=min(profile.total for profile in profiles),
+        block_bytes=block_bytes,
+        host_block_bytes=max(profile.host_block_bytes for profile in profiles),
+    )
 
 
 def _settle(pending: _PendingCall) -> None:

@@ -14,7 +14,7 @@ from penstock.config.options import EngineOptions, LogOptions
 
 from ..exit_status import exit_reason
 from ..step import encoder
-from .messages import Close, FromWorker, Start, from_worker
+from .messages import Close, FromWorker, Place, Start, from_worker
 from .ring import Descriptors, PeerLostError, Reader, Writer
 
 RING_BYTES = 16 * 2**20
@@ -28,25 +28,29 @@ class RankProcess:
 
     Args:
         logs: how the worker sets up its log; None leaves logging alone.
-        size: number of ranks.
         memory: descriptor of what ranks share, of ``penstock.parallel.shared_memory``; None for a single one.
         ended: of all ranks: becomes readable when one ends.
+        previous, following: rings from and to the pipeline stages before and after.
     """
 
     def __init__(
         self,
         options: EngineOptions,
         logs: LogOptions | None,
-        rank: int,
-        size: int,
+        place: Place,
         memory: int | None,
         ended: select.epoll,
+        previous: Descriptors | None = None,
+        following: Descriptors | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank = place.world_rank
         self._rings = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
         inbox, outbox = self._rings
-        start = Start(options, logs, inbox, outbox, os.getpid(), rank, size, memory)
-        inherited = (*inbox.all, *outbox.all, *(() if memory is None else (memory,)))
+        start = Start(options, logs, inbox, outbox, os.getpid(), place, memory, previous, following)
+        rings = [ring for ring in (inbox, outbox, previous, following) if ring]
+        inherited = [descriptor for ring in rings for descriptor in ring.all]
+        if memory is not None:
+            inherited.append(memory)
         command = [sys.executable, "-m", "penstock.engine.executor.worker_process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
         assert self._process.stdin is not None

@@ -23,7 +23,7 @@ from penstock.config import logs
 from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
 from penstock.ops.cores import cores_of_rank, usable_cores
-from penstock.parallel import SINGLE_RANK, Group
+from penstock.parallel import SINGLE_RANK, Group, PipelineStage
 from penstock.parallel.shared_memory import SPINS, SharedMemoryGroup
 
 from ..step import StepInput, StepOutput, encoder
@@ -54,10 +54,18 @@ class WorkerProcess:
     """Answers the messages of an executor in their order."""
 
     def __init__(self, start: Start) -> None:
-        self._rank = start.rank
-        self._worker = Worker(*_shared_out(start))
+        place = start.place
+        self._replies = place.rank == 0 and place.stage == place.stages - 1
+        """Whether this is the rank that answers steps."""
         self._parent = start.parent
         parent = os.pidfd_open(start.parent)
+        stage = PipelineStage(
+            place.stage,
+            place.stages,
+            Reader(start.previous, parent) if start.previous else None,
+            Writer(start.following, parent) if start.following else None,
+        )
+        self._worker = Worker(*_options_and_group(start), stage)
         self._reader = Reader(start.inbox, parent)
         self._writer = Writer(start.outbox, parent)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -97,10 +105,10 @@ class WorkerProcess:
 
                 self._reply(init, InitReply())
             case ExecuteStep(step):
-                if self._rank == 0:
+                if self._replies:
                     self._reply(lambda: StepReply(self._execute(step)), StepReply())
                     return
-                try:  # rank 0 replies, which has the same output, or fails with this rank
+                try:  # the rank that replies has the same output, or fails with this rank
                     self._execute(step)
                 except Exception as error:
                     _failed(error)
@@ -159,16 +167,17 @@ class _IncomingBitmask(Future[np.ndarray]):
         return super().result()
 
 
-def _shared_out(start: Start) -> tuple[EngineOptions, Group]:
+def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     """The rank's group, and the options with its share of the cores, to which it is bound."""
     if start.memory is None:
         return start.options, SINGLE_RANK
-    usable = usable_cores()
-    options = msgspec.structs.replace(start.options, threads=start.options.threads or max(1, usable // start.size))
-    if cores := cores_of_rank(options.cpu_binding, start.rank, start.size):
+    place, usable = start.place, usable_cores()
+    threads = start.options.threads or max(1, usable // place.world_size)
+    options = msgspec.structs.replace(start.options, threads=threads)
+    if cores := cores_of_rank(options.cpu_binding, place.world_rank, place.world_size):
         os.sched_setaffinity(0, cores)
-    spins = SPINS if usable >= start.size else 0
-    return options, SharedMemoryGroup(start.memory, start.rank, start.size, spins=spins)
+    spins = SPINS if usable >= place.world_size else 0
+    return options, SharedMemoryGroup(start.memory, place.rank, place.size, spins=spins, stage=place.stage)
 
 
 def _failed(error: BaseException) -> Failed:

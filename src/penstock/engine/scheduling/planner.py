@@ -24,6 +24,7 @@ class Planner:
     Args:
         device: blocks of the KV cache.
         groups: the unfinished requests' sequences, by request id.
+        pipeline_stages: as of ``Scheduler``.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Planner:
         groups: Mapping[str, SequenceGroup],
         preemption: Preemption,
         admission: Admission,
+        pipeline_stages: int,
     ) -> None:
         self._options = options
         self._device = device
@@ -45,6 +47,7 @@ class Planner:
         self._groups = groups
         self._preemption = preemption
         self._admission = admission
+        self._pipeline_stages = pipeline_stages
 
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``.
@@ -54,8 +57,9 @@ class Planner:
         plan, preemptions = Plan(len(self._running)), self._preemption.count
         plan.drafting = speculation is not None and speculation.drafts_with(plan.num_running)
         budget = self._options.max_num_batched_tokens
+        share = -(-len(self._running) // self._pipeline_stages)
         for sequence in list(self._running):
-            if not budget:
+            if not budget or len(plan.items) == share:
                 break
             if sequence.state is not State.RUNNING:
                 continue  # preempted by one before it
@@ -78,7 +82,8 @@ class Planner:
         if sequence.num_pending and (
             total >= sequence.max_len  # the last token is in flight
             or sequence.num_candidates  # beams are ranked only when all have their candidates
-            or sequence.guide  # what may come next depends on the token in flight
+            or self._pipeline_stages > 1  # the first stage does not know the token in flight
+            or sequence.guide  # what may come next depends on it
             or drafting  # and so does a draft
         ):
             return 0

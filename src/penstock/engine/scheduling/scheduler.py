@@ -49,6 +49,8 @@ class Scheduler:
         host: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
         slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
+        pipeline_stages: of the workers. Each step computes a share of the running sequences, so that every stage has a
+            step to compute.
 
     Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
     """
@@ -60,13 +62,14 @@ class Scheduler:
         host: BlockPool | None = None,
         weights: str = "",
         slots: Mapping[str, int] | None = None,
+        pipeline_stages: int = 1,
     ) -> None:
         self.options = options
         self.device = device
         self.host = host
         self.speculation: Speculation | None = None
         """Speculative decoding; None where it is off."""
-        self.builder = StepBuilder(slots)
+        self.builder = StepBuilder(slots, send_sampled=pipeline_stages > 1)
         """Makes the workers' messages of plans."""
         self._groups: dict[str, SequenceGroup] = {}
         self._kv = KVCacheManager(options, device, host, weights)
@@ -75,7 +78,15 @@ class Scheduler:
         self.admission = Admission(options, device, self._kv, self.waiting, self.running)
         self._preemption = Preemption(options, device, self._kv, self.running, self.waiting, self._groups, self.builder)
         self._planner = Planner(
-            options, device, self._kv, self.running, self.waiting, self._groups, self._preemption, self.admission
+            options,
+            device,
+            self._kv,
+            self.running,
+            self.waiting,
+            self._groups,
+            self._preemption,
+            self.admission,
+            pipeline_stages,
         )
 
     # --- Numbers ----------------------------------------------------------------------------------------------------

@@ -21,10 +21,12 @@ class StepBuilder:
 
     Args:
         slots: LoRA slot by adapter (``EngineRequest.adapter``).
+        send_sampled: whether sampled tokens are sent with the step that computes them, to workers that do not sample.
     """
 
-    def __init__(self, slots: Mapping[str, int] | None = None) -> None:
+    def __init__(self, slots: Mapping[str, int] | None = None, send_sampled: bool = False) -> None:
         self._slots = slots or {}
+        self._send_sampled = send_sampled
         self._branches: dict[str, list[int]] = {}
 
     def add_branches(self, request_id: str, branches: list[int]) -> None:
@@ -41,6 +43,10 @@ class StepBuilder:
         if not plan.items:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, samples, _ = zip(*plan.items, strict=True)
+        if self._send_sampled:
+            for sequence, start, length in zip(sequences, starts, lengths, strict=True):
+                if start + length > sequence.prompt_length:
+                    sequence.replaced = start if sequence.replaced is None else min(start, sequence.replaced)
         return StepInput(
             self._updates(plan, sequences, samples),
             _array([sequence.row for sequence in sequences]),

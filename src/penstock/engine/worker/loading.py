@@ -15,7 +15,9 @@ from penstock.core.errors import invalid
 from penstock.core.lora import parse_lora_modules
 from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
 from penstock.ops import Ops
-from penstock.parallel import SINGLE_RANK, Group
+from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
+from penstock.planning.model_size import model_size_of
+from penstock.planning.pipeline import split_layers
 
 from ..step import ModelInfo
 from .fingerprint import fingerprint
@@ -33,8 +35,11 @@ class LoadedModels(NamedTuple):
     info: ModelInfo
 
 
-def load_models(options: EngineOptions, group: Group = SINGLE_RANK) -> LoadedModels:
-    """Load the checkpoints that the options name: of each matrix what this rank of the group computes.
+def load_models(
+    options: EngineOptions, group: Group = SINGLE_RANK, stage: PipelineStage = SINGLE_STAGE
+) -> LoadedModels:
+    """Load the checkpoints that the options name: the layers of this stage, and of each matrix what this rank of the
+    group computes.
 
     Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
     """
@@ -48,6 +53,12 @@ def load_models(options: EngineOptions, group: Group = SINGLE_RANK) -> LoadedMod
     max_model_len = options.max_model_len or config.max_model_len
     max_loras = options.max_loras if options.enable_lora or parse_lora_modules(options.lora_modules) else 0
     speculative = SpeculativeConfig.read(options.speculative_config)
+
+    layers = None
+    if stage.size > 1:
+        split = options.pipeline_parallel_layers
+        size = model_size_of(config.raw)
+        layers = split_layers(size, stage.size, split, options.quantization, options.dtype)[stage.rank]
 
     def load(folder: Path, config: ModelConfig, max_len: int | None, max_loras: int = 0) -> Model:
         return load_model(
@@ -65,6 +76,7 @@ def load_models(options: EngineOptions, group: Group = SINGLE_RANK) -> LoadedMod
             mtp_heads=bool(speculative and speculative.method == "mtp"),
             max_loras=max_loras,
             group=group,
+            layers=layers,
         )
 
     draft = _draft(speculative, options, config)

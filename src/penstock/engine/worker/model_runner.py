@@ -64,12 +64,16 @@ class ModelRunner:
         forward pass over it."""
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
+        hidden = None
+        if self.model.layers.start:
+            hidden = torch.zeros(self._max_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
         capture = partial(
             self._ops.capture,
             partial(self.model.hidden, cache=self.cache),
             self._max_tokens,
             self._max_rows,
             self._max_blocks,
+            hidden_states=None if hidden is None else hidden.to(self._device),
         )
         self._forward = capture()
         self._forward_lora = capture(use_lora=True) if self._lora else self._forward
@@ -93,8 +97,13 @@ class ModelRunner:
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        hidden = self.forward(_one_row(tokens, blocks, self._specs[0].block_size, min(rows, tokens), self._device))
-        self.model.logits(hidden)
+        batch = _one_row(tokens, blocks, self._specs[0].block_size, min(rows, tokens), self._device)
+        config, layers = self.model.config, self.model.layers
+        if layers.start:
+            batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype, device=self._device)
+        hidden = self.forward(batch)
+        if layers.stop == config.num_layers:
+            self.model.logits(hidden)
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - before + logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from penstock.config.options import EngineOptions
 from penstock.models import LoRAAdapter, Model, load_lora
-from penstock.parallel import SINGLE_RANK, Group
+from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.host_memory import free_host_bytes
 
 from ..step import (
@@ -54,11 +55,13 @@ class Worker:
     Args:
         options: of the engine.
         group: the rank that this worker is.
+        stage: the pipeline stage that it belongs to.
     """
 
-    def __init__(self, options: EngineOptions, group: Group = SINGLE_RANK) -> None:
+    def __init__(self, options: EngineOptions, group: Group = SINGLE_RANK, stage: PipelineStage = SINGLE_STAGE) -> None:
         self._options = options
         self._group = group
+        self._stage = stage
         self._loaded: LoadedModels | None = None
         self._forks: dict[int, list[int]] = defaultdict(list)
         self._drafter: ModelDrafter | None = None
@@ -74,7 +77,7 @@ class Worker:
 
         Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
         """
-        options, loaded = self._options, load_models(self._options, self._group)
+        options, loaded = self._options, load_models(self._options, self._group, self._stage)
         self._loaded = loaded
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         self._batch = InputBatch(rows, loaded.max_model_len, options.block_size, loaded.device)
@@ -110,7 +113,9 @@ class Worker:
             free, total = torch.cuda.mem_get_info(loaded.device)
         else:  # weights that are mapped from a disk count as free, but every step needs them
             total = 0
-            free = free_host_bytes() // self._group.size - sum(runner.model.mapped_bytes for runner in runners)
+            free = free_host_bytes() // (self._group.size * self._stage.size) - sum(
+                runner.model.mapped_bytes for runner in runners
+            )
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
@@ -127,12 +132,14 @@ class Worker:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> StepOutput:
-        """Compute a step, which fails on all ranks where it fails on one.
+        """Compute a step, which fails on all ranks where it fails on one. The output is that of the last stage; before
+        it, there is none.
 
         Args:
             grammar_bitmask: grammar bitmask as in ``Executor.submit``, waited for after the forward pass.
         """
-        with torch.inference_mode(), self._group.step():
+        stage = self._stage.step() if len(step.rows) else nullcontext()
+        with torch.inference_mode(), stage, self._group.step():
             return self._execute(step, grammar_bitmask)
 
     def _execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None) -> StepOutput:
@@ -145,10 +152,13 @@ class Worker:
         if len(step.drafts):
             self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
+        if not self._stage.is_last:
+            self._stage.send(self._forward(step, num_tokens, num_tokens))
+            return StepOutput([])
         prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
         if self._drafter and self._drafter.needs_all_states:
             num_states = num_tokens
-        hidden = self._runner.forward(self._batch.flatten(step.rows, step.starts, num_tokens, num_states))
+        hidden = self._forward(step, num_tokens, num_states)
         ends = num_states.cumsum()
         output = StepOutput([], {}, {}, {})
         for i, count in prompt_states.items():
@@ -212,6 +222,15 @@ class Worker:
         self._runner.move_blocks(updates.swap_out, updates.swap_in, updates.copies)
         if self._drafter:
             self._drafter.apply(updates)
+
+    def _forward(self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray) -> Tensor:
+        """Hidden states of each item's last ``num_states`` tokens, or what the next stage needs of them."""
+        batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states)
+        if not self._stage.is_first:
+            model = self._runner.model
+            hidden = self._stage.receive(model.config.hidden_size, model.dtype)
+            batch.hidden_states = hidden.to(self._models.device)
+        return self._runner.forward(batch)
 
     def _write_drafts(self, step: StepInput) -> None:
         at = 0
