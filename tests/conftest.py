@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LONG = (
-    "installed exactness storm tensor_parallel several_models server server_schema async_llm guided run_batch chat llm "
+    "installed exactness storm ranks several_models server server_schema async_llm guided run_batch chat llm "
     "together hub ops speculation lora bladellm kserve seed_paddlenlp chat_prompts paddlenlp_server logprobs "
     "bench_serve search"
 ).split()

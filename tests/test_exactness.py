@@ -38,8 +38,10 @@ BLOCK = 16
 LONGEST = 256
 ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02
-"""Share of the engines that have worker processes, of one to four ranks."""
-MANY = 9
+"""Share of the engines that have worker processes."""
+GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
+"""Their tensor-parallel ranks and pipeline stages."""
+MANY = 16
 """Schedules that these run, as they take seconds to start."""
 Result = dict[int, tuple[list[int], bytes]]
 """By sequence of the request: its tokens, and all it was told of their probabilities, in bytes."""
@@ -169,17 +171,22 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
     }
 
 
-def draw_engine(rng: Random, checkpoint: Path, kind: str, requests: int, processes: bool, ranks: int) -> Engine:
+def draw_engine(
+    rng: Random, checkpoint: Path, kind: str, requests: int, processes: bool, grid: tuple[int, int]
+) -> Engine:
     """Most have no more blocks than a sequence of the greatest length takes; many requests get longer steps, so that
     the test ends."""
     fewest = LONGEST // BLOCK
+    tensor_parallel_size, pipeline_parallel_size = grid
+    drafted = NGRAM if pipeline_parallel_size > 1 else json.dumps(GUESSING | {"model": str(checkpoint)})
     return start(
         checkpoint,
         kind,
         threads=rng.randint(1, 2),
         max_concurrent_batches=rng.randint(1, 3),
         distributed_executor_backend="mp" if processes else "uni",
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         num_gpu_blocks_override=rng.choice((*[fewest] * 5, fewest + rng.randint(1, requests), 400)),
         max_num_batched_tokens=requests // 4
         + rng.choice((rng.randint(1, 8), rng.randint(8, 64), rng.randint(64, 496), rng.randint(64, 496))),
@@ -189,7 +196,7 @@ def draw_engine(rng: Random, checkpoint: Path, kind: str, requests: int, process
         swap_space=0.001,
         max_num_partial_prefills=rng.randint(1, 3),
         scheduling_policy=rng.choice(("fcfs", "priority")),
-        speculative_config=rng.choice(("", "", "", NGRAM, json.dumps(GUESSING | {"model": str(checkpoint)}))),
+        speculative_config=rng.choice(("", "", "", NGRAM, drafted)),
     )
 
 
@@ -198,7 +205,7 @@ class Counts(NamedTuple):
 
     schedules: int
     over_ranks: int
-    """Schedules on several ranks."""
+    """Schedules over several ranks or pipeline stages."""
     requests: int
     sequences: int
     preempted: int
@@ -226,12 +233,12 @@ def differing(checkpoint: Path, kind: str, schedules: int) -> Counts:
         if not left:
             processes = rng.random() < PROCESSES
             left = min(MANY if processes else 1, schedules - number)
-            ranks = rng.randint(1, 4) if processes else 1
-            engine = draw_engine(rng, checkpoint, kind, len(chosen), processes, ranks)
+            grid = rng.choice(GRIDS) if processes else (1, 1)
+            engine = draw_engine(rng, checkpoint, kind, len(chosen), processes, grid)
         together = run(engine, chosen, rng)
         wrong += sum(together[name] != alone[name] for name in together)
         total += len(chosen)
-        over_ranks += ranks > 1
+        over_ranks += grid != (1, 1)
         sequences += sum(r.sampling.best_of or r.sampling.n for r in chosen)
         left -= 1
         if not left:

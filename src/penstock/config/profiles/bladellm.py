@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of, only_value
+from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """``--decode_algo`` → the drafter: a draft model, or n-grams."""

@@ -1,4 +1,5 @@
-"""Several ranks compute what one computes, bit by bit. One that dies, hangs or fails is named, and ends all."""
+"""Tensor-parallel ranks and pipeline stages compute what one rank computes, bit by bit. One that dies, hangs or fails
+is named, and ends all."""
 
 from __future__ import annotations
 
@@ -74,39 +75,50 @@ def results(llm: LLM, adapter: Path) -> str:
     return repr((told, [o.context_logits for o in outputs], [o.outputs.embedding for o in pooled]))
 
 
+Grid = tuple[int, int]
+"""Tensor-parallel ranks, and pipeline stages."""
+
+
+def parallel(grid: Grid) -> dict[str, int]:
+    return dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), grid, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    ("kind", "grids"),
     [
-        ("float32 none auto", (4,)),
-        ("bfloat16 none int8", (2,)),
-        ("bfloat16 w8a8 auto", (3,)),
-        ("bfloat16 wint4-g32 auto", (2,)),
-        *(pytest.param(kind, (2, 3, 4), marks=pytest.mark.thorough) for kind in KINDS),
+        ("float32 none auto", [(4, 1)]),
+        ("bfloat16 none int8", [(2, 1), (1, 3)]),
+        ("bfloat16 w8a8 auto", [(3, 1)]),
+        ("bfloat16 wint4-g32 auto", [(2, 2)]),
+        *(
+            pytest.param(kind, [(2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2), (3, 2)], marks=pytest.mark.thorough)
+            for kind in KINDS
+        ),
     ],
 )
-def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Path, kind: str, sizes: tuple[int, ...]) -> None:
+def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Path, kind: str, grids: list[Grid]) -> None:
     dtype, quantization, kept = kind.split()
     options = OPTIONS | {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept, "enable_lora": True}
     expected = results(LLM(checkpoint, **options), checkpoint / "adapter")
-    for size in sizes:
-        llm = LLM(checkpoint, tensor_parallel_size=size, **options)
-        assert results(llm, checkpoint / "adapter") == expected, size
+    for grid in grids:
+        llm = LLM(checkpoint, **parallel(grid), **options)
+        assert results(llm, checkpoint / "adapter") == expected, grid
         llm.engine.close()
 
 
 @pytest.mark.parametrize(
-    ("config", "size"),
+    ("config", "grid"),
     [
-        (Qwen2Config(**SMALL), 2),
-        (LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True), 4),  # two ranks a KV head
+        (Qwen2Config(**SMALL), (1, 2)),
+        (LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True), (4, 1)),  # two a KV head
     ],
     ids=["qwen2", "llama"],
 )
-def test_ranks_find_what_transformers_finds(config: PreTrainedConfig, size: int, tmp_path: Path) -> None:
+def test_ranks_find_what_transformers_finds(config: PreTrainedConfig, grid: Grid, tmp_path: Path) -> None:
     model: PreTrainedModel = save(config, tmp_path)
     prompt = list(range(2, 40))
     made = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    llm = LLM(tmp_path, dtype="float32", tensor_parallel_size=size, **OPTIONS)
+    llm = LLM(tmp_path, dtype="float32", **parallel(grid), **OPTIONS)
     (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
     llm.engine.close()
     assert output.outputs[0].token_ids == made[0, len(prompt) :].tolist()
@@ -131,33 +143,34 @@ def test_ranks_draft_and_swap_together(method: str, checkpoint: Path, tmp_path: 
 
 
 @contextmanager
-def ranks(checkpoint: Path, size: int = 2, **options: Any) -> Iterator[tuple[Engine, list[int]]]:
+def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tuple[Engine, list[int]]]:
     """An engine, and its workers' processes."""
-    fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, "tensor_parallel_size": size}
+    fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, **parallel(grid)}
     with closing(Engine(EngineOptions(**OPTIONS | fixed | options))) as engine:
         executor = engine._executor
         assert isinstance(executor, MultiprocExecutor)
         yield engine, executor.pids
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_is_named_and_ends_all(checkpoint: Path, rank: int) -> None:
-    with ranks(checkpoint) as (engine, pids):
+@pytest.mark.parametrize(("grid", "rank"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1)])
+def test_a_rank_that_is_killed_is_named_and_ends_all(checkpoint: Path, grid: Grid, rank: int) -> None:
+    with ranks(checkpoint, grid) as (engine, pids):
         message = lost(engine, lambda: os.kill(pids[rank], signal.SIGKILL))
         assert f"the worker of rank {rank} (process {pids[rank]}) ended: killed by SIGKILL" in message
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hangs_is_named_and_ends_all(checkpoint: Path, rank: int) -> None:
-    with ranks(checkpoint, engine_iteration_timeout=2.0) as (engine, pids):
+@pytest.mark.parametrize(("grid", "rank"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1)])
+def test_a_rank_that_hangs_is_named_and_ends_all(checkpoint: Path, grid: Grid, rank: int) -> None:
+    with ranks(checkpoint, grid, engine_iteration_timeout=2.0) as (engine, pids):
         message = lost(engine, lambda: os.kill(pids[rank], signal.SIGSTOP))
         assert f"the worker of rank {rank} (process {pids[rank]}) has not answered in time" in message
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
 def test_a_step_that_fails_on_one_rank_fails_on_all(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grid: Grid, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before some of its barriers. Other requests go on, with the tokens that they would have had."""
     flag = tmp_path / "fails"
@@ -176,7 +189,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
         """)
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    with ranks(checkpoint, max_num_seqs=2) as (engine, pids):
+    with ranks(checkpoint, grid, max_num_seqs=2) as (engine, pids):
         engine.add(request("alone", temperature=0))
         alone = [token for delta in run(engine) for token in delta.token_ids]
         for rank in (1, 0):
@@ -194,6 +207,14 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
     save(LlamaConfig(**SMALL), tmp_path)
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
+    for layers, words in (("3", "2 numbers of at least 1 whose sum is 3"), ("1,x", "no list of numbers of layers")):
+        with pytest.raises(PenstockError, match=words):
+            LLM(checkpoint, pipeline_parallel_size=2, pipeline_parallel_layers=layers, **OPTIONS)
+    with pytest.raises(PenstockError, match="4 stages cannot share 3 layers"):
+        LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
+    draft = {"model": str(checkpoint), "num_speculative_tokens": 2}
+    with pytest.raises(PenstockError, match="no draft model"):
+        LLM(checkpoint, pipeline_parallel_size=2, speculative_config=draft, **OPTIONS)
     with pytest.raises(PenstockError, match="processes of their own"):
         LLM(checkpoint, tensor_parallel_size=2, distributed_executor_backend="uni", **OPTIONS)
     with pytest.raises(PenstockError, match="has cores for 1 ranks, and there are 2"):
