@@ -28,6 +28,8 @@ from penstock.core import Code
 from penstock.engine.engine import Engine
 from penstock.engine.executor.multiproc import MultiprocExecutor
 from penstock.ops.cores import cores_of_rank
+from penstock.planning.model_size import model_size_of
+from penstock.planning.pipeline import split_layers
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -233,16 +235,31 @@ def test_ranks_are_bound_to_cores_of_their_own(checkpoint: Path) -> None:
         assert [os.sched_getaffinity(pid) for pid in pids] == [{first}, {first}]
 
 
-@pytest.mark.row("vllm", "--tensor-parallel-size", "-tp")
+@pytest.mark.row("vllm", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 @pytest.mark.parametrize(
-    ("profile", "flag"),
+    ("profile", "flag", "setting"),
     [
-        ("vllm", "-tp"),
-        ("ascend-vllm", "--tensor-parallel-size"),
-        ("bladellm", "--tensor_parallel_size"),
-        ("fastdeploy", "--tensor-parallel-size"),
+        ("vllm", "-tp", "tensor_parallel_size"),
+        ("ascend-vllm", "--tensor-parallel-size", "tensor_parallel_size"),
+        ("bladellm", "--tensor_parallel_size", "tensor_parallel_size"),
+        ("fastdeploy", "--tensor-parallel-size", "tensor_parallel_size"),
+        ("vllm", "-pp", "pipeline_parallel_size"),
+        ("bladellm", "--pipeline_parallel_size", "pipeline_parallel_size"),
     ],
 )
-def test_ranks_are_asked_for_as_elsewhere(capsys: pytest.CaptureFixture[str], profile: str, flag: str) -> None:
+def test_ranks_are_asked_for_as_elsewhere(
+    capsys: pytest.CaptureFixture[str], profile: str, flag: str, setting: str
+) -> None:
     assert main(["config", "--json", "--compat", profile, flag, "4"]) == 0
-    assert json.loads(capsys.readouterr().out)["tensor_parallel_size"]["value"] == 4
+    assert json.loads(capsys.readouterr().out)[setting]["value"] == 4
+
+
+def test_layers_are_split_by_what_stages_read() -> None:
+    """The last stage reads the language model head, too, which may be as large as several layers."""
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12, "intermediate_size": 128}
+    small, large = (model_size_of(config | {"vocab_size": size}) for size in (100, 2500))
+    layer = small.layer_weights // 12
+    assert large.head_weights // layer == 3
+    assert [len(layers) for layers in split_layers(small, 3)] == [4, 4, 4]
+    assert [len(layers) for layers in split_layers(large, 3)] == [5, 5, 2]
+    assert split_layers(large, 2, "10,2") == [range(10), range(10, 12)]

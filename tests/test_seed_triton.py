@@ -221,14 +221,6 @@ def test_fp8_is_eight_bits(workspace: Path) -> None:
     assert "asks for FP8, which is not supported: 8-bit integers are used" in said.stderr
 
 
-def test_several_devices_are_refused_by_name(workspace: Path, repository: str) -> None:
-    two = CONVERT.replace("--tp_size 1", "--tp_size 2").replace("1tp", "2tp")
-    said = bash(workspace, f"cd /workspace/TensorRT-LLM/examples/qwen; {two}")
-    assert said.returncode == 2 and "--tp_size: '2' is wrong: a model runs on one device" in said.stderr
-    said = bash(workspace, LAUNCH.replace("--world_size=1", "--world_size=2"))
-    assert said.returncode == 2 and "--world_size: '2' is wrong: a model runs on one device" in said.stderr
-
-
 def curl(served: Served, text: str) -> str:
     return subprocess.run(["bash", "-c", text.replace("HOST", served.root)], capture_output=True, text=True).stdout
 
@@ -305,6 +297,20 @@ def test_the_launcher_starts_the_same(workspace: Path, served: Served) -> None:
         assert f"at {launched.url}" in log
         found = json.loads(curl(launched, "curl HOST/v2/logging"))
         assert found["log_file"].endswith("/tensorrtllm_backend/triton.log")
+        assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
+
+
+@pytest.mark.row("triton", "--world_size", "--tp_size", "--pp_size")
+def test_an_engine_for_two_ranks_answers_the_same(workspace: Path, served: Served) -> None:
+    write_templates(workspace / "models" / "qwen2-14b-trt-engine-h20-2tp")
+    texts = ["cd /workspace/TensorRT-LLM/examples/qwen", CONVERT.replace("--tp_size 1", "--tp_size 2"), BUILD, FILL]
+    made = bash(workspace, "\n".join(["set -e", *texts]).replace("1tp", "2tp"))
+    assert made.returncode == 0, made.stderr
+    launch = LAUNCH.replace("1tp", "2tp")
+    refused = bash(workspace, launch.replace("--world_size=1", "--world_size=3"))
+    assert refused.returncode == 2
+    assert "world_size: is 3, and the engine of tensorrt_llm is for 2 (tp_size times pp_size)" in refused.stderr
+    with served_by(workspace, launch.replace("--world_size=1", "--world_size=2")) as launched:
         assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
 
 

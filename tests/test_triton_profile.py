@@ -98,7 +98,7 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--world_size", "2"], "--world_size: '2' is wrong: a model runs on one device"),
+        (["--world_size", "2"], "--world_size: '2' is wrong: an engine's folder says how many ranks it is for"),
         (["--model-control-mode", "poll"], "only none and explicit"),
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
         (["--allow-grpc", "perhaps"], "none of true"),

@@ -128,7 +128,7 @@ def test_a_flag_without_a_meaning_is_told(
         (["--grpc-address=::1", "--http-address=127.0.0.1"], "all listen on one address, --http-address (127.0.0.1)"),
         (["--grpc-use-ssl", "true"], "unknown argument --grpc-use-ssl"),
         (["--http-restricted-api", "health:k=v"], "unknown argument --http-restricted-api"),
-        (["--world_size", "4"], "a model runs on one device; only 1 is possible"),
+        (["--world_size", "4"], "an engine's folder says how many ranks it is for"),
         (["--tensorrt_llm_model_name", "a,b"], "models have the names that they have in TensorRT-LLM"),
         (["--model-control-mode", "poll"], "the repository is not polled; only none and explicit"),
         (["--rate-limit", "execution_count"], "requests wait in one queue"),

@@ -119,12 +119,26 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
     assert said.count("requests ask for logits") == 2
 
 
+@pytest.mark.row("triton", "--tp_size", "--pp_size")
+@pytest.mark.parametrize("command", ["convert_checkpoint.py", "quantize.py"])
+def test_ranks_and_stages_are_those_of_the_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    found, _ = made(command, tmp_path / "checkpoint", model_dir=demo.CHAT, tp_size=2, pp_size=3)
+    assert found["mapping"] == {"world_size": 6, "tp_size": 2, "pp_size": 3}
+    made("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", tp_size=2)
+    repository = str(filled(write_templates(tmp_path / "models"), tmp_path / "engine"))
+    for size in ("1", "6"):
+        settings = config(capsys, "--model-repository", repository, "--world_size", size)
+        assert (settings["tensor_parallel_size"], settings["pipeline_parallel_size"]) == (2, 3)
+
+
 @pytest.mark.row("triton", "--tp_size", "--pp_size", "--paged_kv_cache")
 @pytest.mark.parametrize(
     ("command", "flags", "words"),
     [
-        ("convert_checkpoint.py", {"tp_size": 2}, "--tp_size: '2' is wrong: a model runs on one device"),
-        ("convert_checkpoint.py", {"pp_size": 4}, "--pp_size: '4' is wrong: a model runs on one device"),
+        ("convert_checkpoint.py", {"tp_size": 0}, "--tp_size: must be at least 1, is 0"),
+        ("convert_checkpoint.py", {"pp_size": -1}, "--pp_size: must be at least 1, is -1"),
         ("convert_checkpoint.py", {"dtype": "fp8"}, "--dtype: 'fp8' is none of auto, float32, float16, bfloat16"),
         ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere holds no checkpoint"),
         ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
@@ -132,9 +146,9 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
         ("quantize.py", {"qformat": "int4_awq"}, "int4_wo keeps weights in 4 bits"),
         ("quantize.py", {"qformat": "int8_w0"}, "did you mean int8_wo?"),
         ("quantize.py", {"kv_cache_dtype": "fp4"}, "--kv_cache_dtype: 'fp4' is not there, only int8 and fp8"),
-        ("quantize.py", {"tp_size": 2}, "--tp_size: '2' is wrong"),
         ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache is always paged"),
         ("trtllm-build", {"max_batch_size": 0}, "--max_batch_size: must be at least 1, is 0"),
+        ("trtllm-build", {"tp_size": 2}, "--tp_size: is 2, and the checkpoint was converted for 1"),
         ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "is none that convert_checkpoint.py or quantize.py"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
         ("trtllm-build", {"output_dir": demo.CHAT}, "already; name a folder that is empty or new"),

@@ -30,6 +30,8 @@ QUANTIZATION = {
 """``quant_algo`` → quantization at load. FP8 is not supported; 8-bit integers are the nearest."""
 KV_CACHE = {None: "auto", "INT8": "int8", "FP8": "int8"}
 """``kv_cache_quant_algo`` → ``kv_cache_dtype``."""
+MAPPING = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size"}
+"""Settings here, by the size in ``mapping``."""
 LIMITS = {
     "max_batch_size": "max_num_seqs",
     "max_num_tokens": "max_num_batched_tokens",
@@ -45,7 +47,12 @@ SHARED_FIELDS = (
 
 
 def pretrained_config(
-    checkpoint: Path, dtype: str, quant_algo: str | None, kv_cache_quant_algo: str | None
+    checkpoint: Path,
+    dtype: str,
+    quant_algo: str | None,
+    kv_cache_quant_algo: str | None,
+    tp_size: int = 1,
+    pp_size: int = 1,
 ) -> dict[str, Any]:
     """A ``pretrained_config`` for a checkpoint of Hugging Face.
 
@@ -63,7 +70,7 @@ def pretrained_config(
         "dtype": dtype,
         "logits_dtype": "float32",
         **{name: config[name] for name in SHARED_FIELDS if name in config},
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
         "quantization": {"quant_algo": quant_algo, "kv_cache_quant_algo": kv_cache_quant_algo},
     }
 
@@ -102,6 +109,8 @@ def settings_of(engine: Path) -> dict[str, Any]:
         result = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
         result["quantization"] = QUANTIZATION[quantization["quant_algo"]]
         result["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
+        mapping = ours["mapping"]
+        result |= {setting: mapping[name] for name, setting in MAPPING.items() if mapping[name] != 1}
     result |= {ours: built[theirs] for theirs, ours in LIMITS.items() if built.get(theirs)}
     length = built.get("max_seq_len") or (built.get("max_input_len") or 0) + (built.get("max_output_len") or 0)
     return result | ({"max_model_len": length} if length else {})

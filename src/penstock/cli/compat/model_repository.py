@@ -78,16 +78,21 @@ def expand_arguments(arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tensorrt_llm_model_name", "--tensorrt-llm-model-name", dest="engines", default="")
     launched, rest = parser.parse_known_args(rest)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world_size", "--world-size", dest="size", default="1")
+    world, rest = parser.parse_known_args(rest)
     overridden = {each.lstrip("-").partition("=")[0].replace("-", "_") for each in rest if each.startswith("--")}
-    return [arguments[0], *_arguments(read(given.repository, launched.engines, overridden)), *rest]
+    return [arguments[0], *_arguments(read(given.repository, launched.engines, overridden, world.size)), *rest]
 
 
-def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) -> Flags:
+def read(repository: Path, engines: str = "", overridden: Collection[str] = (), world_size: str = "1") -> Flags:
     """Settings by name. Raises ``PenstockError`` as ``expand_arguments`` does.
 
     Args:
         engines: expected names of the engines, separated by commas.
         overridden: settings that override those of each engine's files.
+        world_size: number of ranks that the launcher was told to start; "1" also where it starts none itself
+            (orchestrator mode).
     """
     if not (paths := sorted(repository.glob("*/config.pbtxt"))):
         return _checkpoints(repository)
@@ -97,6 +102,11 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = ()) 
         if name not in over:
             raise invalid("tensorrt_llm_model_name", f"{repository} has no engine {name!r}; it has {', '.join(over)}")
     result = {name: _settings(own) for name, own in over.items()}
+    for name, flags in result.items():
+        ranks = flags.get("tensor_parallel_size", 1) * flags.get("pipeline_parallel_size", 1)
+        if world_size not in ("1", str(ranks)):
+            words = f"is {world_size}, and the engine of {name} is for {ranks} (tp_size times pp_size)"
+            raise invalid("world_size", words, ranks)
     if list(result) == [ENGINE] and all(file.name == file.kind for file in files):
         return result[ENGINE]
     shared = {key for flags in result.values() for key in flags if settings()[key].section == "server"}

@@ -34,15 +34,16 @@ INSTEAD = {
     "w4a8_awq": "int4_wo keeps weights in 4 bits",
 }
 """Unsupported formats → the nearest supported one."""
-ONE_DEVICE = "a model runs on one device"
+SIZES = {
+    "tp_size": "tensor-parallel ranks, which share each layer",
+    "pp_size": "pipeline stages, which compute consecutive layers",
+}
 ALWAYS_PAGED = "the KV cache is always paged"
 INTEGERS = "FP8 is not supported; {} are quantized to 8-bit integers"
 NO_KERNELS = "kernels are chosen when the server starts"
 NO_BUILD = "nothing is built"
 BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
 BUILD_ONLY = {
-    "tp_size": ("1", ONE_DEVICE),
-    "pp_size": ("1", ONE_DEVICE),
     "paged_kv_cache": ("enable", ALWAYS_PAGED),
 }
 """Flags with one supported value, and the reason."""
@@ -96,6 +97,8 @@ def build() -> int:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
     for name in BUILD_LIMITS:
         parser.add_argument(f"--{name}", type=int, help="limit of the server")
+    for name, about in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=f"{about}: as the checkpoint was converted for")
     for name, (value, why) in BUILD_ONLY.items():
         parser.add_argument(f"--{name}", default=value, help=f"{value}: {why}")
     for name, why in BUILD_IGNORED.items():
@@ -112,8 +115,8 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
     parser.add_argument("--dtype", default="auto", help=f"to compute in: one of {', '.join(DTYPES)}")
-    for name in ("tp_size", "pp_size"):
-        parser.add_argument(f"--{name}", default="1", help=f"1: {ONE_DEVICE}")
+    for name, about in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"number of {about}")
 
 
 def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], str]) -> int:
@@ -151,9 +154,11 @@ def _quantize(args: argparse.Namespace) -> str:
 def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None) -> str:
     if args.dtype not in DTYPES:
         raise invalid("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
-    for name in ("tp_size", "pp_size"):
-        _check_only(name, getattr(args, name), "1", ONE_DEVICE)
-    config = engine_folder.pretrained_config(args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo)
+    for name in SIZES:
+        _check_at_least_one(name, getattr(args, name))
+    config = engine_folder.pretrained_config(
+        args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo, args.tp_size, args.pp_size
+    )
     engine_folder.write(args.output_dir, config)
     return f"{args.output_dir} names the checkpoint {args.model_dir}, which is served as it is: nothing is converted"
 
@@ -162,8 +167,12 @@ def _build(args: argparse.Namespace) -> str:
     result = engine_folder.converted(args.checkpoint_dir)
     limits = {name: getattr(args, name) for name in BUILD_LIMITS}
     for name, limit in limits.items():
-        if limit is not None and limit < 1:
-            raise invalid(f"--{name}", f"must be at least 1, is {limit}", 1)
+        if limit is not None:
+            _check_at_least_one(name, limit)
+    for name in SIZES:
+        given_size, size = getattr(args, name), result["mapping"][name]
+        if given_size not in (None, size):
+            raise invalid(f"--{name}", f"is {given_size}, and the checkpoint was converted for {size}", size)
     for name, (value, why) in BUILD_ONLY.items():
         _check_only(name, getattr(args, name), value, why)
     given = {name: getattr(args, name) for name in (*BUILD_IGNORED, *BUILD_SWITCHES)}
@@ -180,6 +189,11 @@ def _build(args: argparse.Namespace) -> str:
     }
     engine_folder.write(args.output_dir, config)
     return f"{args.output_dir} is an engine_dir for the checkpoint {result['checkpoint']}: nothing is compiled"
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise invalid(f"--{name}", f"must be at least 1, is {value}", 1)
 
 
 def _check_only(name: str, value: str, possible: str, why: str) -> None:

@@ -12,7 +12,7 @@ from . import COMBINED, Alias, Profile, Settings, ignored, one_of, only_value, r
 WORDS = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 LOG_FORMATS = {"default": "text", "iso8601": "text", "text": "text", "json": "json"}
 """Both of Triton's formats are text."""
-ONE_DEVICE = "a model runs on one device"
+ENGINE_SAYS = "an engine's folder says how many ranks it is for, and --model-repository names it"
 NO_BACKENDS = "there are no backends to load"
 OWN_SHAPES = "inputs and outputs of a model do not depend on its config.pbtxt"
 ANY = "0.0.0.0"
@@ -104,7 +104,7 @@ PROFILE = Profile(
         "min_supported_compute_capability": ignored("--device selects the device"),
         "rate_limit": only_value("off", "requests wait in one queue (--max-waiting)"),
         "trace_config": refused("traces are not supported yet"),
-        "world_size": only_value("1", ONE_DEVICE),
+        "world_size": only_value("1", ENGINE_SAYS),
         "tritonserver": ignored("this is the server"),
         "force": ignored("several servers may run at the same time, each on its own ports", True),
         "multi_model": ignored("all models of a repository are served", True),
