@@ -25,7 +25,7 @@ from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, SamplingParams
 from penstock.engine.kv.block_pool import BlockPool
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.step import Draw, StepInput, StepOutput, decoder, encoder
+from penstock.engine.step import SampledTokens, StepInput, StepOutput, decoder, encoder
 from penstock.engine.worker.input_batch import InputBatch
 
 BLOCK = 64
@@ -55,9 +55,9 @@ def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[floa
         step = decode(message)
         batch.apply(step.updates)
         at.append(time.perf_counter())
-        batch.flatten(step.rows, step.starts, step.lengths.astype(np.int64), step.samples.astype(np.int64))
+        batch.flatten(step.rows, step.starts, step.lengths.astype(np.int64), step.needs_sample.astype(np.int64))
         at.append(time.perf_counter())
-        output = StepOutput([Draw([7]) for item in plan.items for _ in item.samples])
+        output = StepOutput([SampledTokens([7]) for item in plan.scheduled for _ in item.sampling_sequences])
         begun = time.perf_counter()
         scheduler.update(plan, output)
         at.append(at[-1] + time.perf_counter() - begun)

@@ -76,11 +76,11 @@ def measure(title: str, llms: list[LLM], prompts: list[str], kind: str, batch: i
         run(llm)  # what is made once, and what is tried
     speculation = llms[1].engine.scheduler.speculation
     assert speculation is not None
-    before = replace(speculation.counts)
+    before = replace(speculation.stats)
     rates = [[run(llm) for llm in llms] for _ in tqdm(range(args.rounds), desc=title, unit="round", leave=False)]
     always, adaptive = (statistics.median(r[i] / r[0] for r in rates) for i in (1, 2))
     drafts, guessed, right = (
-        getattr(speculation.counts, name) - getattr(before, name)
+        getattr(speculation.stats, name) - getattr(before, name)
         for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     print(

@@ -84,7 +84,7 @@ def test_vectors_are_made_of_the_librarys_hidden_states(base: Path, pooling_type
     wanted = (found[-1] if pooling_type == "last" else found.mean(0))[:9]
     close(short.outputs.embedding, wanted / wanted.norm())
     close(raw.outputs.embedding, wanted)
-    assert llm.engine.scheduler.device.free == llm.engine.scheduler.device.total
+    assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
     assert not llm.engine.busy
 
 
@@ -112,7 +112,7 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
             while left and rng.random() < 0.5:
                 engine.add(left.pop(0))
             found |= {delta.request_id: delta.embedding for delta in engine.step() if delta.embedding}
-        assert engine.scheduler.device.free == engine.scheduler.device.total
+        assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
         return found
 
     fixed = OPTIONS | {"model": str(qwen3), "max_model_len": 256} | options
@@ -142,7 +142,7 @@ def test_the_last_token_is_found_after_cached_ones_and_a_mean_is_not(qwen3: Path
         first, again = (llm.embed([draw(5, 100)], use_tqdm=False, pooling_params=params)[0] for _ in "12")
         assert again.num_cached_tokens == cached
         assert first.outputs == again.outputs
-        llm.engine.scheduler.device.clear_cache()
+        llm.engine.scheduler.device_pool.clear_cache()
 
 
 def test_an_adapter_makes_vectors_of_its_own(qwen3: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_sentence_transformers_says_how_it_pools(tmp_path: Path,
         wanted = library(features)["sentence_embedding"][0]
     (output,) = llm.embed([ids], use_tqdm=False)
     close(output.outputs.embedding, wanted)
-    with pytest.raises(PenstockError, match="has no head") as refused:
+    with pytest.raises(PenstockError, match="no language model head") as refused:
         llm.generate([ids])
     assert refused.value.failure.code is Code.UNSUPPORTED
 

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from penstock.core import Code, EngineRequest, Failure, FinishReason, PenstockError, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.spec.ngram import NGramDrafter
-from penstock.engine.spec.speculation import MOST_FAILURES
+from penstock.engine.spec.speculation import MAX_FAILURES
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -75,7 +75,7 @@ def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, in
             known.token_ids.extend(delta.token_ids)
             known.logprobs.extend(delta.logprobs or [delta.cumulative_logprob] * bool(delta.cumulative_logprob))
             found[delta.request_id, delta.sequence] = known._replace(finished=delta.finished, failure=delta.failure)
-    assert engine.scheduler.device.free == engine.scheduler.device.total, "every block is back"
+    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total, "every block is back"
     return found
 
 
@@ -109,7 +109,7 @@ def test_scores_that_are_no_numbers_end_their_sequence_alone(checkpoint: Path, s
     failed = [told for name, told in (together | again).items() if name[0].startswith("bad")]
     assert len(failed) == 9
     for told in failed:
-        assert told.failure and told.failure.code is Code.INTERNAL and "no finite numbers" in told.failure.message
+        assert told.failure and told.failure.code is Code.INTERNAL and "are not finite" in told.failure.message
         assert told.cached_tokens == 0, "what is wrong is not found by others"
 
 
@@ -124,7 +124,7 @@ def test_no_allowed_token_ends_the_sequence(checkpoint: Path) -> None:
         assert bits(found, "beside") == bits(alone)
         told = found["none", 0]
         assert told.token_ids[0] in (5, 6) and told.failure
-        assert told.failure.code is Code.INVALID and "no token may come next" in told.failure.message
+        assert told.failure.code is Code.INVALID and "no token can be sampled" in told.failure.message
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_device_that_has_failed_ends_all_requests_and_the_engine(
         (str(number), sequence) for number in range(4) for sequence in range(2)
     ]
     assert all(delta.failure and delta.failure.retryable for delta in ended if delta.request_id != "0")
-    assert not engine.busy and engine.scheduler.device.free == engine.scheduler.device.total
-    with pytest.raises(PenstockError, match="started again") as refused:
+    assert not engine.busy and engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
+    with pytest.raises(PenstockError, match="has to be restarted") as refused:
         engine.add(request("more", [1]))
     assert refused.value.failure.code is Code.UNAVAILABLE
 
@@ -192,14 +192,14 @@ def test_a_draft_model_that_fails_ends_no_request(
     """One whose weights are no numbers; it is left alone, and in the end for good."""
     save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), tmp_path)
     spoil(tmp_path, slice(None))
-    asked = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MOST_FAILURES + 4)]
+    asked = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MAX_FAILURES + 4)]
     guesser = json.dumps({"model": str(tmp_path), "adaptive": False})
     alone, guessing = start(checkpoint), start(checkpoint, speculative_config=guesser)
     with caplog.at_level(logging.ERROR):
         for one in asked:
             assert bits(run(guessing, [one])) == bits(run(alone, [one]))
     assert "speculative decoding failed" in caplog.text and "for good" in caplog.text
-    assert len(caplog.records) == MOST_FAILURES
+    assert len(caplog.records) == MAX_FAILURES
 
 
 def test_a_guess_that_fails_ends_the_guessing_of_its_sequence(
@@ -217,7 +217,7 @@ def test_a_guess_that_fails_ends_the_guessing_of_its_sequence(
     monkeypatch.setattr(NGramDrafter, "propose", guess)
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
     assert bits(run(engine, asked)) == bits(plain)
-    assert engine.speculation and engine.speculation.counts.drafts > 0
+    assert engine.speculation and engine.speculation.stats.drafts > 0
     assert len(caplog.records) == 1 and "for its sequences" in caplog.text
 
 
@@ -227,5 +227,5 @@ def test_a_failed_draw_accepts_no_draft(checkpoint: Path) -> None:
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
     found = run(engine, [request("none", [5, 6] * 8, temperature=0, return_perf_metrics=True, **params)])
     assert found["none", 0].failure and engine.speculation
-    counts = engine.speculation.counts
+    counts = engine.speculation.stats
     assert (counts.drafts, counts.accepted_tokens) == (1, 0)

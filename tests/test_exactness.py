@@ -164,7 +164,7 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
             own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
             own[2] += delta.prompt_logprobs or []
             own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
-    assert engine.scheduler.device.free == engine.scheduler.device.total
+    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
     return {
         name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}
         for name, sequences in told.items()

@@ -91,7 +91,7 @@ def lost(engine: Engine, stop: Callable[[], None]) -> str:
     assert len(last) == 8, "each sequence ends once"
     for delta in last.values():
         assert delta.finished is FinishReason.ERROR and delta.failure and delta.failure.code is Code.UNAVAILABLE
-    assert engine.scheduler.device.free == engine.scheduler.device.total
+    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
     with pytest.raises(PenstockError) as refused:
         engine.add(request("more"))
     assert refused.value.failure == delta.failure
@@ -158,7 +158,7 @@ def test_logits_of_a_prompt_too_large_to_send_are_refused(tmp_path: Path) -> Non
         sampling = SamplingParams(max_tokens=1, return_context_logits=True)
         for prompt, returned in ((8191, True), (8192, False)):
             params = sampling.replace(return_context_logits=returned)
-            engine.check(EngineRequest(request_id="fits", prompt=[1] * prompt, sampling=params))
+            engine.validate(EngineRequest(request_id="fits", prompt=[1] * prompt, sampling=params))
         with pytest.raises(PenstockError) as refused:
             engine.add(EngineRequest(request_id="larger", prompt=[1] * 8192, sampling=sampling))
     assert refused.value.failure.code is Code.INVALID and refused.value.failure.field == "return_context_logits"
@@ -205,7 +205,7 @@ def test_a_step_that_was_interrupted_leaves_nothing_behind(checkpoint: Path, mon
         monkeypatch.setattr(Reader, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        assert not engine.busy and engine.scheduler.device.free == engine.scheduler.device.total
+        assert not engine.busy and engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
         engine.add(asked)
         assert [token for delta in run(engine) for token in delta.token_ids] == alone
 
@@ -306,4 +306,4 @@ def test_a_draft_model_drafts_in_the_worker(checkpoint: Path) -> None:
     with closing(start(checkpoint, speculative_config=config)) as engine:
         engine.add(request("drafted", temperature=0, max_tokens=40))
         run(engine)
-        assert engine.speculation and engine.speculation.counts.accepted_tokens > 20
+        assert engine.speculation and engine.speculation.stats.accepted_tokens > 20

@@ -265,7 +265,7 @@ def test_company_changes_nothing(llm: LLM, backend: str) -> None:
     guess = {"model": str(demo.DRAFT), "num_speculative_tokens": 3, "adaptive": False}
     guessing = LLM(num_gpu_blocks_override=400, speculative_config=guess, **small)
     guessed = [output.outputs[0] for output in guessing.chat([ASKED] * len(params), params)]
-    assert guessing.engine.speculation and guessing.engine.speculation.counts.accepted_tokens > 0
+    assert guessing.engine.speculation and guessing.engine.speculation.stats.accepted_tokens > 0
     for one, *others in zip(alone, told, together, pressed, guessed, strict=True):
         assert all(other.token_ids == one.token_ids and other.text == one.text for other in others)
 

@@ -145,7 +145,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6, 7]] * 8, SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
     assert not llm.engine.busy
-    assert llm.engine.scheduler.device.free == llm.engine.scheduler.device.total
+    assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
     assert llm.chat(CANADA, GREEDY, use_tqdm=False)[0].outputs[0].text == "The capital of Canada is Ottawa."
 
 
@@ -237,4 +237,4 @@ def test_a_prompt_longer_than_a_step_and_many_at_once() -> None:
         [o.outputs[0].token_ids for o in m.generate(prompts, params, use_tqdm=False)] for m in (small, large)
     )
     assert ours == theirs
-    assert small.engine.scheduler.device.free == small.engine.scheduler.device.total
+    assert small.engine.scheduler.device_pool.num_free == small.engine.scheduler.device_pool.total

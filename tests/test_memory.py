@@ -14,17 +14,17 @@ A_BLOCK = 6 * 2 * 2 * 64 * 64 * 2
 
 
 def test_bytes_and_blocks_can_be_given() -> None:
-    assert LLM(kv_cache_memory_bytes=50 * A_BLOCK + 1).engine.scheduler.device.total == 50
-    assert LLM(num_gpu_blocks_override=40, kv_cache_memory_bytes=1).engine.scheduler.device.total == 40
+    assert LLM(kv_cache_memory_bytes=50 * A_BLOCK + 1).engine.scheduler.device_pool.total == 50
+    assert LLM(num_gpu_blocks_override=40, kv_cache_memory_bytes=1).engine.scheduler.device_pool.total == 40
     rounded = LLM(kv_cache_memory_bytes=50 * A_BLOCK, kv_cache_dtype="int8")
-    assert rounded.engine.scheduler.device.total == 50 * (2 * 64) // (64 + 4), "a scale for 64 bytes"
+    assert rounded.engine.scheduler.device_pool.total == 50 * (2 * 64) // (64 + 4), "a scale for 64 bytes"
     with pytest.raises(PenstockError, match="one KV block takes"):
         LLM(kv_cache_memory_bytes=A_BLOCK - 1)
 
 
 def test_a_share_of_what_the_weights_leave() -> None:
     """Others come and go on this machine: what is free is known to a tenth."""
-    less, more = (LLM(kv_cache_free_memory_fraction=share).engine.scheduler.device.total for share in (0.01, 0.04))
+    less, more = (LLM(kv_cache_free_memory_fraction=share).engine.scheduler.device_pool.total for share in (0.01, 0.04))
     assert 3.6 < more / less < 4.4
     assert 0.9 < less * A_BLOCK / (0.01 * free_host_bytes()) < 1.1
     for wrong in (-0.1, 1.0):

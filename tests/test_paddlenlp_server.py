@@ -181,7 +181,7 @@ def test_a_model_by_its_name(shell: Shell) -> None:
 def test_the_longest_inputs_run_where_there_is_room() -> None:
     """Also where sequences have to give way to each other."""
     llm = LLM(use_warmup=True, num_gpu_blocks_override=33, max_num_seqs=40)
-    assert llm.engine.scheduler.device.free == llm.engine.scheduler.device.total
+    assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
 
 
 # --- The environment --------------------------------------------------------------------------------------------------

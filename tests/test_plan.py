@@ -94,7 +94,7 @@ def test_the_engine_logs_the_same_numbers(
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     found = planned(capsys, "--model", str(tmp_path), *flags)
     scheduler = llm.engine.scheduler
-    assert found["total_block_num"] == scheduler.device.total == 40
+    assert found["total_block_num"] == scheduler.device_pool.total == 40
     assert found["max_model_len"] == llm.engine.max_model_len
     logged = next(message for message in caplog.messages if message.startswith("memory: "))
     numbers = re.findall(r"[\d.]+", logged)

@@ -140,7 +140,7 @@ def test_ranks_draft_and_swap_together(method: str, checkpoint: Path, tmp_path: 
     found = llm.generate(prompts, asked, use_tqdm=False)
     assert [output.outputs for output in found] == [output.outputs for output in expected]
     assert llm.engine.scheduler.preemptions > 0
-    assert llm.engine.speculation and llm.engine.speculation.counts.draft_tokens > 0
+    assert llm.engine.speculation and llm.engine.speculation.stats.draft_tokens > 0
     llm.engine.close()
 
 

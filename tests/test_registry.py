@@ -95,8 +95,8 @@ def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path:
     block = 16 * (2 + 1 + 1) * 2 * 16 * 4
     """Bytes: tokens, heads, keys and values, numbers in a head, float32."""
     assert sum(spec.bytes_per_block for spec in specs) == block
-    assert llm.engine.scheduler.device.total == 2**20 // block
-    host = LLM(tmp_path, **OPTIONS | options, preemption_mode="swap", swap_space=2**-10).engine.scheduler.host
+    assert llm.engine.scheduler.device_pool.total == 2**20 // block
+    host = LLM(tmp_path, **OPTIONS | options, preemption_mode="swap", swap_space=2**-10).engine.scheduler.host_pool
     assert host and host.total == 2**20 // block
 
 

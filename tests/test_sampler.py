@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from penstock.core import PenstockError, SamplingParams
-from penstock.engine.step import Draw, NewRow, RowUpdates
+from penstock.engine.step import NewRow, RowUpdates, SampledTokens
 from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.row import Position, Row
 from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, adjust, sample
@@ -147,16 +147,16 @@ def test_a_row_without_a_distribution_fails_and_spoils_no_other(params: dict[str
         if place == 7 and spoiled == float("-inf"):  # which forbids a token
             assert together[1].token_ids and not together[1].failure
         else:
-            assert together[1] == Draw([], failure=NON_FINITE_LOGITS)
+            assert together[1] == SampledTokens([], failure=NON_FINITE_LOGITS)
 
 
 def test_a_row_of_which_nothing_is_allowed_fails() -> None:
     forms = np.full((2, 2), -1, np.int32)
     forms[1] = 0
     first, second = sample(scores(2), [position(), position()], torch.from_numpy(forms))
-    assert first.token_ids and second == Draw([], failure=NOTHING_ALLOWED)
+    assert first.token_ids and second == SampledTokens([], failure=NOTHING_ALLOWED)
     (both,) = sample(scores(1), [position(output=[5], allowed_token_ids=(8,), bad_word_ids=((5, 8),))])
-    assert both == Draw([], failure=NOTHING_ALLOWED)
+    assert both == SampledTokens([], failure=NOTHING_ALLOWED)
 
 
 @settings(max_examples=50, deadline=None)
@@ -195,7 +195,7 @@ def test_penalties_follow_a_row(seed: int) -> None:
         if rng.random() < 0.3:
             parent, token = rng.randrange(2), rng.randrange(VOCABULARY)
             length = len(known[parent])
-            batch.apply(RowUpdates(branches=np.array([1 - parent, parent, length, token], np.int32)))
+            batch.apply(RowUpdates(beam_steps=np.array([1 - parent, parent, length, token], np.int32)))
             known[1 - parent] = [*known[parent], token]
 
 

@@ -35,9 +35,9 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step_builder import add_drafts
 from penstock.engine.sequence.plan import Plan
 from penstock.engine.sequence.sequence import Sequence
-from penstock.engine.spec.adaptive import TRIAL
+from penstock.engine.spec.adaptive import TRIAL_STEPS
 from penstock.engine.spec.speculation import Speculation
-from penstock.engine.step import Candidates, Draw, NewRow, RowUpdates, StepInput, StepOutput, decoder, encoder
+from penstock.engine.step import Candidates, NewRow, RowUpdates, SampledTokens, StepInput, StepOutput, decoder, encoder
 
 EOS = 0
 VOCABULARY = 40
@@ -96,7 +96,7 @@ class Machine:
         for source, target in updates.copies.reshape(-1, 2).tolist():
             self.device[target] = self.device[source]
         before, tables = {row: [*known] for row, known in self.tokens.items()}, {**self.tables}
-        for row, parent, position, token in updates.branches.reshape(-1, 4).tolist():
+        for row, parent, position, token in updates.beam_steps.reshape(-1, 4).tolist():
             self.tokens[row], self.tables[row] = [*before[parent][:position], token], [*tables[parent]]
         for new in updates.new:
             self.rows[new.row], self.tokens[new.row], self.tables[new.row] = new, new.token_ids.tolist(), []
@@ -113,18 +113,20 @@ class Machine:
         add_drafts(message, plan)
         step = decoder(StepInput).decode(encoder.encode(message))
         self.apply(step.updates)
-        self.in_use[id(plan)] = [block for item in plan.items for block in item.sequence.blocks]
+        self.in_use[id(plan)] = [block for item in plan.scheduled for block in item.sequence.blocks]
         forks: dict[int, list[int]] = {}
         for row, parent, _ in step.updates.forks.reshape(-1, 3).tolist():
             forks.setdefault(parent, []).append(row)
         drafts = iter(step.draft_token_ids.tolist())
         counts = step.drafts.tolist() if len(step.drafts) else [0] * len(step.rows)
-        items = zip(step.rows.tolist(), step.starts.tolist(), step.lengths.tolist(), step.samples, counts, strict=True)
-        draws: list[Draw] = []
+        items = zip(
+            step.rows.tolist(), step.starts.tolist(), step.lengths.tolist(), step.needs_sample, counts, strict=True
+        )
+        sampled: list[SampledTokens] = []
         states: dict[int, np.ndarray] = {}
         for i, (row, start, count, samples, drafted) in enumerate(items):
             draft, known, blocks, end = list(islice(drafts, drafted)), self.tokens[row], self.tables[row], start + count
-            sequence = plan.items[i].sequence
+            sequence = plan.scheduled[i].sequence
             assert known[: len(sequence.tokens)] == sequence.tokens, "the worker knows other tokens"
             assert blocks[: len(sequence.blocks)] == sequence.blocks, "the worker knows other blocks"
             assert not drafted or len(known) == end
@@ -141,7 +143,7 @@ class Machine:
                 new, known = self.rows[own], self.tokens[own]
                 assert len(known) == end
                 if new.num_candidates:
-                    draws.append(Draw([], candidates=next_beams(known, new.num_candidates)))
+                    sampled.append(SampledTokens([], candidates=next_beams(known, new.num_candidates)))
                     continue
                 tokens = [next_token(known, new.seed, new.index)]
                 for guessed in draft:
@@ -149,8 +151,10 @@ class Machine:
                         break
                     tokens.append(next_token(known + tokens, new.seed, new.index))
                 known += tokens
-                draws.append(Draw(tokens))
-        output: StepOutput = decoder(StepOutput).decode(encoder.encode(StepOutput(draws, states=states)))
+                sampled.append(SampledTokens(tokens))
+        output: StepOutput = decoder(StepOutput).decode(
+            encoder.encode(StepOutput(sampled, pooler_hidden_states=states))
+        )
         return output
 
     def collected(self, plan: Plan, pool: BlockPool) -> None:
@@ -192,7 +196,7 @@ def serve(
         else:
             assert under_way, "nothing runs, nothing is under way, and requests are left"
             plan, outcome = under_way.popleft()
-            machine.collected(plan, scheduler.device)
+            machine.collected(plan, scheduler.device_pool)
             if fails():
                 yield scheduler.fail(plan, FAILED)
                 continue
@@ -203,15 +207,15 @@ def serve(
 
 def check_limits(scheduler: Scheduler, plan: Plan) -> None:
     options = scheduler.options
-    assert all(item.length for item in plan.items)
+    assert all(item.length for item in plan.scheduled)
     assert plan.tokens <= options.max_num_batched_tokens
     assert len(scheduler.running) <= options.max_num_seqs
     rows = Counter(sequence.row for sequence in scheduler.running)
     assert all(0 <= row < options.max_num_seqs and count == 1 for row, count in rows.items())
-    is_partial_prefill = [item for item in plan.items if item.start + item.length < item.sequence.prompt_length]
+    is_partial_prefill = [item for item in plan.scheduled if item.start + item.length < item.sequence.prompt_length]
     assert options.enable_chunked_prefill or not is_partial_prefill
     threshold = options.long_prefill_token_threshold
-    assert not threshold or all(item.length <= threshold for item in plan.items)
+    assert not threshold or all(item.length <= threshold for item in plan.scheduled)
 
 
 LONGEST, SIZE = 48, 4
@@ -296,8 +300,8 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
         if coming:
             arrive()
 
-    assert scheduler.device.free == scheduler.device.total
-    assert scheduler.host is None or scheduler.host.free == scheduler.host.total
+    assert scheduler.device_pool.num_free == scheduler.device_pool.total
+    assert scheduler.host_pool is None or scheduler.host_pool.num_free == scheduler.host_pool.total
     if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
         assert scheduler.preemptions == 0
     assert bool(scheduler.preempted_sequences) == bool(scheduler.preemptions)
@@ -368,7 +372,7 @@ def test_a_short_prompt_overtakes_long_ones() -> None:
     )
     for number, prompt in enumerate((40, 40, 4)):
         engine.add(request(number, prompt))
-    assert [item.sequence.request.request_id for item in engine.schedule().items] == ["0", "2"]
+    assert [item.sequence.request.request_id for item in engine.schedule().scheduled] == ["0", "2"]
 
 
 def test_the_queue_is_bounded() -> None:
@@ -410,7 +414,7 @@ def test_what_can_start_does_not_count_as_waiting(
     engine = scheduler(blocks=27, max_waiting=16, **{"max_num_seqs": 256} | options)
     many = [request(number, [number, *range(39)], **sampling) for number in range(300)]
     assert accepted(engine, many[:100]) == start + 16
-    assert len({item.sequence.request.request_id for item in engine.schedule().items}) == start
+    assert len({item.sequence.request.request_id for item in engine.schedule().scheduled}) == start
     assert accepted(engine, many[100:]) == 0, "who started was none of those who wait"
     assert engine.abort(str(start + 9))
     assert accepted(engine, many[100:]) == 1
@@ -518,7 +522,7 @@ def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
         plan = engine.schedule()
         if not engine.preemptions:
             engine.update(plan, machine.run(engine, plan))
-    assert plan.swap_out and {item.sequence.request.request_id for item in plan.items} == {"1"}
+    assert plan.swap_out and {item.sequence.request.request_id for item in plan.scheduled} == {"1"}
     engine.builder.step(plan)
     engine.pause("1", True)
     engine.abort("0")
@@ -527,12 +531,12 @@ def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
     expected = alone(swapped, LONGEST)[0][0]
     rest = finish(engine, machine)["2"]
     assert rest == expected[-len(rest) :]
-    assert engine.device.free == engine.device.total
-    assert engine.host and engine.host.free == engine.host.total
+    assert engine.device_pool.num_free == engine.device_pool.total
+    assert engine.host_pool and engine.host_pool.num_free == engine.host_pool.total
 
 
 def test_beams_survive_the_failure_of_a_step_that_they_are_not_in() -> None:
-    """Their branches, which the workers have not been told of when that step fails, are sent with their next one."""
+    """Their next states, which the workers have not been told of when that step fails, are sent with their next one."""
     engine, machine = scheduler(), Machine()
     beams = request(0, 6, max_tokens=10, temperature=0, use_beam_search=True, best_of=3)
     engine.add(beams)
@@ -542,7 +546,7 @@ def test_beams_survive_the_failure_of_a_step_that_they_are_not_in() -> None:
         engine.update(plan, machine.run(engine, plan))
     engine.pause("0", True)
     plan = engine.schedule()
-    assert {item.sequence.request.request_id for item in plan.items} == {"1"}
+    assert {item.sequence.request.request_id for item in plan.scheduled} == {"1"}
     engine.builder.step(plan)
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
     engine.pause("0", False)
@@ -556,7 +560,7 @@ def test_a_step_counts_for_the_batch_size_it_was_planned_with() -> None:
     engine.add(request(0, 1, max_tokens=40))
     first = engine.schedule()
     engine.update(first, machine.run(engine, first))
-    for number in range(1, TRIAL + 1):
+    for number in range(1, TRIAL_STEPS + 1):
         engine.add(request(number, 1, max_tokens=1))
         plan = engine.schedule()  # while one sequence runs
         outcome = machine.run(engine, plan)

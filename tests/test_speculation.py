@@ -22,7 +22,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
 from penstock.core import Code, EngineRequest, TokenDelta
-from penstock.engine.spec.speculation import MOST_FAILURES
+from penstock.engine.spec.speculation import MAX_FAILURES
 from penstock.frontend.outputs import RequestOutput
 
 QUESTIONS = [
@@ -85,8 +85,8 @@ def test_guesses_change_nothing(plain: list[Any], method: str, options: dict[str
     assert answers(model) == plain
     speculation, scheduler = model.engine.scheduler.speculation, model.engine.scheduler
     assert speculation is not None
-    assert speculation.counts.accepted_tokens > speculation.counts.drafts > 0
-    assert scheduler.device.free == scheduler.device.total
+    assert speculation.stats.accepted_tokens > speculation.stats.drafts > 0
+    assert scheduler.device_pool.num_free == scheduler.device_pool.total
 
 
 def test_it_may_stop_where_it_does_not_pay(plain: list[Any]) -> None:
@@ -98,8 +98,8 @@ def test_a_repetitive_text_takes_fewer_steps() -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, return_perf_metrics=True)
     (output,) = model.generate("one two three four five " * 10, params, use_tqdm=False)
     speculation = model.engine.scheduler.speculation
-    assert speculation and speculation.counts.accepted_tokens / speculation.counts.drafts > 2
-    perf, counts = output.outputs[0].perf, speculation.counts
+    assert speculation and speculation.stats.accepted_tokens / speculation.stats.drafts > 2
+    perf, counts = output.outputs[0].perf, speculation.stats
     assert perf and (perf.draft_tokens, perf.accepted_tokens) == (counts.draft_tokens, counts.accepted_tokens)
 
 
@@ -147,7 +147,7 @@ def test_heads_of_the_model_itself(knowing: bool, tmp_path_factory: pytest.TempP
         guessing = LLM(folder, speculative_config=speculative, **options, **more)
         found = guessing.generate(prompts, asked, use_tqdm=False)
         assert [output.outputs for output in found] == [output.outputs for output in plain]
-        counts = guessing.engine.scheduler.speculation.counts  # type: ignore[union-attr]
+        counts = guessing.engine.scheduler.speculation.stats  # type: ignore[union-attr]
         assert counts.draft_tokens > 0
         assert not knowing or counts.accepted_tokens > 0.9 * counts.draft_tokens
 
@@ -162,7 +162,7 @@ def test_a_draft_without_a_next_token_ends_no_other(
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
     engine = LLM(folder, speculative_config=speculative, num_gpu_blocks_override=100, **options).engine
     never = tuple(product((8, 9), (8, 9)))
-    for number in range(MOST_FAILURES + 1):
+    for number in range(MAX_FAILURES + 1):
         none = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=(8, 9), bad_word_ids=never)
         good = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, return_perf_metrics=True)
         for name, params in (("none", none), ("good", good)):

@@ -164,7 +164,7 @@ def test_company_changes_no_thought() -> None:
     pressed = run(tight, cases * 3)[-len(cases) :]
     assert tight.engine.scheduler.preemptions > 0
     guessed = run(guessing, cases)
-    assert guessing.engine.scheduler.speculation.counts.accepted_tokens > 0
+    assert guessing.engine.scheduler.speculation.stats.accepted_tokens > 0
     for (_, own), one, *others in zip(cases, alone, told, siblings, pressed, guessed, strict=True):
         assert all(other.token_ids == one.token_ids and other.message == one.message for other in others)
         if own.reasoning_max_tokens is not None:

@@ -166,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not all(self.bad_word_ids):
             raise invalid("bad_word_ids", "must not hold an empty sequence")
         if self.allowed_token_ids is not None and self.never_tokens.issuperset(self.allowed_token_ids):
-            raise invalid("allowed_token_ids", "are all among the bad words: no token may come")
+            raise invalid("allowed_token_ids", "are all excluded by bad_word_ids; allow at least one more token")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
         for field, excluded in EXCLUSIVE.items():

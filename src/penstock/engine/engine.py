@@ -50,19 +50,19 @@ from .warm_up import warm_up_requests
 
 logger = logging.getLogger(__name__)
 
-STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the log says why")
-FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute any more and has to be started again")
+STEP_FAILED = Failure(Code.INTERNAL, "the step failed; the server's log has the traceback")
+ENGINE_FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute steps any more and has to be restarted")
 MAX_FAILED_STEPS = 8
-"""Number of failed steps in a row after which the engine has failed."""
+"""Number of consecutive failed steps after which the engine has failed."""
 PREREQUISITES_TIMEOUT = 0.02
-"""Seconds that a step with nothing to compute waits for requests' prerequisites."""
+"""Seconds that ``step`` waits for requests' prerequisites where nothing can be computed."""
 
 
 class Engine:
     """Serves many requests at once with one model: ``add`` requests, then call ``step`` while ``busy``.
 
     Args:
-        logs: how worker processes log; None: they do not set up a log, as within an application of others.
+        logs: log settings of worker processes; None leaves their logging as it is, as a library has to.
 
     Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
     """
@@ -79,8 +79,8 @@ class Engine:
         if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
             words = "pipeline_parallel_size allows the method ngram only, no draft model and no MTP layers"
             raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
-        self._depth = options.max_concurrent_batches or options.pipeline_parallel_size
-        self._executor = start_executor(options, self._depth, logs)
+        self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
+        self._executor = start_executor(options, self._max_concurrent_batches, logs)
         try:
             self.info = self._executor.load()
             profile = self._executor.profile()
@@ -89,31 +89,31 @@ class Engine:
             self._executor.init_cache(blocks, host_blocks)
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
-        slots = {"": NO_ADAPTER}
+        lora_slots = {"": NO_ADAPTER}
         self.scheduler = Scheduler(
             scheduling,
             BlockPool(blocks, options.block_size),
             BlockPool(host_blocks, options.block_size) if host_blocks else None,
             weights=self.info.weights_version,
-            slots=slots,
+            lora_slots=lora_slots,
             pipeline_stages=options.pipeline_parallel_size,
         )
         self.adapters = LoRAManager(
-            self._executor, max_loras=max_loras, slots=slots, keys_in_use=self.scheduler.adapters
+            self._executor, max_loras=max_loras, slots=lora_slots, keys_in_use=self.scheduler.adapters
         )
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)
         self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
         self._bitmasks = BitmaskBuilder(self.info.vocab_size)
-        self._dense = options.guided_decoding_disable_any_whitespace
-        self._closed = options.guided_decoding_disable_additional_properties
+        self._disable_any_whitespace = options.guided_decoding_disable_any_whitespace
+        self._disable_additional_properties = options.guided_decoding_disable_additional_properties
         self._in_flight: deque[tuple[Plan, float]] = deque()
-        """Steps that were submitted and not collected, the oldest first, and the time of submission."""
+        """Plan and time of submission of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time of the last ``collect``."""
         self._failed_steps = 0
         self.failure: Failure | None = None
-        """Why the engine has failed, and accepts no requests any more; None while it works."""
+        """Why the engine has failed; it then accepts no requests. None while it works."""
         self.speculation: Speculation | None = None
         if speculative:
             ngram = NGramDrafter(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
@@ -147,7 +147,7 @@ class Engine:
         begun, left = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
         tokens = sum(len(request.prompt) for request in left)
         while left or self.busy:
-            while left and self.add_where_room(left[0]):
+            while left and self.try_add(left[0]):
                 del left[0]
             for delta in self.step():
                 if delta.failure:
@@ -173,12 +173,13 @@ class Engine:
             cache.prompt_blocks,
         )
 
-    def check(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` for a request that can never run, as ``add`` would; its grammar is compiled."""
-        self._check(request)
+    def validate(self, request: EngineRequest) -> None:
+        """Raise ``PenstockError`` for a request that ``add`` would refuse as one that can never run. Compiles its
+        grammar, and waits for it."""
+        self._validate(request)
         if request.adapter:
             self.adapters.key(request.adapter)
-        self.scheduler.admission.fitted(request)
+        self.scheduler.admission.validate_and_clamp(request)
         if constraint := self._constraint(request):
             self._grammar_compiler.compile(constraint).result()
 
@@ -187,7 +188,7 @@ class Engine:
         ``overloaded`` where the queue is full, ``unavailable`` where the engine has failed."""
         if self.failure:
             raise PenstockError.of(self.failure)
-        self._check(request)
+        self._validate(request)
         if request.adapter:
             request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
         constraint = self._constraint(request)
@@ -205,12 +206,13 @@ class Engine:
         """
         self._grammar_compiler.set_vocabulary(vocabulary)
 
-    def prepare(self) -> None:
-        """Load what guided decoding needs ahead of the first request with it; to be called while the engine is idle."""
-        self._grammar_compiler.prepare()
+    def prepare_guided_decoding(self) -> None:
+        """Load the vocabulary for guided decoding before the first guided request; to be called while the engine is
+        idle."""
+        self._grammar_compiler.preload_vocabulary()
 
-    def add_where_room(self, request: EngineRequest) -> bool:
-        """``add``, but return False where the queue is full, and True otherwise."""
+    def try_add(self, request: EngineRequest) -> bool:
+        """``add`` a request. Returns False where the queue is full, True where it was added."""
         try:
             self.add(request)
         except PenstockError as error:
@@ -223,17 +225,17 @@ class Engine:
         """Cancel a request; returns the last delta of each of its sequences that had not ended."""
         return self.scheduler.abort(request_id)
 
-    def stop(self, request_id: str, sequence: int) -> None:
-        """End a sequence, in whose text the caller has found a stop string. There is no delta of it."""
-        self.scheduler.stop(request_id, sequence)
+    def finish_sequence(self, request_id: str, sequence: int) -> None:
+        """End a sequence, in whose text the caller has found a stop string. No delta is returned for it."""
+        self.scheduler.finish_sequence(request_id, sequence)
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes allocated on the GPU; 0 without one. A lost worker sets ``failure``, and gives 0."""
+        """Bytes allocated on the GPU; 0 without one. Where a worker is lost, sets ``failure`` and returns 0."""
         try:
             answer = self._executor.call(DeviceMemory())
             self._executor.wait(answer)
-        except WorkerLostError as error:  # while it had nothing to do; requests would be told by their next step
+        except WorkerLostError as error:  # lost while idle; with requests, ``step`` would have noticed
             logger.error("the engine has failed: %s", error)
             self.failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
             return 0
@@ -247,17 +249,17 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Submit steps until ``max_concurrent_batches`` are in flight, then collect the oldest. Returns its deltas, and
-        those of requests that have ended otherwise.
+        the last deltas of requests that have failed or timed out.
 
         An error in a step ends the requests of that step. If no step can be computed any more, all requests end, and
         ``failure`` is set.
         """
-        deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.admit_ready()
+        deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.enqueue_prepared()
         try:
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False
-            while len(self._in_flight) < self._depth and (plan := self.scheduler.schedule()):
+            while len(self._in_flight) < self._max_concurrent_batches and (plan := self.scheduler.schedule()):
                 submitted = True
                 failed = self._submit(plan)
                 if failed is not None:
@@ -269,8 +271,8 @@ class Engine:
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
-        if awaited := self.scheduler.awaited:
-            wait(awaited, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)
+        if prerequisites := self.scheduler.pending_prerequisites:
+            wait(prerequisites, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)
         return deltas
 
     @property
@@ -285,10 +287,10 @@ class Engine:
             self.before_step(self._tokens_in_flight)
             step = self.scheduler.builder.step(plan)
             if self.speculation:
-                step.updates = self.speculation.propose(plan, step.updates, self._propose)
+                step.updates = self.speculation.fill_placeholders(plan, step.updates, self._propose)
                 add_drafts(step, plan)
             grammar_bitmask = self._bitmasks.submit(
-                [(one.guide, item.draft) for item in plan.items for one in item.samples]
+                [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
             )
             step.has_grammar_bitmask = grammar_bitmask is not None
             self._executor.submit(step, grammar_bitmask)
@@ -296,7 +298,7 @@ class Engine:
             raise
         except BaseException as error:
             self._in_flight.pop()
-            return self._failed(plan, error)
+            return self._handle_step_error(plan, error)
         return None
 
     def _propose(self, message: Propose) -> list[list[int] | None]:
@@ -314,7 +316,7 @@ class Engine:
             raise
         except BaseException as error:
             plan, _ = self._in_flight.popleft()
-            return self._failed(plan, error)
+            return self._handle_step_error(plan, error)
         plan, submitted = self._in_flight.popleft()
         self._failed_steps = 0
         now = time.perf_counter()
@@ -323,18 +325,18 @@ class Engine:
             self.speculation.record_step(plan, output, now - begun)
         return self.scheduler.update(plan, output)
 
-    def _failed(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
-        """Handle an error of a step: end its requests, or all where no step can be computed any more. Returns their
-        last deltas."""
+    def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
+        """End the requests of a step that failed with ``error``, or all requests where the workers cannot compute any
+        more. Returns their last deltas."""
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
             raise error  # an interrupt, which the caller handles
         logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
         self._failed_steps += 1
         try:
-            if self._failed_steps < MAX_FAILED_STEPS and self._still_computes():
+            if self._failed_steps < MAX_FAILED_STEPS and self._probe_workers():
                 return deltas
-            failure = FAILED
+            failure = ENGINE_FAILED
         except WorkerLostError as error:
             failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
         logger.error("the engine has failed: %s", failure.message)
@@ -345,13 +347,15 @@ class Engine:
         self.failure = failure
         deltas = [delta for plan, _ in self._in_flight for delta in self.scheduler.fail(plan, failure)]
         self._in_flight.clear()
-        return deltas + [d for name in self.scheduler.requests() for d in self.scheduler.abort(name, failure)]
+        return deltas + [
+            d for request_id in self.scheduler.requests() for d in self.scheduler.abort(request_id, failure)
+        ]
 
-    def _still_computes(self) -> bool:
-        """Whether a test step of one token can be computed; False where a device has failed for good. True without a
-        test where steps are in flight, which will fail themselves, or where no block is free."""
-        pool = self.scheduler.device
-        if self._in_flight or not pool.free:
+    def _probe_workers(self) -> bool:
+        """Compute a probe step of one token. Returns False where it fails: the device has failed for good. Returns True
+        without a probe where steps are in flight, which will fail themselves, or where no block is free."""
+        pool = self.scheduler.device_pool
+        if self._in_flight or not pool.num_free:
             return True
         blocks = pool.allocate(1)
         try:
@@ -360,32 +364,33 @@ class Engine:
         except WorkerLostError:
             raise
         except Exception:
-            logger.exception("a step of a single token failed, too")
+            logger.exception("the probe step of a single token failed, too")
             return False
         finally:
             pool.release(blocks)
         return True
 
     def _constraint(self, request: EngineRequest) -> GuidedDecodingParams | None:
-        """The constraint on the output, with the engine's options for JSON applied; None where there is none."""
+        """A request's guided decoding parameters, with the engine's options for JSON applied; None without any."""
         constraint = request.sampling.guided_decoding
-        if constraint and self._closed and constraint.json:
+        if constraint and self._disable_additional_properties and constraint.json:
             constraint = msgspec.structs.replace(
                 constraint, json=disallow_additional_properties(json.loads(constraint.json))
             )
-        if constraint and self._dense and constraint.is_json:
+        if constraint and self._disable_any_whitespace and constraint.is_json:
             constraint = msgspec.structs.replace(constraint, disable_any_whitespace=True)
         return constraint
 
-    def _check(self, request: EngineRequest) -> None:
+    def _validate(self, request: EngineRequest) -> None:
+        """Raise ``PenstockError`` for a request that this model cannot run."""
         info = self.info
         if request.pooling:
             if (request.pooling.dimensions or 0) > info.hidden_size:
                 raise invalid("dimensions", f"must be at most the model's {info.hidden_size}", info.hidden_size)
         elif not info.has_lm_head:
-            words = "this checkpoint has no head to generate with; it makes embeddings only"
+            words = "this checkpoint has no language model head: it makes embeddings, and cannot generate"
             raise PenstockError(Code.UNSUPPORTED, words)
-        _check(request, info.vocab_size)
+        _validate_for_vocabulary(request, info.vocab_size)
 
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
@@ -406,7 +411,9 @@ def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) 
     return UniProcExecutor(options, depth)
 
 
-def _check(request: EngineRequest, vocabulary: int) -> None:
+def _validate_for_vocabulary(request: EngineRequest, vocabulary: int) -> None:
+    """Raise ``PenstockError`` (``invalid``) for token ids outside the vocabulary, for bad words that exclude all of it,
+    and for more context logits than a message holds."""
     sampling = request.sampling
     given = {
         "prompt": request.prompt,
@@ -414,14 +421,14 @@ def _check(request: EngineRequest, vocabulary: int) -> None:
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
-        "eos_token_ids": [token for token in request.eos_token_ids if token < vocabulary],  # others never come
+        "eos_token_ids": [token for token in request.eos_token_ids if token < vocabulary],  # others are never sampled
         "reasoning": (span.begin, span.end, *span.answer) if (span := request.reasoning) else (),
     }
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
     if len(sampling.never_tokens) == vocabulary:
-        raise invalid("bad_word_ids", "leave no token that may come")
+        raise invalid("bad_word_ids", "exclude every token of the vocabulary; allow at least one")
     size = len(request.prompt) * vocabulary * 4  # float32
     if sampling.return_context_logits and size > MAX_VALUE_BYTES:
         words = f"takes {size} bytes of logits; at most {MAX_VALUE_BYTES} can be returned"

@@ -18,7 +18,12 @@ from penstock.core import Failure, Logprob, SamplingParams
 EMPTY = np.zeros(0, np.int32)
 """The default of arrays. Use this object, and no other array without elements: fields that have it are not sent."""
 MAX_VALUE_BYTES = 2**32 - 1
-"""Most bytes of one array or byte string of a message: MessagePack has 32 bits for their length."""
+"""Maximum bytes of one array or byte string of a message: MessagePack has 32 bits for their length."""
+NO_TOKEN_ALLOWED = (
+    "no token can be sampled: allowed_token_ids, bad words, min_tokens and the grammar together exclude every token; "
+    "relax one of them"
+)
+"""Message of the failure of a sequence that cannot continue."""
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +65,7 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
     """``[2 * n]``: host block and device block of each copy from the host tier."""
     copies: np.ndarray = EMPTY
     """``[2 * n]``: source and target, both device blocks, of each copy on write."""
-    branches: np.ndarray = EMPTY
+    beam_steps: np.ndarray = EMPTY
     """``[4 * n]``: row, parent row, position, token. The beam in ``row`` becomes the parent's tokens before
     ``position``, as they were before this update, followed by ``token``."""
     new: list[NewRow] = []
@@ -82,8 +87,8 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
 
 
 class StepInput(msgspec.Struct, omit_defaults=True):
-    """A step. Item ``i`` computes the tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of the row ``rows[i]``, and
-    the item's draft tokens after them."""
+    """A step. Item ``i`` computes tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of row ``rows[i]``, and the draft
+    tokens that follow them."""
 
     updates: RowUpdates
     rows: np.ndarray
@@ -92,14 +97,14 @@ class StepInput(msgspec.Struct, omit_defaults=True):
     """``[items]``"""
     lengths: np.ndarray
     """``[items]``"""
-    samples: np.ndarray
+    needs_sample: np.ndarray
     """``[items]`` bool: whether the row samples the next token; rows that this step forks from it then sample, too."""
     drafts: np.ndarray = EMPTY
     """``[items]``: number of draft tokens; empty where no item has any."""
     draft_token_ids: np.ndarray = EMPTY
     """``[drafts.sum()]``: the draft tokens of all items, concatenated."""
     has_grammar_bitmask: bool = False
-    """Whether grammar bitmask follow (``Executor.submit``)."""
+    """Whether a grammar bitmask follows (``Executor.submit``)."""
 
 
 class Candidates(NamedTuple):
@@ -111,8 +116,8 @@ class Candidates(NamedTuple):
     """``[candidates]`` float32."""
 
 
-class Draw(NamedTuple):
-    """The tokens that a row sampled in a step."""
+class SampledTokens(NamedTuple):
+    """What a row sampled in a step: tokens, or for a beam its candidates, or a failure."""
 
     token_ids: list[int]
     """The accepted draft tokens and the token sampled after them; empty for a beam, and where there is a failure."""
@@ -129,14 +134,14 @@ class Draw(NamedTuple):
 class StepOutput(NamedTuple):
     """The output of a step. Items are those of ``StepInput``, by index."""
 
-    draws: list[Draw]
+    sampled: list[SampledTokens]
     """One for each row that samples, in the order of the items; rows forked in this step follow their parent."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
     """By item, where requested: logprobs of the prompt tokens that follow those computed."""
     context_logits: dict[int, bytes] = {}  # noqa: RUF012 - likewise
     """By item, where requested: logits after each computed prompt token, ``[tokens, vocabulary]`` float32."""
-    states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
-    """By item that is embedded: hidden states to pool, ``[tokens, hidden]`` float32."""
+    pooler_hidden_states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
+    """By item of an embedding request: hidden states to pool, ``[tokens, hidden]`` float32."""
 
 
 class Propose(msgspec.Struct, array_like=True, tag=True):
@@ -149,7 +154,7 @@ class Propose(msgspec.Struct, array_like=True, tag=True):
     lengths: np.ndarray
     """``[rows]``: tokens of each row, after which its draft begins."""
     counts: np.ndarray
-    """``[rows]``: most draft tokens for each row."""
+    """``[rows]``: maximum number of draft tokens for each row."""
 
 
 class LoadLoRA(msgspec.Struct, array_like=True, tag=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 DECAY = 0.95
 """Factor of the slowest time per token after each step, so that an outlier is forgotten after some dozens of steps."""
-FIRST_STEP = 9
-"""Multiple of ``engine_iteration_timeout`` that the first step may take, of whose duration nothing is known."""
+FIRST_STEP_TIMEOUT_FACTOR = 9
+"""Multiple of ``engine_iteration_timeout`` that the first step may take, since no step was measured before."""
 
 
 class StepTimes:
@@ -22,11 +22,11 @@ class StepTimes:
         """Seconds of the longest step so far."""
 
     def expected(self, tokens: int) -> float:
-        """Most seconds that a step of so many tokens should take: at the slowest time per token, which is that of steps
-        of few tokens, as they read all weights, too."""
+        """Maximum seconds that a step of ``tokens`` tokens should take: ``tokens`` times the slowest time per token so
+        far. That is the time of a step of few tokens, as it reads all weights, too."""
         return self._first if self._per_token is None else tokens * self._per_token
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add a step of so many tokens."""
+        """Record a step of ``tokens`` tokens that took ``seconds``."""
         self.longest = max(self.longest, seconds)
         self._per_token = max(seconds / max(tokens, 1), DECAY * (self._per_token or 0.0))

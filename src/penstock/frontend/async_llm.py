@@ -139,4 +139,4 @@ class AsyncLLM:
 
     def _on_watch_end(self, watch: asyncio.Task[None]) -> None:
         if not self._process or not self._process.closing:
-            self.gateway.engine_client.refuse(ENGINE_GONE)
+            self.gateway.engine_client.stop_serving(ENGINE_GONE)

@@ -102,7 +102,7 @@ class Gateway:
 
         Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
-        if len(messages) > (maximum := self.engine_client.check().max_model_len):
+        if len(messages) > (maximum := self.engine_client.require_engine().max_model_len):
             raise too_long(
                 "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
             )
@@ -182,7 +182,7 @@ class Gateway:
                     if isinstance(delta, Failure):
                         processor.fail(delta)
                     elif processor.add(delta) is not None:
-                        self.engine_client.stop(name, delta.sequence)
+                        self.engine_client.finish_sequence(name, delta.sequence)
                     changed = changed or not _is_prompt_logprobs_part(delta)
                 if changed:
                     yield output
@@ -208,7 +208,7 @@ class Gateway:
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
-        engine = self.engine_client.check()
+        engine = self.engine_client.require_engine()
         maximum = engine.max_model_len
         if isinstance(prompt, str) and (minimum := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
             message = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"

@@ -98,7 +98,7 @@ class LLM:
             )
             if processors[-1].request.sampling.guided_decoding:
                 self.engine.set_vocabulary(self._input_processor.vocabulary)
-            self.engine.check(processors[-1].request)
+            self.engine.validate(processors[-1].request)
         return self._run(processors, use_tqdm)
 
     def chat(
@@ -169,7 +169,7 @@ class LLM:
             for prompt, pooling, adapter in zip(each, params, adapters, strict=True)
         ]
         for processor in processors:
-            self.engine.check(processor.request)
+            self.engine.validate(processor.request)
         return [EmbeddingRequestOutput.of(output) for output in self._run(processors, use_tqdm)]
 
     def similarity(
@@ -244,12 +244,12 @@ class LLM:
             gc.freeze()  # long-lived objects need not be traversed by every collection
         try:
             while following or self.engine.busy:
-                while following and self.engine.add_where_room(following.request):
+                while following and self.engine.try_add(following.request):
                     following = next(left, None)
                 for delta in self.engine.step():
                     processor = by_id[delta.request_id]
                     if processor.add(delta) is not None:
-                        self.engine.stop(delta.request_id, delta.sequence)
+                        self.engine.finish_sequence(delta.request_id, delta.sequence)
                     bar.update(processor.output.finished)
         finally:
             if collecting:

@@ -17,7 +17,7 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
 from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, StepInput, StepOutput, encoder
-from ..step_times import FIRST_STEP, StepTimes
+from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import StepFailedError, WorkerLostError
 from .messages import (
     Call,
@@ -69,7 +69,7 @@ class MultiprocExecutor:
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
         self._options = options
-        self._times = StepTimes(FIRST_STEP * options.engine_iteration_timeout)
+        self._times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._steps: deque[tuple[int, float]] = deque()
         """Number of tokens and time of submission of each step in flight, the oldest first."""
         self._outputs: deque[StepReply] = deque()

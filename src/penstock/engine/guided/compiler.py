@@ -56,7 +56,7 @@ class GrammarCompiler:
         """None until the backend has the vocabulary."""
         self._vocabulary_failure: Failure | None = None
         """Why the backend cannot use the vocabulary."""
-        self._prepared: Future[None] | None = None
+        self._preload: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "compile")
         default_stack_size = threading.stack_size(STACK_SIZE)
         try:
@@ -71,14 +71,13 @@ class GrammarCompiler:
         if self._vocabulary is None:
             self._vocabulary = get_vocabulary()
 
-    def prepare(self) -> None:
-        """Give the backend the vocabulary before the first grammar needs it.
+    def preload_vocabulary(self) -> None:
+        """Give the backend the vocabulary in the compiler's thread, before the first grammar needs it.
 
-        To be called while the engine is idle: llguidance holds the GIL for one or two seconds where there are 150,000
-        tokens.
+        To be called while the engine is idle: with 150,000 tokens, llguidance holds the GIL for one or two seconds.
         """
-        if self._vocabulary and not self._off and self._prepared is None:
-            self._prepared = self._thread.submit(self._load_vocabulary)
+        if self._vocabulary and not self._off and self._preload is None:
+            self._preload = self._thread.submit(self._load_vocabulary)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
         """Compile a grammar, or take it from the cache. The future raises ``PenstockError`` where it is wrong or not

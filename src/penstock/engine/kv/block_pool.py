@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Fixed-size blocks with reference counts. Those without references are free, the least recently used first.
+    """Fixed-size blocks with reference counts. A block without references is free; the least recently used free block
+    is allocated first.
 
-    A free block stays cached until it is allocated again: ``free`` counts cached blocks, too, and the cache takes no
-    blocks from running sequences.
+    A free block stays in the prefix cache until it is allocated again, so ``num_free`` includes cached blocks.
 
     Args:
         blocks: number of blocks.
@@ -22,16 +22,16 @@ class BlockPool:
         self.block_size = block_size
         self._ref_counts = [0] * blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        self._block_of: dict[bytes, int] = {}
-        self._prefix_of: list[bytes | None] = [None] * blocks
+        self._block_by_hash: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * blocks
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Number of blocks without references."""
         return len(self._free)
 
     @property
-    def used(self) -> int:
+    def num_used(self) -> int:
         """Number of blocks with references."""
         return self.total - len(self._free)
 
@@ -46,11 +46,11 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate blocks, each with one reference. Raises ``ValueError`` where fewer are free."""
         if count > len(self._free):
-            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
+            raise ValueError(f"cannot allocate {count} blocks: {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1
-            self._forget(block)
+            self._evict(block)
         return blocks
 
     def incref(self, blocks: Iterable[int]) -> None:
@@ -72,40 +72,42 @@ class BlockPool:
             assert self._ref_counts[block] >= 0, f"block {block} released more often than referenced"
             if self._ref_counts[block] == 0:
                 self._free[block] = None
-                if self._prefix_of[block] is None:
+                if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def cache(self, block: int, prefix: bytes) -> None:
-        """Cache ``block``, full and computed, under the hash ``prefix``, unless another block already is."""
-        if prefix not in self._block_of:
-            self._forget(block)
-            self._block_of[prefix] = block
-            self._prefix_of[block] = prefix
+    def cache_block(self, block: int, prefix: bytes) -> None:
+        """Add ``block``, full and computed, to the prefix cache under the hash ``prefix``, unless the cache already has
+        a block under it."""
+        if prefix not in self._block_by_hash:
+            self._evict(block)
+            self._block_by_hash[prefix] = block
+            self._hash_of[block] = prefix
 
-    def cached(self, prefixes: Iterable[bytes]) -> list[int]:
-        """The cached blocks of ``prefixes``, up to the first hash that is not cached. No references are added."""
+    def find_longest_hit(self, prefixes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix: those of ``prefixes`` up to the first hash that is not cached. Adds
+        no references; call ``incref`` to keep them."""
         blocks = []
         for prefix in prefixes:
-            if (block := self._block_of.get(prefix)) is None:
+            if (block := self._block_by_hash.get(prefix)) is None:
                 break
             blocks.append(block)
         return blocks
 
-    def free_among(self, blocks: Iterable[int]) -> int:
-        """Number of ``blocks`` without references: ``incref`` would lower ``free`` by it."""
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """Number of ``blocks`` without references: ``incref`` of all lowers ``num_free`` by it."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def clear_cache(self) -> None:
         """Remove all blocks from the cache, as after a change of weights."""
-        self._block_of.clear()
-        self._prefix_of = [None] * self.total
+        self._block_by_hash.clear()
+        self._hash_of = [None] * self.total
 
     def uncache(self, blocks: Iterable[int]) -> None:
         """Remove blocks from the cache."""
         for block in blocks:
-            self._forget(block)
+            self._evict(block)
 
-    def _forget(self, block: int) -> None:
-        if (prefix := self._prefix_of[block]) is not None:
-            del self._block_of[prefix]
-            self._prefix_of[block] = None
+    def _evict(self, block: int) -> None:
+        if (prefix := self._hash_of[block]) is not None:
+            del self._block_by_hash[prefix]
+            self._hash_of[block] = None

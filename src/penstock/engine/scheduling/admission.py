@@ -18,28 +18,33 @@ from ..guided.reasoning_guide import make_guide
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.sequence import Sequence
+from .free_capacity import FreeCapacity
 from .prerequisites import Prerequisite, Prerequisites
-from .running import Running
-from .startable import StartableCount
-from .waiting import Waiting
+from .running import RunningBatch
+from .waiting import WaitingQueue
 
 
 class Admission:
-    """Checks requests, queues them, and enforces their time limits. The scheduler reports sequences that start
-    (``started``) or end (``leave``), and requests that have ended (``forget``).
+    """Validates requests, queues them, and enforces their time limits. The scheduler reports sequences that start
+    (``record_start``) or end before that (``remove_sequence``), and requests that have ended (``remove_request``).
 
     Args:
-        device: blocks of the KV cache.
+        device_pool: blocks of the KV cache.
         waiting: the queue.
     """
 
     def __init__(
-        self, options: SchedulerOptions, device: BlockPool, kv: KVCacheManager, waiting: Waiting, running: Running
+        self,
+        options: SchedulerOptions,
+        device_pool: BlockPool,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        running: RunningBatch,
     ) -> None:
         self.prerequisites = Prerequisites()
         """First sequences of accepted requests that are not queued yet, and what they need."""
         self._options = options
-        self._device = device
+        self._device_pool = device_pool
         self._kv = kv
         self._waiting = waiting
         self._running = running
@@ -49,16 +54,16 @@ class Admission:
         self._queue_timeouts: dict[Sequence, None] = {}
         """With ``max_queue_time``: sequences that had no step yet, as a set in the order of arrival."""
         self._arrivals = 0
-        self._startable: StartableCount | None = None
-        """Waiting sequences that could start at once; None where they have to be counted anew."""
+        self._free_capacity: FreeCapacity | None = None
+        """What waiting sequences leave free; None where it has to be computed anew."""
 
     @property
     def num_waiting(self) -> int:
         """Number of sequences in the queue, those with prerequisites included."""
         return len(self._waiting) + len(self.prerequisites)
 
-    def fitted(self, request: EngineRequest) -> EngineRequest:
-        """Check a request. Returns it with ``max_tokens`` lowered to what fits into the context.
+    def validate_and_clamp(self, request: EngineRequest) -> EngineRequest:
+        """Validate a request. Returns it with ``max_tokens`` clamped to what fits into the context.
 
         Raises ``PenstockError`` (``invalid``) where it can never run.
         """
@@ -70,7 +75,7 @@ class Admission:
         if request.pooling:
             if room < 0:
                 raise too_long("prompt", f"has {tokens} tokens, and at most {limit} are taken", tokens, limit)
-            room = 1  # of which nothing is used
+            room = 1  # an embedding request generates no token
         if room < 1:
             raise too_long("prompt", f"has {tokens} tokens, and at most {limit - 1} leave room for one", tokens, limit)
         if 0 < (limit := options.max_prompt_len) < tokens:
@@ -89,12 +94,12 @@ class Admission:
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         all_at_once = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
-        if all_at_once and self._kv.worst_case_blocks(request) > self._device.total:
+        if all_at_once and self._kv.worst_case_blocks(request) > self._device_pool.total:
             raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
         return request
 
-    def sequence(self, request: EngineRequest) -> Sequence:
-        """Make the first sequence of a request that ``fitted`` has returned.
+    def new_sequence(self, request: EngineRequest) -> Sequence:
+        """Create the first sequence of a request that ``validate_and_clamp`` has returned.
 
         Raises ``PenstockError`` (``invalid``) where its ``external_id`` is in use.
         """
@@ -108,31 +113,33 @@ class Admission:
 
     def check_queue(self, first: Sequence) -> None:
         """Raise ``PenstockError`` (``overloaded``) where the queue is full. Waiting sequences that could start at once,
-        in free batch slots and KV blocks, do not count."""
+        in free rows and KV blocks, do not count."""
         limit = self._options.max_waiting
         if self.num_waiting < limit:
             return
-        if self._startable is None:
+        if self._free_capacity is None:
             joins = not self._running or self._options.batching_type == "inflight"
-            slots = self._running.num_free_slots if joins else 0
-            self._startable = StartableCount(self._kv, slots, alone=not self._running)
+            num_rows = self._running.num_free_rows if joins else 0
+            self._free_capacity = FreeCapacity(self._kv, num_rows, alone=not self._running)
             for sequence in (*self._waiting, *self.prerequisites):
-                self._startable.add(sequence)
-        if self.num_waiting - self._startable.count - self._startable.fits(first) >= limit:
+                self._free_capacity.take(sequence)
+        if self.num_waiting - self._free_capacity.num_startable - self._free_capacity.fits(first) >= limit:
             raise PenstockError(Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", limit)
 
-    def forget_startable(self) -> None:
-        """To be called when batch slots or KV blocks were taken or freed: ``check_queue`` counts anew."""
-        self._startable = None
+    def invalidate_free_capacity(self) -> None:
+        """Have ``check_queue`` compute the free capacity anew. To be called when rows or KV blocks were taken or
+        freed."""
+        self._free_capacity = None
 
-    def accept(self, first: Sequence, prerequisites: list[Prerequisite]) -> None:
-        """Queue a request's first sequence once its prerequisites are done."""
+    def enqueue(self, first: Sequence, prerequisites: list[Prerequisite]) -> None:
+        """Queue a request's first sequence: at once without ``prerequisites``, else in ``enqueue_prepared`` once they
+        are done."""
         if prerequisites:
             self.prerequisites.add(first, prerequisites)
         else:
             self._waiting.push(first)
-        if self._startable:
-            self._startable.add(first)
+        if self._free_capacity:
+            self._free_capacity.take(first)
         self._arrivals += 1
         request = first.request
         if request.external_id:
@@ -142,7 +149,7 @@ class Admission:
         if self._options.max_queue_time:
             self._queue_timeouts[first] = None
 
-    def admit_ready(self) -> Iterator[tuple[str, Failure]]:
+    def enqueue_prepared(self) -> Iterator[tuple[str, Failure]]:
         """Queue sequences whose prerequisites are done. Yields id and failure of requests whose prerequisites failed,
         which the caller has to abort."""
         for sequence, failure in self.prerequisites.apply_done():
@@ -161,26 +168,26 @@ class Admission:
         """
         limit = self._options.max_queue_time
         while (first := next(iter(self._queue_timeouts), None)) and now - first.arrived > limit:  # the oldest first
-            words = f"the request has waited {limit:g} seconds and had no turn"
+            words = f"the request has waited {limit:g} seconds in the queue (max_queue_time); try again later"
             yield first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", limit)
         while self._deadlines and self._deadlines[0][0] <= now:
             yield self._deadlines[0][2], Failure(Code.TIMEOUT, "the deadline has passed")
 
-    def started(self, sequence: Sequence, cached: int) -> None:
-        """To be called when a sequence gets its first step, with ``cached`` tokens of it found in the prefix cache."""
+    def record_start(self, sequence: Sequence, cached: int) -> None:
+        """Record that a sequence gets its first step now, with ``cached`` of its tokens from the prefix cache."""
         sequence.cached = cached
         sequence.first_scheduled = time.monotonic()
         sequence.queued = sequence.first_scheduled - sequence.arrived
         self._queue_timeouts.pop(sequence, None)
 
-    def leave(self, sequence: Sequence) -> bool:
-        """To be called when a sequence ends that does not run. Returns whether it had prerequisites left; otherwise it
-        is in the queue."""
+    def remove_sequence(self, sequence: Sequence) -> bool:
+        """Remove a sequence that ends without running. Returns True where it still waited for prerequisites; otherwise
+        it is in the queue, from which the caller removes it."""
         self._queue_timeouts.pop(sequence, None)
         return self.prerequisites.remove(sequence)
 
-    def forget(self, first: Sequence) -> None:
-        """To be called when a request has ended, with its first sequence."""
+    def remove_request(self, first: Sequence) -> None:
+        """Remove the external id and the deadline of a request that has ended, given its first sequence."""
         self._external_ids.discard(first.request.external_id)
         if (deadline := first.request.deadline) is not None:
             del self._deadlines[bisect.bisect_left(self._deadlines, (deadline, first.order))]

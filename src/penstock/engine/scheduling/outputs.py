@@ -1,4 +1,4 @@
-"""Outputs: what a step sampled is appended to its sequence, and becomes a delta."""
+"""Outputs: appends the tokens that a step sampled to their sequence, and makes the deltas for the client."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 from penstock.core import Failure, FinishReason, TokenDelta
 
 from ..sequence.sequence import Sequence
-from ..step import Draw
+from ..step import SampledTokens
 
 
-def append(sequence: Sequence, draw: Draw) -> TokenDelta:
-    """Append the tokens of a draw, and those that its grammar forces after them. Returns the delta, whose ``finished``
-    says whether the sequence ends; the caller ends it."""
+def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
+    """Append sampled tokens, and those that the sequence's grammar forces after them (jump forward). Returns the delta;
+    where its ``finished`` is set, the caller ends the sequence."""
     finished, stop_token, failure = None, None, None
-    guide, token_ids = sequence.guide, draw.token_ids
-    if draw.failure:
-        return failed(sequence, (guide and guide.failure) or draw.failure)
+    guide, token_ids = sequence.guide, sampled.token_ids
+    if sampled.failure:
+        return error_delta(sequence, (guide and guide.failure) or sampled.failure)
     for i, token in enumerate(token_ids, 1):
         if guide and token in sequence.request.eos_token_ids:
-            ended, token = token, guide.replace_eos(token)
-            if token != ended:
+            eos, token = token, guide.replace_eos(token)
+            if token != eos:
                 token_ids[i - 1] = token
-                _replace(sequence)
-            if draw.logprobs:  # which stay those of what was drawn
-                draw.logprobs[i - 1][0] = msgspec.structs.replace(draw.logprobs[i - 1][0], token_id=token)
+                _resend_next_token(sequence)
+            if sampled.logprobs:  # the logprob stays that of the token that was sampled
+                sampled.logprobs[i - 1][0] = msgspec.structs.replace(sampled.logprobs[i - 1][0], token_id=token)
         sequence.tokens.append(token)
         if guide and (failure := guide.failure):
             finished = FinishReason.ERROR
@@ -37,22 +37,22 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
             finished = FinishReason.STOP
         elif len(sequence.tokens) >= sequence.max_len or (guide and guide.token_limit_reached):
             finished = FinishReason.LENGTH
-        elif guide and i == len(token_ids) and _may_jump(sequence) and (forced := guide.jump_forward_tokens()):
+        elif guide and i == len(token_ids) and _may_jump_forward(sequence) and (forced := guide.jump_forward_tokens()):
             token_ids += forced
-            _replace(sequence)
+            _resend_next_token(sequence)
         if finished:
             del token_ids[i:]
-    for per_token in (draw.logprobs, draw.logits):
+    for per_token in (sampled.logprobs, sampled.logits):
         if per_token:
             del per_token[len(token_ids) :]
     delta = TokenDelta(
         request_id=sequence.request.request_id,
         sequence=sequence.index,
         token_ids=token_ids,
-        logprobs=draw.logprobs,
+        logprobs=sampled.logprobs,
         prompt_logprobs=sequence.prompt_logprobs,
         context_logits=None if sequence.context_logits is None else b"".join(sequence.context_logits),
-        generation_logits=None if draw.logits is None else b"".join(draw.logits),
+        generation_logits=None if sampled.logits is None else b"".join(sampled.logits),
         finished=finished,
         failure=failure,
         stop_token=stop_token,
@@ -65,19 +65,19 @@ def append(sequence: Sequence, draw: Draw) -> TokenDelta:
     return delta
 
 
-def _replace(sequence: Sequence) -> None:
-    """Mark the next token that is appended as one that the workers did not sample, and have to be sent."""
+def _resend_next_token(sequence: Sequence) -> None:
+    """Have the next token that is appended sent to the workers, which have sampled another or none."""
     first = len(sequence.tokens)
-    sequence.replaced = first if sequence.replaced is None else min(sequence.replaced, first)
+    sequence.resend_from = first if sequence.resend_from is None else min(sequence.resend_from, first)
 
 
-def failed(sequence: Sequence, failure: Failure) -> TokenDelta:
-    """The last delta of a sequence that ends with ``failure``."""
+def error_delta(sequence: Sequence, failure: Failure) -> TokenDelta:
+    """The delta that ends a sequence with ``failure``."""
     request_id, finished = sequence.request.request_id, FinishReason.ERROR
     return TokenDelta(request_id=request_id, sequence=sequence.index, finished=finished, failure=failure)
 
 
-def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
+def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
     """Pool hidden states of a prompt, ``[tokens, hidden]`` float32. Returns the delta with the embedding when the whole
     prompt is computed, None before."""
     assert sequence.pooled is not None
@@ -93,7 +93,7 @@ def pool(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
     )
 
 
-def _may_jump(sequence: Sequence) -> bool:
+def _may_jump_forward(sequence: Sequence) -> bool:
     """Whether forced tokens may be appended without being sampled: not where logprobs or logits of each are returned,
     or a stop string may end the sequence within them."""
     sampling = sequence.request.sampling

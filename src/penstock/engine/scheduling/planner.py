@@ -8,21 +8,21 @@ from penstock.config.options import SchedulerOptions
 
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import CacheHit, KVCacheManager
-from ..sequence.plan import Item, Plan
+from ..sequence.plan import Plan, ScheduledSequence
 from ..sequence.sequence import Sequence, State
 from ..spec.speculation import Speculation
 from .admission import Admission
 from .preemption import Preemption
-from .running import Running
+from .running import RunningBatch
 from .sequence_group import SequenceGroup
-from .waiting import Waiting
+from .waiting import WaitingQueue
 
 
 class Planner:
     """Plans steps: running sequences first, then waiting ones, then drafts, while the token budget lasts.
 
     Args:
-        device: blocks of the KV cache.
+        device_pool: blocks of the KV cache.
         groups: the unfinished requests' sequences, by request id.
         pipeline_stages: as of ``Scheduler``.
     """
@@ -30,17 +30,17 @@ class Planner:
     def __init__(
         self,
         options: SchedulerOptions,
-        device: BlockPool,
+        device_pool: BlockPool,
         kv: KVCacheManager,
-        running: Running,
-        waiting: Waiting,
+        running: RunningBatch,
+        waiting: WaitingQueue,
         groups: Mapping[str, SequenceGroup],
         preemption: Preemption,
         admission: Admission,
         pipeline_stages: int,
     ) -> None:
         self._options = options
-        self._device = device
+        self._device_pool = device_pool
         self._kv = kv
         self._running = running
         self._waiting = waiting
@@ -55,16 +55,16 @@ class Planner:
         An empty plan: nothing can run before a step in flight is collected, or there is nothing to run.
         """
         plan, preemptions = Plan(len(self._running)), self._preemption.count
-        plan.drafting = speculation is not None and speculation.drafts_with(plan.num_running)
+        plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
         share = -(-len(self._running) // self._pipeline_stages)
         for sequence in list(self._running):
-            if not budget or len(plan.items) == share:
+            if not budget or len(plan.scheduled) == share:
                 break
             if sequence.state is not State.RUNNING:
                 continue  # preempted by one before it
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)
-            if count and self._grow(sequence, count, plan):
+            if count and self._allocate_slots(sequence, count, plan):
                 self._schedule(sequence, count, plan)
                 budget -= count
         joins = not self._running or self._options.batching_type == "inflight"
@@ -75,42 +75,44 @@ class Planner:
         return plan
 
     def _num_new_tokens(self, sequence: Sequence, drafting: bool) -> int:
-        """Tokens of a running sequence that the step would compute if its budget had no limit."""
+        """Number of tokens of a running sequence to compute in this step, before the token budget is applied. 0 while
+        it is paused, its drafts are being verified, or its next token depends on one in flight."""
         total = len(sequence.tokens) + sequence.num_pending
         if sequence.paused or sequence.num_draft_tokens:
             return 0
         if sequence.num_pending and (
             total >= sequence.max_len  # the last token is in flight
-            or sequence.num_candidates  # beams are ranked only when all have their candidates
+            or sequence.num_candidates  # the next beams are selected only when all have their candidates
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
-            or sequence.guide  # what may come next depends on it
+            or sequence.guide  # the allowed tokens depend on it
             or drafting  # and so does a draft
         ):
             return 0
         threshold = self._options.long_prefill_token_threshold
         return min(total - sequence.num_scheduled, threshold or total)
 
-    def _grow(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Allocate blocks for ``count`` more tokens, preempting where none are free. False: not in this step."""
-        missing = self._preemption.make_room(sequence, count, plan)
-        if missing:
-            plan.copies += self._kv.grow(sequence, missing)
-        return missing is not None
+    def _allocate_slots(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Allocate blocks for ``count`` more tokens, preempting where too few are free. Returns False where the
+        sequence cannot be part of this step."""
+        num_blocks = self._preemption.make_room(sequence, count, plan)
+        if num_blocks:
+            plan.copies += self._kv.append_slots(sequence, num_blocks)
+        return num_blocks is not None
 
     def _schedule(self, sequence: Sequence, count: int, plan: Plan) -> None:
         """Add ``count`` tokens of a sequence to the plan; their blocks are allocated."""
         start = sequence.num_scheduled
         sequence.num_scheduled += count
         sequence.inflight_steps += 1
-        samples: tuple[Sequence, ...] = ()
+        sampling: tuple[Sequence, ...] = ()
         if sequence.num_scheduled == len(sequence.tokens) + sequence.num_pending and not sequence.pooled:
-            samples = (sequence, *self._fork(sequence))
-            for sampling in samples:
-                sampling.num_pending += 1
-        plan.items.append(Item(sequence, start, count, samples, []))
+            sampling = (sequence, *self._fork(sequence))
+            for one in sampling:
+                one.num_pending += 1
+        plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
-        """Start the request's other sequences, where ``first`` samples its first token."""
+        """Fork and start the request's other sequences, now that ``first`` samples its first token. Returns them."""
         if not first.num_unforked:
             return []
         siblings = self._groups[first.request.request_id].fork(self._kv)
@@ -118,16 +120,16 @@ class Planner:
         return siblings
 
     def _schedule_waiting(self, plan: Plan, budget: int) -> None:
-        """Start waiting sequences in their order, until one does not fit."""
+        """Start waiting sequences in scheduling order, until one does not fit."""
         options = self._options
         partial = [sequence for sequence in self._running if sequence.is_partial_prefill]
         num_long = sum(map(self._waiting.is_long, partial))
         while budget:
-            sequence = self._waiting.first(with_long=num_long < options.max_long_partial_prefills)
-            if sequence is None or self._running.num_free_slots < 1 + sequence.num_unforked or sequence.swapping_out:
+            sequence = self._waiting.peek(include_long=num_long < options.max_long_partial_prefills)
+            if sequence is None or self._running.num_free_rows < 1 + sequence.num_unforked or sequence.swapping_out:
                 return
-            hit = self._kv.find_cached(sequence)
-            remaining = len(sequence.tokens) - hit.start
+            hit = self._kv.find_cache_hit(sequence)
+            remaining = len(sequence.tokens) - hit.num_computed
             count = min(remaining, budget, options.long_prefill_token_threshold or budget)
             if count < remaining:
                 if not options.enable_chunked_prefill or len(partial) >= options.max_num_partial_prefills:
@@ -140,38 +142,39 @@ class Planner:
             budget -= count
 
     def _start(self, sequence: Sequence, hit: CacheHit, count: int, plan: Plan) -> bool:
-        """Run a waiting sequence, with blocks for ``count`` tokens behind ``hit``. False where too few are free."""
+        """Start a waiting sequence, with blocks for ``count`` tokens after ``hit``. Returns False where too few are
+        free."""
         if not self._kv.allocate(sequence, hit, count, alone=not self._running):
             return False
-        self._waiting.leave(sequence)
+        self._waiting.remove(sequence)
         if sequence.state is State.SWAPPED:
             plan.swap_in += self._kv.swap_in(sequence)
         if sequence.cached is None:
-            self._admission.started(sequence, hit.start)
-        sequence.num_computed = sequence.num_scheduled = hit.start
+            self._admission.record_start(sequence, hit.num_computed)
+        sequence.num_computed = sequence.num_scheduled = hit.num_computed
         self._running.start(sequence)
         return True
 
     def _schedule_drafts(self, plan: Plan, speculation: Speculation) -> None:
-        """Add draft tokens to sequences that sample, within what is left of the budget, and in free blocks only: no
+        """Add draft tokens to decoding sequences, within the rest of the token budget. They take free blocks only: no
         sequence is preempted for drafts."""
         budget = self._options.max_num_batched_tokens - plan.tokens
-        for item in plan.items:
+        for item in plan.scheduled:
             sequence = item.sequence
             if (
-                item.samples != (sequence,)
+                item.sampling_sequences != (sequence,)
                 or sequence.num_pending > 1
                 or not sequence.generated
                 or sequence.num_candidates
             ):
                 continue
             max_len = min(budget, sequence.max_len - len(sequence.tokens) - 1)
-            draft = speculation.draft(sequence, max_len) if max_len > 0 else []
-            missing = self._kv.missing(sequence, len(draft))
-            if not draft or missing > self._device.free:
+            draft = speculation.draft_token_ids(sequence, max_len) if max_len > 0 else []
+            num_blocks = self._kv.num_blocks_to_allocate(sequence, len(draft))
+            if not draft or num_blocks > self._device_pool.num_free:
                 continue
-            if missing:
-                plan.copies += self._kv.grow(sequence, missing)
+            if num_blocks:
+                plan.copies += self._kv.append_slots(sequence, num_blocks)
             item.draft.extend(draft)
             sequence.num_draft_tokens = len(draft)
             sequence.num_scheduled += len(draft)

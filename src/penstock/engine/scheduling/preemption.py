@@ -10,10 +10,10 @@ from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from .running import Running
+from .running import RunningBatch
 from .sequence_group import SequenceGroup
 from .step_builder import StepBuilder
-from .waiting import Waiting
+from .waiting import WaitingQueue
 
 
 class Preemption:
@@ -29,10 +29,10 @@ class Preemption:
     def __init__(
         self,
         options: SchedulerOptions,
-        device: BlockPool,
+        device_pool: BlockPool,
         kv: KVCacheManager,
-        running: Running,
-        waiting: Waiting,
+        running: RunningBatch,
+        waiting: WaitingQueue,
         groups: Mapping[str, SequenceGroup],
         builder: StepBuilder,
     ) -> None:
@@ -41,7 +41,7 @@ class Preemption:
         self.num_sequences = 0
         """Sequences that were preempted at least once since the engine started."""
         self._swaps = options.preemption_mode == "swap"
-        self._device = device
+        self._device_pool = device_pool
         self._kv = kv
         self._running = running
         self._waiting = waiting
@@ -49,34 +49,33 @@ class Preemption:
         self._builder = builder
 
     def make_room(self, sequence: Sequence, count: int, plan: Plan) -> int | None:
-        """Preempt others, and at last the sequence itself, until there are free blocks for ``count`` more tokens of a
-        running sequence.
+        """Preempt other sequences, and at last this one, until there are free blocks for ``count`` more tokens of it.
 
-        Returns how many blocks these take; None where the sequence cannot be part of this step: it was preempted, or
-        the next to be preempted is in a step in flight.
+        Returns how many blocks to allocate for them. None where the sequence cannot be part of this step: it was
+        preempted itself, or the next sequence to preempt is in a step in flight.
         """
-        while (missing := self._kv.missing(sequence, count)) > self._device.free:
+        while (num_blocks := self._kv.num_blocks_to_allocate(sequence, count)) > self._device_pool.num_free:
             victim = self._running.last
             if any(one.inflight_steps for one in self._preempted_with(victim)):
                 return None
             self._preempt(victim, plan)
             if sequence.state is not State.RUNNING:
                 return None
-        return missing
+        return num_blocks
 
     def confirm_swaps(self, plan: Plan) -> None:
-        """To be called when ``plan`` was computed: the sequences that it swapped out may be swapped in again."""
+        """Allow the sequences that ``plan`` swapped out to be swapped in again; to be called when it was computed."""
         for sequence in plan.swapped:
             sequence.swapping_out = False
 
     def cancel_swaps(self, plan: Plan) -> None:
-        """To be called when ``plan`` has failed: the sequences that it swapped out will be recomputed."""
+        """Let the sequences that ``plan`` swapped out be recomputed; to be called when it has failed."""
         self.confirm_swaps(plan)
         for sequence in plan.swapped:
             if sequence.state is State.SWAPPED:
-                self._waiting.leave(sequence)
+                self._waiting.remove(sequence)
                 self._kv.release_host(sequence)
-                sequence.forget_computed()
+                sequence.reset_computed()
                 self._waiting.push(sequence)
 
     def _preempted_with(self, sequence: Sequence) -> list[Sequence]:
@@ -96,13 +95,13 @@ class Preemption:
             for other in others:
                 other.state = State.FINISHED
                 self._running.release(other)
-            group.restart_search(self._device.block_size)
-            self._builder.drop_branches(group.request.request_id)
+            group.restart_search(self._device_pool.block_size)
+            self._builder.drop_beam_steps(group.request.request_id)
         elif self._swaps and (moved := self._kv.swap_out(victim)):
             plan.swap_out += moved
             plan.swapped.append(victim)
             victim.state, victim.swapping_out = State.SWAPPED, True
         if victim.state is not State.SWAPPED:
-            victim.forget_computed()
+            victim.reset_computed()
         self._running.release(victim)
         self._waiting.push(victim)

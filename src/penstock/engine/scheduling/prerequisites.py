@@ -1,4 +1,4 @@
-"""Prerequisites: futures that a request needs before it is queued, such as a compiled grammar."""
+"""Prerequisites: futures that must be done before a request is queued, such as the compilation of its grammar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..sequence.sequence import Sequence
 
 
 class Prerequisite(NamedTuple):
-    """A future that a request needs before it can run."""
+    """A future that must be done before a request is queued."""
 
     future: Future[Any]
     """Requests may share it. It is cancelled when the last of them ends before it is done."""
@@ -24,15 +24,15 @@ class Prerequisites:
     """Sequences with prerequisites that are not done, in the order of arrival."""
 
     def __init__(self) -> None:
-        self._of: dict[Sequence, list[Prerequisite]] = {}
+        self._waiting: dict[Sequence, list[Prerequisite]] = {}
         self._users: dict[Future[Any], int] = {}
         """Number of sequences that need a future."""
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._of)
+        return iter(self._waiting)
 
     @property
     def futures(self) -> list[Future[Any]]:
@@ -41,14 +41,14 @@ class Prerequisites:
 
     def add(self, sequence: Sequence, prerequisites: list[Prerequisite]) -> None:
         """Add a sequence that needs all of ``prerequisites``."""
-        self._of[sequence] = prerequisites
+        self._waiting[sequence] = prerequisites
         for future, _ in prerequisites:
             self._users[future] = self._users.get(future, 0) + 1
 
     def remove(self, sequence: Sequence) -> bool:
         """Remove a sequence, and cancel futures that have not begun and that no other sequence needs. Returns whether
-        the sequence was here."""
-        prerequisites = self._of.pop(sequence, None)
+        the sequence was among these."""
+        prerequisites = self._waiting.pop(sequence, None)
         for future, _ in prerequisites or ():
             self._users[future] -= 1
             if not self._users[future]:
@@ -61,7 +61,7 @@ class Prerequisites:
         ``apply``, None where all went well; the caller has to ``remove`` it."""
         if not any(future.done() for future in self._users):
             return
-        for sequence, prerequisites in list(self._of.items()):
+        for sequence, prerequisites in list(self._waiting.items()):
             if all(future.done() for future, _ in prerequisites):
                 yield sequence, _apply(sequence, prerequisites)
 

@@ -1,4 +1,4 @@
-"""The running sequences and the batch slots that they take."""
+"""The running batch: the running sequences, and their rows in the workers' batch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Iterator
 
 from ..kv.cache_manager import KVCacheManager
 from ..sequence.sequence import Sequence, State
-from .waiting import Turn
+from .waiting import ScheduleKey
 
 
-class Running:
+class RunningBatch:
     """The running sequences, in scheduling order: steps are planned from the first on, the last is preempted first.
 
-    Each takes one batch slot (``Sequence.row``) until it has stopped running and no step in flight computes it. Slots
-    are reserved for the sequences that are still to be forked from a running one.
+    Each has one row of the workers' batch (``Sequence.row``) until it has stopped running and no step in flight
+    computes it. Rows are reserved for the sequences that are still to be forked from a running one.
 
     Args:
-        max_num_seqs: number of batch slots.
-        turn: sort key of a sequence (``Waiting.turn``).
+        max_num_seqs: number of rows.
+        schedule_key: sort key of a sequence (``WaitingQueue.schedule_key``).
     """
 
-    def __init__(self, max_num_seqs: int, kv: KVCacheManager, turn: Callable[[Sequence], Turn]) -> None:
+    def __init__(self, max_num_seqs: int, kv: KVCacheManager, schedule_key: Callable[[Sequence], ScheduleKey]) -> None:
         self._kv = kv
-        self._turn = turn
+        self._schedule_key = schedule_key
         self._sequences: list[Sequence] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._num_reserved = 0
+        self._num_reserved_rows = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -36,40 +36,40 @@ class Running:
 
     @property
     def last(self) -> Sequence:
-        """The sequence to be preempted first; there must be one."""
+        """The sequence to preempt first. Raises ``IndexError`` where none runs."""
         return self._sequences[-1]
 
     @property
-    def num_free_slots(self) -> int:
-        """Batch slots that are neither taken nor reserved."""
-        return len(self._free_rows) - self._num_reserved
+    def num_free_rows(self) -> int:
+        """Number of rows that are neither taken nor reserved."""
+        return len(self._free_rows) - self._num_reserved_rows
 
     def start(self, sequence: Sequence) -> None:
-        """Run a sequence whose blocks are allocated. Takes a slot, and reserves one for each that is to be forked from
-        it; the caller has checked ``num_free_slots``."""
+        """Run a sequence whose blocks are allocated. Takes a row, and reserves one for each sequence that is to be
+        forked from it; the caller has checked ``num_free_rows``."""
         sequence.state = State.RUNNING
         sequence.row, sequence.sent_blocks = self._free_rows.pop(), -1
-        self._num_reserved += sequence.num_unforked
-        bisect.insort(self._sequences, sequence, key=self._turn)
+        self._num_reserved_rows += sequence.num_unforked
+        bisect.insort(self._sequences, sequence, key=self._schedule_key)
 
     def start_forks(self, first: Sequence, siblings: list[Sequence]) -> None:
-        """Run all sequences that were to be forked from ``first``, in the slots that were reserved for them. They take
-        part in the step in which ``first`` does."""
-        self._num_reserved -= first.num_unforked
+        """Run all sequences forked from ``first``, in the rows that were reserved for them, and count them as part of
+        the step in flight of ``first``."""
+        self._num_reserved_rows -= first.num_unforked
         first.num_unforked = 0
         for sibling in siblings:
             sibling.inflight_steps = 1
             self.start(sibling)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence, which keeps its slot and blocks until ``release``."""
-        del self._sequences[bisect.bisect_left(self._sequences, self._turn(sequence), key=self._turn)]
-        self._num_reserved -= sequence.num_unforked
+        """Stop running a sequence, which keeps its row and blocks until ``release``."""
+        del self._sequences[bisect.bisect_left(self._sequences, self._schedule_key(sequence), key=self._schedule_key)]
+        self._num_reserved_rows -= sequence.num_unforked
         self._kv.unreserve(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free slot and blocks of a sequence that was removed, unless a step in flight computes it: then call again
-        once the step is collected. A sequence without a slot is ignored."""
+        """Free row and blocks of a removed sequence. Does nothing while a step in flight computes it: call it again
+        once that step is collected. A sequence without a row is ignored."""
         if sequence.inflight_steps == 0 and sequence.row >= 0:
             self._free_rows.append(sequence.row)
             sequence.row = -1

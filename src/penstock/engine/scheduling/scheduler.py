@@ -5,8 +5,8 @@ not computed yet; chunked prefill, decoding, cache hits and recomputation differ
 ``schedule`` can plan a step while the one before it is in flight, whose tokens are then unknown, and blocks are freed
 only after the last step that uses them.
 
-``Admission`` accepts requests, ``Planner`` plans a step, ``Preemption`` takes blocks back, ``Running`` holds the batch
-slots, ``SequenceGroup`` a request's sequences.
+``Admission`` accepts requests, ``Planner`` plans a step, ``Preemption`` frees blocks for it, ``RunningBatch`` assigns
+rows of the workers' batch, ``SequenceGroup`` holds a request's sequences.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ..kv.cache_manager import KVCacheManager
 from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
 from ..spec.speculation import Speculation
-from ..step import Draw, StepOutput
+from ..step import SampledTokens, StepOutput
 from .admission import Admission
-from .outputs import append, failed, pool
+from .outputs import append_tokens, error_delta, pool_hidden_states
 from .planner import Planner
 from .preemption import Preemption
 from .prerequisites import Prerequisite
-from .running import Running
+from .running import RunningBatch
 from .sequence_group import SequenceGroup
 from .step_builder import StepBuilder
-from .waiting import Waiting
+from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_FAILED = Failure(Code.INTERNAL, "the output cannot go on; the log says why")
+OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has its traceback")
 
 
 class Scheduler:
     """Schedules sequences.
 
     Args:
-        device: blocks of the KV cache.
-        host: blocks of the host tier, to which sequences are swapped; None where there is none.
+        device_pool: blocks of the KV cache.
+        host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
-        slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
+        lora_slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
         pipeline_stages: of the workers. Each step computes a share of the running sequences, so that every stage has a
             step to compute.
 
@@ -58,28 +58,30 @@ class Scheduler:
     def __init__(
         self,
         options: SchedulerOptions,
-        device: BlockPool,
-        host: BlockPool | None = None,
+        device_pool: BlockPool,
+        host_pool: BlockPool | None = None,
         weights: str = "",
-        slots: Mapping[str, int] | None = None,
+        lora_slots: Mapping[str, int] | None = None,
         pipeline_stages: int = 1,
     ) -> None:
         self.options = options
-        self.device = device
-        self.host = host
+        self.device_pool = device_pool
+        self.host_pool = host_pool
         self.speculation: Speculation | None = None
         """Speculative decoding; None where it is off."""
-        self.builder = StepBuilder(slots, send_sampled=pipeline_stages > 1)
-        """Makes the workers' messages of plans."""
+        self.builder = StepBuilder(lora_slots, send_sampled=pipeline_stages > 1)
+        """Builds the workers' messages from plans."""
         self._groups: dict[str, SequenceGroup] = {}
-        self._kv = KVCacheManager(options, device, host, weights)
-        self.waiting = Waiting(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
-        self.running = Running(options.max_num_seqs, self._kv, self.waiting.turn)
-        self.admission = Admission(options, device, self._kv, self.waiting, self.running)
-        self._preemption = Preemption(options, device, self._kv, self.running, self.waiting, self._groups, self.builder)
+        self._kv = KVCacheManager(options, device_pool, host_pool, weights)
+        self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
+        self.running = RunningBatch(options.max_num_seqs, self._kv, self.waiting.schedule_key)
+        self.admission = Admission(options, device_pool, self._kv, self.waiting, self.running)
+        self._preemption = Preemption(
+            options, device_pool, self._kv, self.running, self.waiting, self._groups, self.builder
+        )
         self._planner = Planner(
             options,
-            device,
+            device_pool,
             self._kv,
             self.running,
             self.waiting,
@@ -107,15 +109,15 @@ class Scheduler:
         return self._preemption.num_sequences
 
     @property
-    def paused(self) -> int:
+    def num_preempted_waiting(self) -> int:
         """Number of preempted sequences that wait to run again."""
-        every = (sequence for group in self._groups.values() for sequence in group.sequences)
-        return sum(one.state in (State.WAITING, State.SWAPPED) and one.cached is not None for one in every)
+        sequences = (sequence for group in self._groups.values() for sequence in group.sequences)
+        return sum(one.state in (State.WAITING, State.SWAPPED) and one.cached is not None for one in sequences)
 
     @property
     def blocks_reused(self) -> int:
-        """Number of blocks found in the prefix cache since the engine started."""
-        return self._kv.reused
+        """Number of blocks that sequences took from the prefix cache since the engine started."""
+        return self._kv.num_hit_blocks
 
     @property
     def unfinished(self) -> int:
@@ -131,8 +133,8 @@ class Scheduler:
         return {group.request.adapter for group in self._groups.values()}
 
     @property
-    def awaited(self) -> list[Future[Any]]:
-        """Futures of the prerequisites that requests wait for."""
+    def pending_prerequisites(self) -> list[Future[Any]]:
+        """Futures that requests wait for before they are queued."""
         return self.admission.prerequisites.futures
 
     # --- Requests ---------------------------------------------------------------------------------------------------
@@ -141,21 +143,21 @@ class Scheduler:
         """Queue a request.
 
         Args:
-            prerequisites: called if the request is accepted; it runs once all that are returned are done.
+            prerequisites: called if the request is accepted; the request is queued once all that it returns are done.
 
         Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
         """
-        request = self.admission.fitted(request)
+        request = self.admission.validate_and_clamp(request)
         if request.request_id in self._groups:
             raise invalid("request_id", f"{request.request_id!r} is in use")
-        first = self.admission.sequence(request)
+        first = self.admission.new_sequence(request)
         self.admission.check_queue(first)
-        self.admission.accept(first, prerequisites())
+        self.admission.enqueue(first, prerequisites())
         self._groups[request.request_id] = SequenceGroup(first)
 
-    def admit_ready(self) -> list[TokenDelta]:
+    def enqueue_prepared(self) -> list[TokenDelta]:
         """Queue requests whose prerequisites are done. Returns the last deltas of those whose prerequisites failed."""
-        return self._abort_all(self.admission.admit_ready())
+        return self._abort_all(self.admission.enqueue_prepared())
 
     def expire(self, now: float) -> list[TokenDelta]:
         """End requests whose deadline has passed, or whose time in the queue is over, at monotonic time ``now``.
@@ -166,7 +168,8 @@ class Scheduler:
         return [delta for request_id, failure in failures for delta in self.abort(request_id, failure)]
 
     def pause(self, request_id: str, paused: bool) -> None:
-        """Generate no more tokens for a request, or continue. A paused sequence keeps its blocks unless preempted."""
+        """Pause (True) or resume (False) a request: no tokens are generated while it is paused. A paused sequence keeps
+        its blocks unless preempted."""
         if group := self._groups.get(request_id):
             for sequence in group.sequences:
                 sequence.paused = paused
@@ -192,8 +195,8 @@ class Scheduler:
             if index < sampling.num_returned
         ]
 
-    def stop(self, request_id: str, index: int) -> None:
-        """End one sequence, in whose text the caller has found a stop string. There is no delta of it."""
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, in whose text the caller has found a stop string. No delta is returned for it."""
         if group := self._groups.get(request_id):
             for sequence in group.unfinished:
                 if sequence.index == index:
@@ -204,12 +207,12 @@ class Scheduler:
         """Take a sequence out of the queue or the batch. Its blocks are freed once no step in flight uses them."""
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
-        elif not self.admission.leave(sequence):
-            self.waiting.leave(sequence)
+        elif not self.admission.remove_sequence(sequence):
+            self.waiting.remove(sequence)
             self._kv.release_host(sequence)
         sequence.state = State.FINISHED
         self.running.release(sequence)
-        self.admission.forget_startable()
+        self.admission.invalidate_free_capacity()
 
     def _remove_if_ended(self, request_id: str) -> None:
         if not self._groups[request_id].unfinished:
@@ -218,79 +221,86 @@ class Scheduler:
     def _remove(self, request_id: str) -> None:
         """Drop a request, whose sequences have all ended."""
         group = self._groups.pop(request_id)
-        self.builder.drop_branches(request_id)
-        self.admission.forget(group.first)
+        self.builder.drop_beam_steps(request_id)
+        self.admission.remove_request(group.first)
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
         """Plan one step. An empty plan: nothing can run before a step in flight is collected, or there is nothing to
         run."""
-        self.admission.forget_startable()
+        self.admission.invalidate_free_capacity()
         return self._planner.plan(self.speculation)
 
     def fail(self, plan: Plan, failure: Failure) -> list[TokenDelta]:
         """End all requests of a step that could not be sent or computed; returns their last deltas."""
-        for item in plan.items:
-            for sequence in {item.sequence, *item.samples}:
+        for item in plan.scheduled:
+            for sequence in {item.sequence, *item.sampling_sequences}:
                 sequence.inflight_steps -= 1
-        requests = {item.sequence.request.request_id for item in plan.items}
+        requests = {item.sequence.request.request_id for item in plan.scheduled}
         deltas = [delta for request_id in requests for delta in self.abort(request_id, failure)]
         self._preemption.cancel_swaps(plan)
-        for item in plan.items:
-            for sequence in (item.sequence, *item.samples):
+        for item in plan.scheduled:
+            for sequence in (item.sequence, *item.sampling_sequences):
                 self.running.release(sequence)
         return deltas
 
     def update(self, plan: Plan, output: StepOutput) -> list[TokenDelta]:
         """Process the output of the oldest step in flight. Returns a delta for each sequence that got something."""
-        self.admission.forget_startable()
+        self.admission.invalidate_free_capacity()
         self._preemption.confirm_swaps(plan)
         deltas: list[TokenDelta] = []
-        draws = iter(output.draws)
-        for i, item in enumerate(plan.items):
+        outputs = iter(output.sampled)
+        for i, item in enumerate(plan.scheduled):
             first, end = item.sequence, item.start + item.length
-            drawn = [next(draws) for _ in item.samples]
-            if first.num_draft_tokens and drawn:  # all that was drawn but the last token are accepted drafts
-                end += max(len(drawn[0].token_ids), 1) - 1
+            sampled = [next(outputs) for _ in item.sampling_sequences]
+            if first.num_draft_tokens and sampled:  # all sampled tokens but the last are accepted drafts
+                accepted = sampled[0].token_ids[:-1]
+                end += len(accepted)
                 first.num_scheduled, first.num_draft_tokens = end, 0
-                self._set_computed(first, item.start, end, drawn[0].token_ids[:-1])
+                self._set_computed(first, item.start, end, accepted)
             else:
                 self._set_computed(first, item.start, end)
-            if any(draw.failure and draw.failure.code is Code.INTERNAL for draw in drawn):
+            if any(one.failure and one.failure.code is Code.INTERNAL for one in sampled):
                 self._kv.uncache(first)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += output.prompt_logprobs.get(i, [])
             if first.context_logits is not None and i in output.context_logits:
                 first.context_logits.append(output.context_logits[i])
-            if first.pooled and first.state is not State.FINISHED and i in output.states:
-                deltas += self._finish_if_done(first, pool(first, output.states[i]))
-            for sequence, draw in zip(item.samples, drawn, strict=True):
+            if first.pooled and first.state is not State.FINISHED and i in output.pooler_hidden_states:
+                deltas += self._finish_if_done(first, pool_hidden_states(first, output.pooler_hidden_states[i]))
+            for sequence, one in zip(item.sampling_sequences, sampled, strict=True):
                 if sequence is not first:
                     self._set_computed(sequence, end, end)
                 sequence.num_pending -= 1
                 if sequence.state is State.FINISHED:
                     continue
-                deltas += self._add_candidates(sequence, draw) if sequence.num_candidates else self._add(sequence, draw)
+                deltas += (
+                    self._add_candidates(sequence, one) if sequence.num_candidates else self._append(sequence, one)
+                )
         return deltas
 
-    def _set_computed(self, sequence: Sequence, start: int, end: int, drawn: list[int] | None = None) -> None:
-        """Tokens ``start`` to ``end`` of a sequence are computed; the last of them may be ``drawn`` ones, which are not
-        appended to it yet."""
+    def _set_computed(self, sequence: Sequence, start: int, end: int, accepted: list[int] | None = None) -> None:
+        """Record that a step has computed tokens ``start`` to ``end`` of a sequence, and cache the blocks that they
+        have filled.
+
+        Args:
+            accepted: draft tokens that were accepted: the last of the computed tokens, not yet appended.
+        """
         sequence.inflight_steps -= 1
         if sequence.state is State.FINISHED:
             self.running.release(sequence)
             return
         sequence.num_computed = end
-        self._kv.cache(sequence, start, end, drawn or [])
+        self._kv.cache_full_blocks(sequence, start, end, accepted or [])
 
-    def _add(self, sequence: Sequence, draw: Draw) -> list[TokenDelta]:
-        """Append drawn tokens. An error of a grammar's backend fails this sequence alone."""
+    def _append(self, sequence: Sequence, sampled: SampledTokens) -> list[TokenDelta]:
+        """Append sampled tokens. An error of a grammar's backend fails this sequence alone."""
         try:
-            delta = append(sequence, draw)
+            delta = append_tokens(sequence, sampled)
         except Exception:
-            logger.exception("request %s cannot go on", sequence.request.request_id)
-            delta = failed(sequence, OUTPUT_FAILED)
+            logger.exception("an internal error ended request %s", sequence.request.request_id)
+            delta = error_delta(sequence, OUTPUT_FAILED)
         return self._finish_if_done(sequence, delta)
 
     def _finish_if_done(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
@@ -300,24 +310,24 @@ class Scheduler:
             self._remove_if_ended(sequence.request.request_id)
         return [delta] if delta else []
 
-    def _add_candidates(self, beam: Sequence, draw: Draw) -> list[TokenDelta]:
-        """Pass a beam's candidates to its search. With the last beam's the search selects the next beams, or ends;
-        returns its deltas when it has ended."""
+    def _add_candidates(self, beam: Sequence, sampled: SampledTokens) -> list[TokenDelta]:
+        """Pass a beam's candidates to its search. Once all beams have theirs, the search selects the next beams, or
+        ends. Returns its deltas when it has ended."""
         request_id = beam.request.request_id
-        if draw.failure:
-            return self.abort(request_id, draw.failure)
+        if sampled.failure:
+            return self.abort(request_id, sampled.failure)
         group = self._groups[request_id]
-        assert group.search and draw.candidates is not None
-        group.search.add_candidates(beam.index, draw.candidates)
+        assert group.search and sampled.candidates is not None
+        group.search.add_candidates(beam.index, sampled.candidates)
         if not group.search.ready:
             return []
         try:
-            branches = group.search.select(group.sequences)
+            beam_steps = group.search.select(group.sequences)
         except Exception:
-            logger.exception("request %s cannot go on", request_id)
+            logger.exception("an internal error ended request %s", request_id)
             return self.abort(request_id, OUTPUT_FAILED)
-        if branches:
-            self.builder.add_branches(request_id, group.branch(branches, self._kv))
+        if beam_steps:
+            self.builder.add_beam_steps(request_id, group.reorder_beams(beam_steps, self._kv))
             return []
         for one in group.sequences:
             self._end(one)

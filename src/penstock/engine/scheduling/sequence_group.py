@@ -1,10 +1,10 @@
-"""The sequences of one request: forked from the first, and rearranged by a beam search."""
+"""The sequences of one request: forked from the first, and reordered by a beam search."""
 
 from __future__ import annotations
 
 from ..guided import Guide
 from ..kv.cache_manager import KVCacheManager
-from ..sequence.beam_search import BeamSearch, Branch
+from ..sequence.beam_search import BeamSearch, BeamStep
 from ..sequence.sequence import Sequence, State
 
 
@@ -21,7 +21,7 @@ class SequenceGroup:
         self.request = first.request
         self.sequences = [first]
         self.search: BeamSearch | None = None
-        """The beam search among them; None where they sample."""
+        """The beam search over them; None where they sample."""
         self.preempted: set[int] = set()
         """Indices of those that were preempted at least once."""
         self._first_guide: Guide | None = None
@@ -52,21 +52,22 @@ class SequenceGroup:
         self.sequences += siblings
         return siblings
 
-    def branch(self, branches: list[Branch], kv: KVCacheManager) -> list[int]:
-        """Let beam ``i`` continue as ``branches[i]`` says. Returns what the workers have to be told, as in
-        ``RowUpdates.branches``."""
+    def reorder_beams(self, beam_steps: list[BeamStep], kv: KVCacheManager) -> list[int]:
+        """Let beam ``i`` continue from the parent, and with the token, of ``beam_steps[i]``. Returns the workers'
+        update, as in ``RowUpdates.beam_steps``."""
         rows = [beam.row for beam in self.sequences]
-        kv.branch(self.sequences, [branch.parent for branch in branches], [branch.token for branch in branches])
+        kv.reorder_beams(self.sequences, [step.parent for step in beam_steps], [step.token for step in beam_steps])
         updates: list[int] = []
-        for beam, branch in zip(self.sequences, branches, strict=True):
-            beam.guide = branch.guide
-            updates += (beam.row, rows[branch.parent], len(beam.tokens) - 1, branch.token)
+        for beam, step in zip(self.sequences, beam_steps, strict=True):
+            beam.guide = step.guide
+            updates += (beam.row, rows[step.parent], len(beam.tokens) - 1, step.token)
         return updates
 
     def restart_search(self, block_size: int) -> None:
-        """Reduce a preempted beam search to its first beam before its first token. The caller has ended the others.
+        """Restart a preempted beam search from the prompt, with the first sequence alone. The caller has ended the
+        others.
 
-        Swapped or recomputed one by one, beams would not share blocks, and might not find room together.
+        Beams that were swapped or recomputed one by one would no longer share blocks, and might not fit together.
         """
         first = self.first
         if len(self.sequences) > 1:

@@ -1,10 +1,9 @@
-"""The step builder: makes the workers' message (``StepInput``) of a plan."""
+"""The step builder: makes the workers' message (``StepInput``) from a plan."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Row
 
 import numpy as np
 
@@ -16,73 +15,75 @@ from ..step import EMPTY, NewRow, RowUpdates, StepInput
 
 
 class StepBuilder:
-    """Makes messages of plans. A message has only what the workers do not know yet: ``Sequence.sent_blocks`` and
-    ``Sequence.replaced`` say how much of a sequence was sent.
+    """Builds the workers' messages from plans. A message has only what the workers do not know yet:
+    ``Sequence.sent_blocks`` and ``Sequence.resend_from`` say how much of a sequence was sent.
 
     Args:
-        slots: LoRA slot by adapter (``EngineRequest.adapter``).
+        lora_slots: LoRA slot by adapter (``EngineRequest.adapter``).
         send_sampled: whether sampled tokens are sent with the step that computes them, to workers that do not sample.
     """
 
-    def __init__(self, slots: Mapping[str, int] | None = None, send_sampled: bool = False) -> None:
-        self._slots = slots or {}
+    def __init__(self, lora_slots: Mapping[str, int] | None = None, send_sampled: bool = False) -> None:
+        self._lora_slots = lora_slots or {}
         self._send_sampled = send_sampled
-        self._branches: dict[str, list[int]] = {}
+        self._beam_steps: dict[str, list[int]] = {}
 
-    def add_branches(self, request_id: str, branches: list[int]) -> None:
-        """Send ``branches`` (as in ``RowUpdates.branches``) of a request's beams with the first step that computes one
-        of these: should that step fail, the request does, too, and no beam is left whose workers missed them."""
-        self._branches[request_id] = branches
+    def add_beam_steps(self, request_id: str, beam_steps: list[int]) -> None:
+        """Send ``beam_steps`` (as in ``RowUpdates.beam_steps``) with the next step that computes a beam of this
+        request. If that step fails, so does the request: the workers never compute beams without them."""
+        self._beam_steps[request_id] = beam_steps
 
-    def drop_branches(self, request_id: str) -> None:
-        """Send no branches of this request: its beams have ended, or start again in other rows."""
-        self._branches.pop(request_id, None)
+    def drop_beam_steps(self, request_id: str) -> None:
+        """Do not send the beam steps of a request: its beams have ended, or start again in other rows."""
+        self._beam_steps.pop(request_id, None)
 
     def step(self, plan: Plan) -> StepInput:
-        """The message of a plan, without drafts (``add_drafts``). What is in it is then taken as sent."""
-        if not plan.items:
+        """The message of a plan, without drafts (``add_drafts``). Its contents are recorded as sent."""
+        if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
-        sequences, starts, lengths, samples, _ = zip(*plan.items, strict=True)
+        sequences, starts, lengths, sampling, _ = zip(*plan.scheduled, strict=True)
         if self._send_sampled:
             for sequence, start, length in zip(sequences, starts, lengths, strict=True):
                 if start + length > sequence.prompt_length:
-                    sequence.replaced = start if sequence.replaced is None else min(start, sequence.replaced)
+                    sequence.resend_from = start if sequence.resend_from is None else min(start, sequence.resend_from)
         return StepInput(
-            self._updates(plan, sequences, samples),
+            self._updates(plan, sequences, sampling),
             _array([sequence.row for sequence in sequences]),
             _array(starts),
             _array(lengths),
-            np.frombuffer(struct.pack(f"{len(samples)}?", *samples), bool),
+            np.frombuffer(struct.pack(f"{len(sampling)}?", *sampling), bool),
         )
 
-    def _updates(self, plan: Plan, sequences: Row[Sequence], samples: Row[tuple[Sequence, ...]]) -> RowUpdates:
+    def _updates(
+        self, plan: Plan, sequences: tuple[Sequence, ...], sampling: tuple[tuple[Sequence, ...], ...]
+    ) -> RowUpdates:
         new: list[NewRow] = []
         tokens: list[int] = []
         tables: list[int] = []
         forks: list[int] = []
-        for parent, *siblings in [group for group in samples if len(group) > 1]:
+        for parent, *siblings in [group for group in sampling if len(group) > 1]:
             for sibling in siblings:
                 forks += (sibling.row, parent.row, sibling.index)
                 sibling.sent_blocks = len(sibling.blocks)
-        for sequence in [s for s in sequences if s.sent_blocks != len(s.blocks) or s.replaced is not None]:
+        for sequence in [s for s in sequences if s.sent_blocks != len(s.blocks) or s.resend_from is not None]:
             if sequence.sent_blocks < 0:
                 new.append(self._new_row(sequence))
-                sequence.sent_blocks, sequence.replaced = 0, None
+                sequence.sent_blocks, sequence.resend_from = 0, None
             if sequence.sent_blocks != len(sequence.blocks):
                 _segment(tables, sequence.row, sequence.sent_blocks, sequence.blocks)
                 sequence.sent_blocks = len(sequence.blocks)
-            if sequence.replaced is not None:
-                _segment(tokens, sequence.row, sequence.replaced, sequence.tokens)
-                sequence.replaced = None
-        branches: list[int] = []
-        if self._branches:
+            if sequence.resend_from is not None:
+                _segment(tokens, sequence.row, sequence.resend_from, sequence.tokens)
+                sequence.resend_from = None
+        beam_steps: list[int] = []
+        if self._beam_steps:
             for request_id in dict.fromkeys(sequence.request.request_id for sequence in sequences):
-                branches += self._branches.pop(request_id, ())
+                beam_steps += self._beam_steps.pop(request_id, ())
         return RowUpdates(
             _pairs(plan.swap_out),
             _pairs(plan.swap_in),
             _pairs(plan.copies),
-            _array(branches),
+            _array(beam_steps),
             new,
             _array(tokens),
             _array(tables),
@@ -100,17 +101,18 @@ class StepBuilder:
             stop_token_ids=tuple(sequence.stops),
             seed=sequence.seed,
             index=sequence.index,
-            lora_slot=self._slots.get(sequence.request.adapter, -1),
+            lora_slot=self._lora_slots.get(sequence.request.adapter, -1),
             num_candidates=sequence.num_candidates,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sampling.prompt_logprobs or 0,
             context_logits=sequence.context_logits is not None,
-            pooling="" if pooled is None else "mean" if pooled.needs_all_states else "last",
+            pooling="" if pooled is None else "mean" if pooled.needs_all_hidden_states else "last",
         )
 
 
 def add_drafts(step: StepInput, plan: Plan) -> None:
-    """Add the draft tokens of a plan's items, which may still be drafted after ``StepBuilder.step``."""
-    drafts = [item.draft for item in plan.items]
+    """Add the draft tokens of a plan to its message. Separate from ``StepBuilder.step``, since the workers may draft
+    them after it."""
+    drafts = [item.draft for item in plan.scheduled]
     if any(drafts):
         step.drafts = _array([len(draft) for draft in drafts])
         step.draft_token_ids = _array([token for draft in drafts for token in draft])
@@ -125,20 +127,20 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     return _array([block for pair in pairs for block in pair])
 
 
-def _array(values: Row[int]) -> np.ndarray:
+def _array(values: list[int] | tuple[int, ...]) -> np.ndarray:
     """``values`` as int32; ``struct`` takes half the time of ``np.array``."""
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32) if values else EMPTY
 
 
-def probe_step(row: int, block: int, samples: bool) -> StepInput:
-    """A step of one token in a row of its own, to test whether the workers still compute.
+def probe_step(row: int, block: int, needs_sample: bool) -> StepInput:
+    """A step of one token in a row of its own, to test whether the workers can still compute.
 
     Args:
         row: a row that no sequence uses.
         block: a KV block that no sequence uses.
-        samples: whether the step samples a token.
+        needs_sample: whether the step samples a token.
     """
     sampling = SamplingParams(max_tokens=1, temperature=0)
     new = NewRow(row, np.zeros(1, np.int32), 1, 0, sampling, (), 0, 0)
     updates = RowUpdates(new=[new], tables=_array([row, 0, 1, block]))
-    return StepInput(updates, _array([row]), np.zeros(1, np.int32), _array([1]), np.array([samples]))
+    return StepInput(updates, _array([row]), np.zeros(1, np.int32), _array([1]), np.array([needs_sample]))

@@ -8,19 +8,19 @@ from itertools import chain
 
 from ..sequence.sequence import Sequence
 
-Turn = tuple[int, int, int]
+ScheduleKey = tuple[int, int, int]
 """Sort key of a sequence: priority, order of arrival, index in its request."""
 
 
-class Waiting:
-    """Waiting sequences, sorted by ``turn``.
+class WaitingQueue:
+    """Waiting sequences, sorted by ``schedule_key``.
 
-    Those with many tokens to compute are in a list of their own, so that ``first`` can skip them without a search.
-    Adding or removing a sequence takes a binary search, and moves the pointers behind it.
+    Long prompts are in a list of their own, so that ``peek`` can skip them without a search. ``push`` and ``remove``
+    take a binary search and move the list's tail.
 
     Args:
-        by_priority: whether priorities count (``scheduling_policy``); otherwise arrival decides.
-        long_threshold: a sequence is long with more tokens than this left to compute; 0: none is.
+        by_priority: whether to sort by priority before arrival (``scheduling_policy``).
+        long_threshold: a sequence with more tokens than this left to compute is long; 0: none is.
     """
 
     def __init__(self, by_priority: bool, long_threshold: int = 0) -> None:
@@ -36,8 +36,8 @@ class Waiting:
         """The short ones in order, then the long ones."""
         return chain(self._short, self._long)
 
-    def turn(self, sequence: Sequence) -> Turn:
-        """The sort key of a sequence, lowest first; no two are equal."""
+    def schedule_key(self, sequence: Sequence) -> ScheduleKey:
+        """The sort key of a sequence; the lowest is scheduled first. No two are equal."""
         priority = sequence.request.priority if self._by_priority else 0
         return priority, sequence.order, sequence.index
 
@@ -47,17 +47,17 @@ class Waiting:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence."""
-        insort(self._list_of(sequence), sequence, key=self.turn)
+        insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
-    def first(self, with_long: bool) -> Sequence | None:
-        """The first sequence in order; without ``with_long`` the first short one. None where there is none."""
-        heads = [queue[0] for queue in (self._short, self._long if with_long else []) if queue]
-        return min(heads, key=self.turn) if heads else None
+    def peek(self, include_long: bool) -> Sequence | None:
+        """The first sequence in order, among the short ones alone without ``include_long``; None if there is none."""
+        heads = [queue[0] for queue in (self._short, self._long if include_long else []) if queue]
+        return min(heads, key=self.schedule_key) if heads else None
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that is in the queue, with ``num_computed`` unchanged since ``push``."""
         queue = self._list_of(sequence)
-        at = bisect_left(queue, self.turn(sequence), key=self.turn)
+        at = bisect_left(queue, self.schedule_key(sequence), key=self.schedule_key)
         assert queue[at] is sequence
         del queue[at]
 

@@ -6,7 +6,6 @@ considered, when a search ends, and that a sequence's log probability is divided
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
 from typing import NamedTuple
 
 import numpy as np
@@ -14,24 +13,25 @@ import numpy as np
 from penstock.core import Code, Failure, FinishReason, Logprob, PerfMetrics, TokenDelta
 
 from ..guided import Guide
-from ..step import Candidates
+from ..step import NO_TOKEN_ALLOWED, Candidates
 from .sequence import Sequence
 
 Logprobs = tuple["Logprobs", Logprob] | None
 """Logprobs of a beam's tokens, as a linked list from the last one back, since beams share beginnings."""
-NEVER = np.float32(-1e9)
-"""Log probability of beams that duplicate another: the first step's, and where fewer can be extended than there are."""
+DUPLICATE_LOGPROB = np.float32(-1e9)
+"""Log probability of a beam that duplicates another, so that its candidates rank last: of all beams but one before the
+first step, and of copies that fill up the beams where too few can be extended."""
 
 
-class Branch(NamedTuple):
-    """The next state of a beam."""
+class BeamStep(NamedTuple):
+    """The next step of a beam: which beam it continues, and with which token."""
 
     parent: int
-    """Index of the beam that it extends."""
+    """Index of the beam that it continues."""
     token: int
     """The token appended to the parent's."""
     guide: Guide | None
-    """The grammar's state after ``token``."""
+    """State of the grammar after ``token``."""
     logprobs: Logprobs
 
 
@@ -67,7 +67,7 @@ class BeamSearch:
         self._early_stopping = sampling.early_stopping
         self.num_candidates = max(2, 1 + len(first.stops)) * self._num_beams
         """Number of candidates of each beam: enough to extend all beams when the best candidates are stop tokens."""
-        self._beam_logprobs = [np.float32(0), *[NEVER] * (self._num_beams - 1)]
+        self._beam_logprobs = [np.float32(0), *[DUPLICATE_LOGPROB] * (self._num_beams - 1)]
         self._token_logprobs: list[Logprobs] = [None] * self._num_beams
         self._candidates: dict[int, Candidates] = {}
         self._hypotheses: list[Hypothesis] = []
@@ -82,14 +82,15 @@ class BeamSearch:
         """Whether all beams have their candidates."""
         return len(self._candidates) == self._num_beams
 
-    def select(self, beams: Row[Sequence]) -> list[Branch] | None:
-        """Select the next beams, the best first; to be called when ``ready``. None: the search has ended."""
+    def select(self, beams: list[Sequence]) -> list[BeamStep] | None:
+        """Select the next beams, the best first; to be called when ``ready``. Returns None where the search has
+        ended."""
         first = beams[0]
         length = first.generated + 1
         full = len(first.tokens) + 1 >= first.max_len
         candidates = self._best_candidates()
         self._candidates.clear()
-        extended: list[tuple[np.float32, Branch]] = []
+        extended: list[tuple[np.float32, BeamStep]] = []
         finished: list[Hypothesis] = []
         for rank, (beam_logprob, parent, token, logprob, token_rank) in enumerate(candidates):
             if rank >= self._num_beams and len(extended) >= self._num_beams:
@@ -103,7 +104,7 @@ class BeamSearch:
                 complete = not guide.accept_token(token) or guide.is_terminated
             logprobs = self._token_logprobs[parent], Logprob(token, float(logprob), token_rank)
             if not (stops or complete or full):
-                extended.append((beam_logprob, Branch(parent, token, guide, logprobs)))
+                extended.append((beam_logprob, BeamStep(parent, token, guide, logprobs)))
             elif rank < self._num_beams:
                 score = np.float32(beam_logprob / length**self._length_penalty)
                 tokens, stop_token = [*beams[parent].tokens[first.prompt_length :], token], token if stops else None
@@ -114,13 +115,13 @@ class BeamSearch:
         if not extended or self._ends(extended[0][0], length, first.max_len - first.prompt_length):
             return None
         extended = extended[: self._num_beams]
-        extended += [(NEVER, extended[0][1])] * (self._num_beams - len(extended))
+        extended += [(DUPLICATE_LOGPROB, extended[0][1])] * (self._num_beams - len(extended))
         self._beam_logprobs = [logprob for logprob, _ in extended]
-        branches = [branch for _, branch in extended]
-        self._token_logprobs = [branch.logprobs for branch in branches]
-        return [
-            branch if at == branches.index(branch) or not branch.guide else branch._replace(guide=branch.guide.copy())
-            for at, branch in enumerate(branches)
+        steps = [step for _, step in extended]
+        self._token_logprobs = [step.logprobs for step in steps]
+        return [  # a guide for each beam: duplicates get copies
+            step if at == steps.index(step) or not step.guide else step._replace(guide=step.guide.copy())
+            for at, step in enumerate(steps)
         ]
 
     def _best_candidates(self) -> list[tuple[np.float32, int, int, np.float32, int]]:
@@ -146,11 +147,11 @@ class BeamSearch:
         )
         return list(zip(*columns, strict=True))
 
-    def deltas(self, beams: Row[Sequence]) -> list[TokenDelta]:
+    def deltas(self, beams: list[Sequence]) -> list[TokenDelta]:
         """One delta for each sequence to return, the best first; to be called when the search has ended.
 
-        With fewer hypotheses than ``n`` the last one is repeated; with none, all deltas are a failure: no token was
-        allowed.
+        With fewer hypotheses than ``n`` the last one is repeated. With none, no token was allowed, and all deltas have
+        that failure.
 
         Args:
             beams: the request's sequences.
@@ -161,7 +162,7 @@ class BeamSearch:
         perf = PerfMetrics(first.first_scheduled, allocated, 0, 0) if sampling.return_perf_metrics else None
         count = sampling.num_returned
         if not self._hypotheses:
-            failure = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
+            failure = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
             return [
                 TokenDelta(request_id=request_id, sequence=index, finished=FinishReason.ERROR, failure=failure)
                 for index in range(count)

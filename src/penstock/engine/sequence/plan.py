@@ -8,17 +8,17 @@ from typing import NamedTuple
 from .sequence import Sequence
 
 
-class Item(NamedTuple):
-    """Tokens ``start`` to ``start + length`` of one sequence."""
+class ScheduledSequence(NamedTuple):
+    """A sequence in a step, which computes its tokens ``start`` to ``start + length``."""
 
     sequence: Sequence
     start: int
     length: int
-    samples: tuple[Sequence, ...]
-    """Sequences that sample a token after the last one computed: none in the middle of a prompt, one as a rule; all
-    of a request's sequences where they fork."""
+    sampling_sequences: tuple[Sequence, ...]
+    """Sequences that sample the token at ``start + length``: empty in the middle of a prompt; ``sequence`` otherwise,
+    and in a request's first sampling step also those forked from it."""
     draft: list[int]
-    """Draft tokens, verified in the same step."""
+    """Draft token ids that follow these tokens, verified in the same step."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Plan:
     num_running: int = 0
     """Number of running sequences when the step was planned."""
     drafting: bool = False
-    """Whether sequences could get drafts."""
+    """Whether drafts were allowed in the step (``Speculation.should_draft``)."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host block)."""
     swapped: list[Sequence] = field(default_factory=list)
@@ -36,13 +36,13 @@ class Plan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     """(host block, device block)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to), both device blocks: a shared block is copied before it is written."""
-    items: list[Item] = field(default_factory=list)
+    """(source, target), both device blocks: copies on write, of shared blocks that are written next."""
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         """Number of tokens to compute, drafts included."""
-        return sum(item.length + len(item.draft) for item in self.items)
+        return sum(item.length + len(item.draft) for item in self.scheduled)
 
     def __bool__(self) -> bool:
-        return bool(self.items or self.swap_out)
+        return bool(self.scheduled or self.swap_out)

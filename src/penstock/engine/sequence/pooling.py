@@ -19,7 +19,7 @@ class Pooled:
         self.reset()
 
     @property
-    def needs_all_states(self) -> bool:
+    def needs_all_hidden_states(self) -> bool:
         """Whether the hidden states of all tokens are pooled; otherwise only the last token's."""
         return self._params.pooling_type == "mean"
 

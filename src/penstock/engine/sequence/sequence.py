@@ -26,8 +26,8 @@ class Sequence:
     tokens. Only while ``num_draft_tokens`` are being verified, ``num_scheduled`` counts these, too.
 
     Args:
-        index: number of the sequence in its request; only the first one, 0, is made from scratch.
-        seed: seed of the random draws; with position and index it decides each draw.
+        index: index of the sequence in its request; all but the first, 0, are created by ``fork``.
+        seed: seed of its random numbers; seed, position and index determine the number for each token.
         order: order of the request's arrival.
     """
 
@@ -62,8 +62,8 @@ class Sequence:
         "prompt_logprobs",
         "prompt_ngrams",
         "queued",
-        "replaced",
         "request",
+        "resend_from",
         "reserved",
         "row",
         "seed",
@@ -76,7 +76,7 @@ class Sequence:
 
     def __init__(self, request: EngineRequest, index: int, seed: int, order: int) -> None:
         sampling = request.sampling
-        assert sampling.max_tokens is not None, "set by Admission.fitted"
+        assert sampling.max_tokens is not None, "set by Admission.validate_and_clamp"
         self.request = request
         self.index = index
         self.seed = seed
@@ -114,11 +114,12 @@ class Sequence:
         self.reserved = 0
         """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
         self.row = -1
-        """Its batch slot, and row in the workers' batch; -1 for none."""
+        """Its row in the workers' batch; -1 for none."""
         self.sent_blocks = -1
         """Number of leading ``blocks`` that the workers know; -1 where they do not know the sequence."""
-        self.replaced: int | None = None
-        """Position of the first token that differs from what the workers sampled, until sent; None where none does."""
+        self.resend_from: int | None = None
+        """Position from which the workers have to be sent the tokens again, as they have other tokens or none there;
+        None where they have the right ones."""
         self.block_hashes: list[bytes] = []
         """Prefix cache hashes of its leading full blocks (``prefix.extend``)."""
         self.cached: int | None = None
@@ -161,8 +162,8 @@ class Sequence:
         """Whether a part of its tokens is scheduled, and more than the newest one is not."""
         return 0 < self.num_scheduled < len(self.tokens) - 1
 
-    def forget_computed(self) -> None:
-        """Let it be recomputed from its first token."""
+    def reset_computed(self) -> None:
+        """Reset what was computed, so that it is recomputed from its first token."""
         self.state = State.WAITING
         self.num_computed = self.num_scheduled = 0
         if self.prompt_logprobs is not None:
@@ -173,11 +174,11 @@ class Sequence:
             self.pooled.reset()
 
     @property
-    def needs_all_states(self) -> bool:
+    def needs_all_hidden_states(self) -> bool:
         """Whether the hidden states of all prompt tokens are needed, so that none may come from the prefix cache: for
         prompt logprobs, context logits and mean pooling."""
         returned = self.prompt_logprobs is not None or self.context_logits is not None
-        return returned or (self.pooled is not None and self.pooled.needs_all_states)
+        return returned or (self.pooled is not None and self.pooled.needs_all_hidden_states)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling with the same tokens, as sequence ``index``, in ``blocks``, whose references the caller counts."""

@@ -36,7 +36,7 @@ ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started ag
 class EngineClient:
     """Sends requests to the engine process at an address, and reconnects to the next one when it dies.
 
-    Create and use it in one event loop. Only ``ready`` and methods that wait for a ``CallResult`` await anything.
+    Create and use it in one event loop. Only ``ready`` and the methods that wait for a ``CallResult`` are coroutines.
 
     Args:
         address: ZeroMQ address, ``ipc://…``.
@@ -81,15 +81,17 @@ class EngineClient:
         self._keep_alive_thread.start()
 
     async def ready(self) -> messages.Ready:
-        """Wait until an engine serves. Raises ``PenstockError`` (``unavailable``) after ``refuse``."""
+        """Wait until an engine serves, and return its report. Raises ``PenstockError`` (``unavailable``) after
+        ``stop_serving``."""
         while self.engine is None:
             if self._refusing:
                 raise PenstockError.of(self._unavailable)
             await self._engine_changed.wait()
         return self.engine
 
-    def check(self) -> messages.Ready:
-        """The connected engine. Raises ``PenstockError`` (``unavailable``) where there is none, or it hangs."""
+    def require_engine(self) -> messages.Ready:
+        """The connected engine's report. Raises ``PenstockError`` (``unavailable``) where no engine is connected, or it
+        hangs."""
         if self.engine is None:
             raise PenstockError.of(self._unavailable)
         timeout = UNHEALTHY_SHARE * self.engine.iteration_timeout
@@ -105,19 +107,19 @@ class EngineClient:
         return msgspec.structs.replace(self._stats, heartbeat_age=age)
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises ``PenstockError`` (``unavailable``) as ``check`` does."""
-        self.check()
+        """Send a request. Raises ``PenstockError`` (``unavailable``) as ``require_engine`` does."""
+        self.require_engine()
         self._send(messages.Add(request))
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; does nothing where it has ended, or its engine has died."""
-        if self._pidfd >= 0:  # also after refuse()
+        if self._pidfd >= 0:  # also after stop_serving()
             self._send(messages.Abort(request_id))
 
-    def stop(self, request_id: str, sequence: int) -> None:
+    def finish_sequence(self, request_id: str, sequence: int) -> None:
         """End a sequence whose text contains a stop string."""
         if self._pidfd >= 0:
-            self._send(messages.Stop(request_id, sequence))
+            self._send(messages.FinishSequence(request_id, sequence))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Cancel requests by their external ids, in all clients of the engine."""
@@ -147,7 +149,7 @@ class EngineClient:
 
     async def _call(self, call_id: int, message: messages.ToEngine) -> None:
         """Send a message and wait for its ``CallResult``."""
-        self.check()
+        self.require_engine()
         self._calls[call_id] = self._loop.create_future()
         try:
             self._send(message)
@@ -155,8 +157,8 @@ class EngineClient:
         finally:
             del self._calls[call_id]
 
-    def refuse(self, failure: Failure) -> None:
-        """Refuse new requests and fail the open ones, with this failure."""
+    def stop_serving(self, failure: Failure) -> None:
+        """Fail open requests, and refuse new ones from now on, with ``failure``."""
         self._refusing = True
         self._engine_changed.set()  # wakes ready()
         self._fail_open_requests(failure)
@@ -165,7 +167,7 @@ class EngineClient:
         """Fail open requests and disconnect."""
         await asyncio.sleep(FLUSH_DELAY)
         self._receive(all=True)
-        self.refuse(STOPPING)
+        self.stop_serving(STOPPING)
         self._closed = True
         self._next_keep_alive.cancel()
         self._disconnect()

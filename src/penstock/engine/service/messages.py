@@ -53,7 +53,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
+class FinishSequence(msgspec.Struct, tag=True, frozen=True):
     """End one sequence of a request, whose text contains a stop string."""
 
     request_id: str
@@ -131,7 +131,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """KV blocks that sequences hold."""
     preemptions: int = 0
     """Counter of preempted sequences."""
-    paused: int = 0
+    num_preempted_waiting: int = 0
     """Sequences in the queue because they were preempted."""
     blocks_reused: int = 0
     """Counter of KV blocks found in the prefix cache."""
@@ -230,7 +230,7 @@ ToEngine = (
     | SetVocabulary
     | Add
     | Abort
-    | Stop
+    | FinishSequence
     | Pause
     | Cancel
     | ResetPrefixCache

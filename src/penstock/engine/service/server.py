@@ -30,7 +30,7 @@ from penstock.config import logs
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 
-from ..step_times import FIRST_STEP, StepTimes
+from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from . import messages
 from .heartbeat import Heartbeat
 
@@ -41,13 +41,13 @@ IDLE_POLL_MS = 200
 """Milliseconds that an idle engine waits for messages."""
 PENDING_POLL_MS = 10
 """Milliseconds to wait for messages while adapters are being loaded, or all running sequences are paused."""
-PREPARE_DELAY = 0.5
-"""Seconds without requests after which the engine loads what guided decoding needs."""
+GUIDED_PRELOAD_DELAY = 0.5
+"""Seconds without requests after which the engine loads the vocabulary for guided decoding."""
 MAX_MESSAGES_PER_STEP = 256
 """Messages handled between two steps, so that a flood of requests does not delay running ones."""
 MAX_PROMPT_LOGPROBS = 64
 """Prompt positions whose logprobs are sent in one message."""
-CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the process that asked for it fell silent")
+CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the API process that sent the request has stopped answering")
 
 
 class Server:
@@ -68,7 +68,7 @@ class Server:
         self._logs = logs
         self._report = report
         self._heartbeat = Heartbeat(address)
-        self._step_times = StepTimes(FIRST_STEP * options.engine_iteration_timeout)
+        self._step_times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._step_in_progress: tuple[int, float] | None = None
         """Number of tokens and start time of the step that is being computed."""
         self._last_step_computed = True
@@ -103,7 +103,7 @@ class Server:
             pid=os.getpid(),
             max_model_len=self._engine.max_model_len,
             vocab_size=self._engine.info.vocab_size,
-            num_blocks=self._engine.scheduler.device.total,
+            num_blocks=self._engine.scheduler.device_pool.total,
             block_size=self._options.block_size,
             fingerprint=self._engine.info.fingerprint,
             batch_invariant=self._engine.info.batch_invariant,
@@ -130,8 +130,8 @@ class Server:
                 raise SystemExit(1)
             elif self._engine.adapters.has_pending:
                 self._engine.adapters.process_pending()
-            elif time.monotonic() - self._last_work > PREPARE_DELAY:
-                self._engine.prepare()
+            elif time.monotonic() - self._last_work > GUIDED_PRELOAD_DELAY:
+                self._engine.prepare_guided_decoding()
             if self._pending_loads:
                 self._answer_finished_loads()
         self._shut_down()
@@ -204,14 +204,14 @@ class Server:
         if isinstance(error, PenstockError):
             failure = error.failure
         elif isinstance(error, msgspec.MsgspecError):
-            failure = Failure(Code.INVALID, f"the engine cannot read what was sent: {error}")
+            failure = Failure(Code.INVALID, f"the engine cannot decode the request: {error}")
         else:
-            failure = Failure(Code.INTERNAL, "the engine cannot take the request; its log says why")
+            failure = Failure(Code.INTERNAL, "the engine could not handle the request; its log has the traceback")
             logger.error("a message of client %s could not be handled", client.hex(), exc_info=error)
         try:
             partial = messages.decode_partial(data)
         except Exception:  # nothing can be decoded, so there is nothing to answer
-            logger.warning("client %s sent what is no message: %s", client.hex(), error)
+            logger.warning("client %s sent a message that cannot be decoded: %s", client.hex(), error)
             return
         if partial.request:
             request_id = _internal_id(client, partial.request.request_id)
@@ -247,12 +247,12 @@ class Server:
                     self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))
             case messages.Abort(request_id):
                 self._send(self._engine.abort(_internal_id(client, request_id)))
-            case messages.Stop(request_id, sequence):
-                self._engine.stop(_internal_id(client, request_id), sequence)
+            case messages.FinishSequence(request_id, sequence):
+                self._engine.finish_sequence(_internal_id(client, request_id), sequence)
             case messages.Cancel():
                 self._broadcast(message)
             case messages.ResetPrefixCache(call_id):
-                self._engine.scheduler.device.clear_cache()
+                self._engine.scheduler.device_pool.clear_cache()
                 self._send_result(client, call_id)
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
@@ -280,8 +280,8 @@ class Server:
     def _send_result(self, client: bytes, call_id: int, error: BaseException | None = None) -> None:
         failure = error.failure if isinstance(error, PenstockError) else None
         if error and not failure:
-            logger.error("what client %s wants could not be done", client.hex(), exc_info=error)
-            failure = Failure(Code.INTERNAL, "it could not be done; the engine's log says why")
+            logger.error("a call of client %s failed", client.hex(), exc_info=error)
+            failure = Failure(Code.INTERNAL, "the call failed; the engine's log has the traceback")
         self._socket.send_multipart((client, messages.encode(messages.CallResult(call_id, failure))))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
@@ -314,16 +314,16 @@ class Server:
 
     def _stats(self) -> messages.Stats:
         scheduler = self._engine.scheduler
-        draft_counts = asdict(scheduler.speculation.counts) if scheduler.speculation else {}
-        items = self._engine.last_plan.items if scheduler.running else []
+        draft_counts = asdict(scheduler.speculation.stats) if scheduler.speculation else {}
+        items = self._engine.last_plan.scheduled if scheduler.running else []
         prefills = [item for item in items if item.start < item.sequence.prompt_length]
         return messages.Stats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
-            blocks=scheduler.device.total,
-            blocks_used=scheduler.device.used,
+            blocks=scheduler.device_pool.total,
+            blocks_used=scheduler.device_pool.num_used,
             preemptions=scheduler.preemptions,
-            paused=scheduler.paused,
+            num_preempted_waiting=scheduler.num_preempted_waiting,
             blocks_reused=scheduler.blocks_reused,
             steps=self._engine.steps,
             scheduled=len(items),

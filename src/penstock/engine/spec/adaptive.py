@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-TRIAL, HOLD = 16, 512
-"""Number of steps with and without drafts that are compared; number of steps until they are compared again."""
+TRIAL_STEPS = 16
+"""Number of steps with drafts, and of steps without, whose throughput is compared."""
+STEPS_BETWEEN_TRIALS = 512
+"""Number of steps with the faster of both before the other is tried again."""
 
 
 class SpeculationTuner:
-    """Compares tokens a second with and without drafts, of steps of one batch size, and keeps the faster way."""
+    """Measures tokens per second with and without drafts, in steps of one batch size, and chooses the faster."""
 
     def __init__(self) -> None:
         self.drafting = True
         """Whether the next steps should have drafts."""
-        self._begin(TRIAL, switched=True)
+        self._start_measuring(TRIAL_STEPS, switched=True)
         self._rates: dict[bool, float] = {}
 
     def record_step(self, tokens: int, seconds: float, drafting: bool) -> None:
-        """Add a decode step to the measurement, and decide on ``drafting`` anew when there are enough.
+        """Add a decode step to the measurement; after the last step of a measurement, set ``drafting`` anew.
 
         Args:
             tokens: number of tokens that it sampled.
@@ -24,23 +26,23 @@ class SpeculationTuner:
         """
         if drafting is not self.drafting:
             return
-        self._left -= 1
-        if self._left < self._counted:
+        self._steps_left -= 1
+        if self._steps_left < self._num_measured:
             self._tokens += tokens
             self._seconds += seconds
-        if self._left:
+        if self._steps_left:
             return
         self._rates[self.drafting] = self._tokens / max(self._seconds, 1e-9)
         if len(self._rates) == 1:
             self.drafting = not self.drafting
-            self._begin(TRIAL, switched=True)
+            self._start_measuring(TRIAL_STEPS, switched=True)
         else:
             better = self._rates[True] >= self._rates[False]
-            self._begin(HOLD, switched=better is not self.drafting)
+            self._start_measuring(STEPS_BETWEEN_TRIALS, switched=better is not self.drafting)
             self.drafting = better
             self._rates.clear()
 
-    def _begin(self, steps: int, switched: bool) -> None:
+    def _start_measuring(self, steps: int, switched: bool) -> None:
         """Measure the next ``steps``, without the first two after a change: a drafter may have to catch up in them."""
-        self._left, self._counted = steps, steps - 2 * switched
+        self._steps_left, self._num_measured = steps, steps - 2 * switched
         self._tokens, self._seconds = 0, 0.0

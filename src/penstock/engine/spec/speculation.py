@@ -14,17 +14,17 @@ from typing import Protocol
 
 import numpy as np
 
-from ..sequence.plan import Item, Plan
+from ..sequence.plan import Plan, ScheduledSequence
 from ..sequence.sequence import Sequence
 from ..step import Propose, RowUpdates, StepOutput
 from .adaptive import SpeculationTuner
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = -1
-"""Placeholder of a draft token that the workers will propose (``Speculation.propose``)."""
-MOST_FAILURES = 8
-"""Number of failures of a drafter after which speculative decoding is off until the engine restarts."""
+PLACEHOLDER_TOKEN_ID = -1
+"""Stands for a draft token that the workers will propose (``Speculation.fill_placeholders``), as in vLLM."""
+MAX_FAILURES = 8
+"""Number of errors of a drafter after which speculative decoding is off until the engine restarts."""
 
 
 class Drafter(Protocol):
@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
 
 @dataclass
-class Counts:
+class SpecDecodingStats:
     """Totals since the engine started."""
 
     drafts: int = 0
@@ -65,93 +65,97 @@ class Speculation:
         self._tuners: dict[int, SpeculationTuner] = defaultdict(SpeculationTuner)
         """By the bit length of the number of running sequences."""
         self._failures = 0
-        self.counts = Counts(accepted_at=[0] * max_len)
+        self.stats = SpecDecodingStats(accepted_at=[0] * max_len)
 
-    def drafts_with(self, num_running: int) -> bool:
+    def should_draft(self, num_running: int) -> bool:
         """Whether a step that is planned while so many sequences run should have drafts."""
-        return not self._off and (not self._adaptive or self._tuners[num_running.bit_length()].drafting)
+        return not self._disabled and (not self._adaptive or self._tuners[num_running.bit_length()].drafting)
 
-    def draft(self, sequence: Sequence, max_len: int) -> list[int]:
-        """Draft at most ``max_len`` tokens to follow those of the sequence: their ids, or ``UNKNOWN`` for each that
-        ``propose`` will have to fill in. May be empty."""
+    def draft_token_ids(self, sequence: Sequence, max_len: int) -> list[int]:
+        """Draft at most ``max_len`` tokens to follow those of the sequence. Where the workers draft, returns as many
+        ``PLACEHOLDER_TOKEN_ID`` as they should draft, for ``fill_placeholders``. May be empty."""
         length = min(self._max_len if sequence.draft_len is None else sequence.draft_len, max_len)
-        if self._off or length < 1:
+        if self._disabled or length < 1:
             return []
         if not self._drafter:
-            return [UNKNOWN] * length
+            return [PLACEHOLDER_TOKEN_ID] * length
         try:
             return _acceptable(sequence, self._drafter.propose(sequence, length))
         except Exception as error:
-            self._fail([sequence], error)
+            self._record_failure([sequence], error)
             return []
 
-    def propose(self, plan: Plan, updates: RowUpdates, call: Callable[[Propose], list[list[int] | None]]) -> RowUpdates:
-        """Replace the ``UNKNOWN`` draft tokens of a plan by those that the workers propose.
+    def fill_placeholders(
+        self, plan: Plan, updates: RowUpdates, call: Callable[[Propose], list[list[int] | None]]
+    ) -> RowUpdates:
+        """Replace each ``PLACEHOLDER_TOKEN_ID`` in a plan by a draft token that the workers propose.
 
         Args:
-            updates: the changes that precede the plan's step; they are sent with the proposal, if there is one.
-            call: has the workers propose drafts, and returns them; None where the drafter has failed.
+            updates: the row updates of the plan's step; they are sent with the proposal, if there is one.
+            call: has the workers propose drafts; returns one for each row, None where the drafter has failed.
 
-        Returns what is left of ``updates`` to be sent with the step.
+        Returns the updates that are still to be sent with the step.
         """
-        items = [item for item in plan.items if UNKNOWN in item.draft]
+        items = [item for item in plan.scheduled if PLACEHOLDER_TOKEN_ID in item.draft]
         if not items:
             return updates
-        proposed = call(_message(items, updates))
+        proposed = call(_propose_message(items, updates))
         try:
             for item, draft in zip(items, proposed, strict=True):
                 item.draft[:] = _acceptable(item.sequence, draft or [])
         except Exception as error:
             for item in items:
                 item.draft.clear()
-            self._fail([item.sequence for item in items], error)
+            self._record_failure([item.sequence for item in items], error)
         else:
             if failed := [item.sequence for item, draft in zip(items, proposed, strict=True) if draft is None]:
-                self._fail(failed)
+                self._record_failure(failed)
         return RowUpdates(forks=updates.forks)  # the step samples for the forked rows, too
 
     def record_step(self, plan: Plan, output: StepOutput, seconds: float) -> None:
-        """Count what a step has accepted, and adapt draft lengths; to be called before ``Scheduler.update``.
+        """Count the draft tokens that a step has accepted, and adapt draft lengths; to be called before
+        ``Scheduler.update``.
 
         Args:
             seconds: time that the step took.
         """
-        tokens, draws = 0, iter(output.draws)
-        for item in plan.items:
-            drawn = [next(draws) for _ in item.samples]
-            tokens += sum(len(draw.token_ids) for draw in drawn)
-            if item.draft:  # a failed draw has no tokens
-                self._count(item.sequence, len(item.draft), max(len(drawn[0].token_ids) - 1, 0))
-        if self._adaptive and all(item.length == 1 for item in plan.items):
+        tokens, outputs = 0, iter(output.sampled)
+        for item in plan.scheduled:
+            sampled = [next(outputs) for _ in item.sampling_sequences]
+            tokens += sum(len(one.token_ids) for one in sampled)
+            if item.draft:  # where sampling failed, there are no tokens
+                self._record_acceptance(item.sequence, len(item.draft), max(len(sampled[0].token_ids) - 1, 0))
+        if self._adaptive and all(item.length == 1 for item in plan.scheduled):
             self._tuners[plan.num_running.bit_length()].record_step(tokens, seconds, plan.drafting)
 
     @property
-    def _off(self) -> bool:
-        return self._failures >= MOST_FAILURES
+    def _disabled(self) -> bool:
+        return self._failures >= MAX_FAILURES
 
-    def _fail(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
-        """Handle an error of the drafter: these sequences get no more drafts; after ``MOST_FAILURES`` none do."""
+    def _record_failure(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
+        """Record an error of the drafter: these sequences get no more drafts, after ``MAX_FAILURES`` errors no sequence
+        does."""
         for sequence in sequences:
             sequence.draft_len = 0
         self._failures += 1
-        scope = "for good" if self._off else "for its sequences"
+        scope = "for good" if self._disabled else "for its sequences"
         logger.error("speculative decoding failed and ends %s", scope, exc_info=error)
 
-    def _count(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        counts = self.counts
-        counts.drafts += 1
-        counts.draft_tokens += drafted
-        counts.accepted_tokens += accepted
+    def _record_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        stats = self.stats
+        stats.drafts += 1
+        stats.draft_tokens += drafted
+        stats.accepted_tokens += accepted
         sequence.draft_tokens += drafted
         sequence.accepted_tokens += accepted
         for position in range(accepted):
-            counts.accepted_at[position] += 1
+            stats.accepted_at[position] += 1
         length = self._max_len if sequence.draft_len is None else sequence.draft_len
         # As transformers' assisted generation does it by default.
         sequence.draft_len = min(length + 2, self._max_len) if accepted == drafted else max(length - 1, 1)
 
 
-def _message(items: list[Item], updates: RowUpdates) -> Propose:
+def _propose_message(items: list[ScheduledSequence], updates: RowUpdates) -> Propose:
     sequences = [item.sequence for item in items]
     return Propose(
         updates,
@@ -162,7 +166,8 @@ def _message(items: list[Item], updates: RowUpdates) -> Propose:
 
 
 def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
-    """The draft up to the first token that would end the sequence, or that its grammar does not allow."""
+    """The leading draft tokens that the sequence can accept: up to the first that would end it, or that its grammar
+    does not allow."""
     stops = sequence.stops | frozenset(
         sequence.request.eos_token_ids if sequence.guide else ()
     )  # a guide may replace EOS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..step import Draw, RowUpdates
+from ..step import RowUpdates, SampledTokens
 from .drafter import Drafts, StepResult
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
@@ -23,7 +23,7 @@ class DraftModel:
         max_tokens: most tokens of a forward pass.
     """
 
-    needs_all_states = False
+    needs_all_hidden_states = False
 
     def __init__(self, runner: ModelRunner, batch: InputBatch, block_size: int, max_tokens: int) -> None:
         self._runner = runner
@@ -45,7 +45,7 @@ class DraftModel:
             self._runner.move_blocks(np.zeros(0), np.zeros(0), updates.copies)
         self._filled[updates.swap_in[1::2]] = False
         self._filled[updates.copies[1::2]] = False
-        self._computed[updates.branches[::4]] = 0
+        self._computed[updates.beam_steps[::4]] = 0
         cached = {new.row: new.num_computed // self._block_size for new in updates.new}
         for row, hits in cached.items():
             here = self._filled[self._batch.tables[row, :hits]]
@@ -92,7 +92,7 @@ class DraftModel:
 
     def _compute(
         self, rows: np.ndarray | list[int], counts: np.ndarray | list[int], known: np.ndarray | int, sample: bool
-    ) -> list[Draw]:
+    ) -> list[SampledTokens]:
         """Compute the next ``counts`` tokens of each row that are missing in the cache.
 
         Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.core import Code
 
-from ..step import Draw, RowUpdates
+from ..step import RowUpdates, SampledTokens
 
 
 class StepResult(NamedTuple):
@@ -24,13 +24,13 @@ class StepResult(NamedTuple):
     """``[items]``: tokens computed, draft tokens not counted."""
     drafts: np.ndarray
     """``[items]``: number of draft tokens, 0 where there were none."""
-    draws: dict[int, Draw]
+    draws: dict[int, SampledTokens]
     """What each row sampled, by row; rows that did not sample are missing."""
     forks: dict[int, list[int]]
     """Rows that were forked in this step, by parent row."""
     hidden: Tensor
     """``[tokens, hidden]`` in the model's dtype: the last hidden states of all tokens of all items, draft tokens
-    included, where the drafter ``needs_all_states``; else only those that sampling needed."""
+    included, where the drafter ``needs_all_hidden_states``; else only those that sampling needed."""
 
 
 class Drafts:
@@ -44,7 +44,7 @@ class Drafts:
         self.token_ids: list[list[int] | None] = [[] for _ in range(count)]
         """The answer to ``Propose``."""
 
-    def add(self, index: int, draw: Draw) -> int | None:
+    def add(self, index: int, draw: SampledTokens) -> int | None:
         """Add a draw to the draft of row ``index``; returns its token. None where the draw failed: the draft has to end
         there. Where the drafter's logits are not finite, the row's draft becomes None."""
         if not draw.failure:
@@ -64,7 +64,7 @@ class ModelDrafter(Protocol):
     The worker calls ``apply`` before each step, ``propose`` where drafts are wanted, and ``after_step``.
     """
 
-    needs_all_states: bool
+    needs_all_hidden_states: bool
     """Whether ``after_step`` reads the hidden states of all tokens of a step."""
 
     def init_cache(self, blocks: int) -> None:

@@ -46,8 +46,8 @@ class InputBatch:
 
     def apply(self, updates: RowUpdates) -> None:
         """Apply what concerns rows; blocks are copied by ``ModelRunner.move_blocks``."""
-        if len(updates.branches):
-            self._branch(updates.branches.reshape(-1, 4))
+        if len(updates.beam_steps):
+            self._reorder_beams(updates.beam_steps.reshape(-1, 4))
         for new in updates.new:
             tokens = self.tokens[new.row]
             tokens[: len(new.token_ids)] = new.token_ids
@@ -120,8 +120,8 @@ class InputBatch:
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _branch(self, branches: np.ndarray) -> None:
-        rows, parents, positions, token_ids = branches.T
+    def _reorder_beams(self, beam_steps: np.ndarray) -> None:
+        rows, parents, positions, token_ids = beam_steps.T
         length = int(positions.max()) + 1
         blocks = -(-length // self._block_size)
         self.tokens[rows, :length], self.tables[rows, :blocks] = (

@@ -16,7 +16,7 @@ from penstock.models import Model
 from penstock.ops import AttentionMetadata, Batch, KVSpec, Ops
 from penstock.planning.kv_spec import bytes_per_block
 
-from ..step import Draw
+from ..step import SampledTokens
 from .row import Position
 from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, logprobs, sample
 
@@ -121,7 +121,9 @@ class ModelRunner:
         hidden]``."""
         return (self._forward if batch.lora_slots is None else self._forward_lora)(batch)
 
-    def sample(self, hidden: Tensor, positions: Sequence[Position], allowed: np.ndarray | None = None) -> list[Draw]:
+    def sample(
+        self, hidden: Tensor, positions: Sequence[Position], allowed: np.ndarray | None = None
+    ) -> list[SampledTokens]:
         """Sample the next token at each position; a draw does not depend on other positions.
 
         Args:
@@ -131,7 +133,7 @@ class ModelRunner:
         """
         if all([position.argmax for position in positions]):
             return self._argmax(hidden, allowed)
-        draws: list[Draw | None] = [None] * len(positions)
+        draws: list[SampledTokens | None] = [None] * len(positions)
         plain = [i for i, position in enumerate(positions) if position.argmax]
         others = [i for i, position in enumerate(positions) if not position.argmax]
         if plain:
@@ -143,18 +145,18 @@ class ModelRunner:
             draws[i] = draw
         return [draw for draw in draws if draw is not None]
 
-    def _argmax(self, hidden: Tensor, allowed: np.ndarray | None) -> list[Draw]:
+    def _argmax(self, hidden: Tensor, allowed: np.ndarray | None) -> list[SampledTokens]:
         """Sample the argmax, for which no logits are stored."""
         finite = [True] * len(hidden)
         if not math.isfinite(hidden.sum(dtype=torch.float32).item()):  # check all at once, then each
             finite = hidden.isfinite().all(-1).tolist()
-        draws = [Draw([token]) for token in self.model.argmax(hidden, self._bits(allowed)).tolist()]
+        draws = [SampledTokens([token]) for token in self.model.argmax(hidden, self._bits(allowed)).tolist()]
         if not all(finite):
-            failed = Draw([], failure=NON_FINITE_LOGITS)
+            failed = SampledTokens([], failure=NON_FINITE_LOGITS)
             draws = [draw if own else failed for draw, own in zip(draws, finite, strict=True)]
         if allowed is not None:
             for i in np.flatnonzero(~allowed.any(1)).tolist():
-                draws[i] = Draw([], failure=NOTHING_ALLOWED)
+                draws[i] = SampledTokens([], failure=NOTHING_ALLOWED)
         return draws
 
     def prompt_logprobs(self, hidden: Tensor, token_ids: np.ndarray, alternatives: int) -> list[list[Logprob]]:

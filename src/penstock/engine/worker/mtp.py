@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..step import Draw, RowUpdates
+from ..step import RowUpdates, SampledTokens
 from .drafter import Drafts, StepResult
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
@@ -19,7 +19,7 @@ class FirstDraft(NamedTuple):
 
     length: int
     """Tokens of the row before the draft token."""
-    draw: Draw
+    draw: SampledTokens
     state: Tensor
     """``[hidden]`` of the MTP layer at position ``length - 2``."""
 
@@ -35,7 +35,7 @@ class MTPDrafter:
         batch: the worker's rows.
     """
 
-    needs_all_states = True
+    needs_all_hidden_states = True
 
     def __init__(self, runner: ModelRunner, batch: InputBatch) -> None:
         self._runner = runner
@@ -58,7 +58,7 @@ class MTPDrafter:
         states: dict[int, Tensor] = {}
         """By index, of the rows whose drafts may go on."""
 
-        def add(i: int, draw: Draw, state: Tensor, position: int) -> None:
+        def add(i: int, draw: SampledTokens, state: Tensor, position: int) -> None:
             if (token := drafts.add(i, draw)) is None:
                 states.pop(i, None)
             else:
@@ -108,7 +108,7 @@ class MTPDrafter:
 
     def _run(
         self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor
-    ) -> tuple[Tensor, list[Draw]]:
+    ) -> tuple[Tensor, list[SampledTokens]]:
         """Compute ``counts`` positions from ``starts`` on of each row with layer ``number``.
 
         Args:

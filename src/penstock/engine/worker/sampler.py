@@ -11,14 +11,14 @@ from torch import Tensor
 
 from penstock.core import Code, Failure, Logprob, SamplingParams
 
-from ..step import Candidates, Draw
+from ..step import NO_TOKEN_ALLOWED, Candidates, SampledTokens
 from .philox import uniform
 from .row import Position
 
 EXCLUDED = float("-inf")
 """The logit of a token that must not be sampled."""
-NON_FINITE_LOGITS = Failure(Code.INTERNAL, "the model's scores of the next token are no finite numbers")
-NOTHING_ALLOWED = Failure(Code.INVALID, "no token may come next: what is asked for leaves none")
+NON_FINITE_LOGITS = Failure(Code.INTERNAL, "the model's logits of the next token are not finite (NaN or infinity)")
+NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
 ROWS_AT_ONCE = 4
 """Rows that are sampled together: the distributions of more would not stay in the processor's caches, and their memory
 would go back to the system each time."""
@@ -26,7 +26,7 @@ BIN_SHIFT = 20
 """Low bits of a float32 that its bin (``_truncate``) leaves out: eight bins for each power of two."""
 
 
-def sample(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None = None) -> list[Draw]:
+def sample(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None = None) -> list[SampledTokens]:
     """Sample the next token at each position.
 
     A draw depends on the position's logits, tokens, sampling parameters and seed alone, not on other positions.
@@ -56,15 +56,15 @@ def sample(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None
     counts = [positions[i].params.logprobs or 0 for i in listed]
     of_listed = dict(zip(listed, logprobs(scaled, token_ids[listed], counts), strict=True)) if listed else {}
 
-    def draw(i: int, position: Position, token_id: int) -> Draw:
+    def draw(i: int, position: Position, token_id: int) -> SampledTokens:
         if not math.isfinite(largest[i]):
             excluded = largest[i] == EXCLUDED and bool(logits[i].amax().isfinite())
             if not (excluded and i in of_beams):  # where a beam cannot go on, the search's others may
-                return Draw([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
+                return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
         if i in of_beams:
-            return Draw([], candidates=of_beams[i])
+            return SampledTokens([], candidates=of_beams[i])
         raw = [logits[i].numpy(force=True).tobytes()] if position.params.return_generation_logits else None
-        return Draw([token_id], [of_listed[i]] if i in of_listed else None, raw)
+        return SampledTokens([token_id], [of_listed[i]] if i in of_listed else None, raw)
 
     return [draw(i, *each) for i, each in enumerate(zip(positions, token_ids.tolist(), strict=True))]
 

@@ -22,13 +22,13 @@ from penstock.planning.host_memory import free_host_bytes
 
 from ..step import (
     DeviceMemory,
-    Draw,
     LoadLoRA,
     MemoryProfile,
     ModelInfo,
     Op,
     Propose,
     RowUpdates,
+    SampledTokens,
     StepInput,
     StepOutput,
     UnloadLoRA,
@@ -148,7 +148,7 @@ class Worker:
         forks = dict(self._forks)
         if not len(step.rows):
             return StepOutput([])
-        num_tokens, num_states = step.lengths, step.samples.astype(np.int64)
+        num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
         if len(step.drafts):
             self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
@@ -156,7 +156,7 @@ class Worker:
             self._stage.send(self._forward(step, num_tokens, num_tokens))
             return StepOutput([])
         prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
-        if self._drafter and self._drafter.needs_all_states:
+        if self._drafter and self._drafter.needs_all_hidden_states:
             num_states = num_tokens
         hidden = self._forward(step, num_tokens, num_states)
         ends = num_states.cumsum()
@@ -166,7 +166,7 @@ class Worker:
                 output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
             )
         draws = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
-        output.draws.extend(draws.values())
+        output.sampled.extend(draws.values())
         if self._drafter:
             self._after_step(self._drafter, step, draws, forks, hidden)
         return output
@@ -266,7 +266,7 @@ class Worker:
         """
         start, length = int(step.starts[item]), int(step.lengths[item])
         if row.pooling:
-            output.states[item] = hidden.to("cpu", torch.float32, copy=True).numpy()
+            output.pooler_hidden_states[item] = hidden.to("cpu", torch.float32, copy=True).numpy()
         if count := row.num_prompt_logprobs(start, length):
             tokens = row.tokens[start + 1 : start + 1 + count]
             output.prompt_logprobs[item] = self._runner.prompt_logprobs(
@@ -282,9 +282,9 @@ class Worker:
         forks: dict[int, list[int]],
         hidden: Tensor,
         grammar_bitmask: np.ndarray | None,
-    ) -> dict[int, Draw]:
+    ) -> dict[int, SampledTokens]:
         """Sample for each row, and write the tokens to the batch. Returns draws by row, in the order of
-        ``StepOutput.draws``.
+        ``StepOutput.sampled``.
 
         Args:
             ends: ``[items]``: end of each item's hidden states in ``hidden``.
@@ -296,7 +296,7 @@ class Worker:
         sampling: list[tuple[int, int, int]] = []
         drafts = step.drafts.tolist() if len(step.drafts) else repeat(0)  # as many as there are items
         lengths = (step.starts + step.lengths).tolist()
-        items = zip(step.samples.tolist(), step.rows.tolist(), lengths, drafts, ends.tolist(), strict=False)
+        items = zip(step.needs_sample.tolist(), step.rows.tolist(), lengths, drafts, ends.tolist(), strict=False)
         for samples, number, length, drafted, end in items:
             if not samples:
                 continue
@@ -311,7 +311,7 @@ class Worker:
         if states != list(range(len(hidden))):
             hidden = hidden[states]
         draws = self._runner.sample(hidden, positions, grammar_bitmask)
-        tokens, by_row, at = self._batch.tokens, dict[int, Draw](), 0
+        tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
             draw = draws[at]
             if drafted:
@@ -344,7 +344,7 @@ class Worker:
         self,
         drafter: ModelDrafter,
         step: StepInput,
-        draws: dict[int, Draw],
+        draws: dict[int, SampledTokens],
         forks: dict[int, list[int]],
         hidden: Tensor,
     ) -> None:
@@ -365,7 +365,7 @@ class Worker:
         return load_lora(Path(path), model.lora_targets, model.dtype, self._models.device, self._options.max_lora_rank)
 
 
-def _verify(draws: list[Draw], draft: list[int]) -> Draw:
+def _verify(draws: list[SampledTokens], draft: list[int]) -> SampledTokens:
     """Accept the longest beginning of a draft that equals what the row sampled.
 
     Args:
@@ -385,4 +385,6 @@ def _verify(draws: list[Draw], draft: list[int]) -> Draw:
         token_ids += draw.token_ids
         logprobs += draw.logprobs or []
         logits += draw.logits or []
-    return Draw(token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits)
+    return SampledTokens(
+        token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits
+    )

@@ -93,7 +93,8 @@ class ChatPrompt:
             prompt = {"prompt_token_ids": request.prompt_token_ids, "parser_config": parser_config}
         if request.truncate_prompt_tokens is None:
             return prompt
-        room = gateway.engine_client.check().max_model_len - (request.max_completion_tokens or request.max_tokens or 1)
+        max_tokens = request.max_completion_tokens or request.max_tokens or 1
+        room = gateway.engine_client.require_engine().max_model_len - max_tokens
         return prompt | {"prompt_token_ids": truncate(prompt["prompt_token_ids"], request, room)}
 
     def _template_variables(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:

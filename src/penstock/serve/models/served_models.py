@@ -94,7 +94,7 @@ class ServedModels:
         if not self._received or any(model.required and model.name not in self._found for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
-            service.gateway.engine_client.check()
+            service.gateway.engine_client.require_engine()
 
     @property
     def open(self) -> int:

@@ -199,13 +199,13 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
         spelled = [tokenizer.token(token_id) for token_id in tokens] if request.return_token_strs else None
-        maximum = gateway.engine_client.check().max_model_len
+        maximum = gateway.engine_client.require_engine().max_model_len
         return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
 
     async def detokenize(raw_request: Request) -> Response:
         request, _ = await read(raw_request, DetokenizeRequest)
         gateway = served_models.find(request.model).gateway
-        if len(request.tokens) > (maximum := gateway.engine_client.check().max_model_len):
+        if len(request.tokens) > (maximum := gateway.engine_client.require_engine().max_model_len):
             raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
         return Json(DetokenizeResponse(prompt=gateway.input_processor.tokenizer.decode(request.tokens, False)))
 

@@ -125,7 +125,7 @@ class PaddleNLPHandler:
         else:
             prompt = {"prompt_token_ids": request.input_ids}
         count, max_dec_len = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
-        maximum = gateway.engine_client.check().max_model_len
+        maximum = gateway.engine_client.require_engine().max_model_len
         if max_dec_len and count + max_dec_len > maximum:
             message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"
             raise invalid("max_tokens", message, maximum)

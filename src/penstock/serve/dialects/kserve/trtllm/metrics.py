@@ -81,7 +81,7 @@ def _inflight(stats: Stats, generating: int) -> Group:
         "total_context_tokens": stats.prefill_tokens,
         "generation_requests": generating,
         "micro_batch_id": 0,
-        "paused_requests": stats.paused,
+        "paused_requests": stats.num_preempted_waiting,
     }
     about = "The last step, and sequences that were preempted and wait."
     return Group("nv_trt_llm_inflight_batcher_metrics", about, "inflight_batcher_specific_metric", values)
