@@ -1,9 +1,10 @@
 """What ranks cost: a model on one rank with all threads, and on several with the same threads shared out, in turns.
 
-python benchmarks/parallel.py CHECKPOINT --tensor-parallel-size 2
+python benchmarks/parallel.py CHECKPOINT --ranks 2x1 1x2
 
 It is the same work, so that what differs is what ranks wait for each other. A barrier between two processes is timed
-first. Quoted are medians of steps over all rounds, and their ratio.
+first. Quoted are medians over all rounds, and the first rank's time divided by the others': of the time in which each
+sequence gets a token, and of a prompt's prefill.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import statistics
 import time
 from collections import defaultdict
 from contextlib import closing
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,14 @@ BARRIERS = 100_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--tensor-parallel-size", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument(
+        "--ranks",
+        type=grid,
+        nargs="+",
+        default=[(2, 1), (1, 2)],
+        metavar="TPxPP",
+        help="tensor-parallel ranks and pipeline stages (default: 2x1 1x2)",
+    )
     parser.add_argument("--quantization", nargs="+", default=["none", "w8a8"], help="formats (default: none w8a8)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences (default: 1 8 32)")
     parser.add_argument("--output-len", type=int, default=48, help="tokens of each (default: 48)")
@@ -43,34 +53,48 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the medians here")
     args = parser.parse_args()
 
-    size, cores = args.tensor_parallel_size, usable_cores()
+    cores, grids = usable_cores(), [(1, 1), *args.ranks]
     print(f"a barrier of two processes: {1e6 * barrier_seconds():.2f} microseconds")
-    seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    turns = [(q, ranks) for _ in range(args.rounds) for q in args.quantization for ranks in (1, size)]
+    seconds: dict[tuple[str, str, Grid], list[float]] = defaultdict(list)
+    turns = [(q, ranks) for _ in range(args.rounds) for q in args.quantization for ranks in grids]
     for quantization, ranks in tqdm(turns, desc="engines", unit="engine"):
-        for work, step in measure(args, quantization, ranks, max(1, cores // ranks)).items():
-            seconds[quantization, work, ranks] += step
+        for work, times in measure(args, quantization, ranks, max(1, cores // prod(ranks))).items():
+            seconds[quantization, work, ranks] += times
     rows = [
-        {"quantization": q, "work": work}
-        | {str(ranks): statistics.median(seconds[q, work, ranks]) for ranks in (1, size)}
+        {"quantization": q, "work": work} | {name(g): statistics.median(seconds[q, work, g]) for g in grids}
         for q, work in dict.fromkeys((q, work) for q, work, _ in seconds)
     ]
-    print(f"| | one rank of {cores} threads, ms | {size} ranks of {max(1, cores // size)}, ms | ratio |")
-    print("|---|---:|---:|---:|")
+    print(f"| ms, with {cores} threads in all | {' | '.join(name(g) for g in grids)} |")
+    print(f"|---|{'---:|' * len(grids)}")
     for row in rows:
-        one, several = 1e3 * row["1"], 1e3 * row[str(size)]
-        print(f"| {row['quantization']}, {row['work']} | {one:.2f} | {several:.2f} | {one / several:.2f} |")
+        one, *others = (1e3 * row[name(g)] for g in grids)
+        cells = [f"{one:.2f}", *(f"{several:.2f} ({one / several:.2f})" for several in others)]
+        print(f"| {row['quantization']}, {row['work']} | {' | '.join(cells)} |")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measure(args: argparse.Namespace, quantization: str, ranks: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of each decode step by batch, and of each prefill."""
+Grid = tuple[int, int]
+"""Tensor-parallel ranks, and pipeline stages."""
+
+
+def grid(text: str) -> Grid:
+    ranks, stages = text.split("x")
+    return int(ranks), int(stages)
+
+
+def name(grid: Grid) -> str:
+    return "tp {} pp {}".format(*grid)
+
+
+def measure(args: argparse.Namespace, quantization: str, ranks: Grid, threads: int) -> dict[str, list[float]]:
+    """Seconds in which each of a batch's sequences gets a token, by batch, and of each prefill."""
     options = EngineOptions(
         model=str(args.checkpoint),
         load_format=args.load_format,
         quantization=quantization,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=ranks[0],
+        pipeline_parallel_size=ranks[1],
         threads=threads,
         distributed_executor_backend="mp",  # both, as it is the ranks that are compared
         max_model_len=args.prefill + args.output_len + 16,
@@ -88,12 +112,12 @@ def decode(engine: Engine, batch: int, length: int) -> list[float]:
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     for i in range(batch):
         engine.add(EngineRequest(request_id=str(i), prompt=[5 + i + j for j in range(16)], sampling=params))
-    times: list[float] = []
+    tokens, marks = 0, list[float]()
     while engine.busy:
-        begun = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begun)
-    return times[batch * 16 // engine.scheduler.options.max_num_batched_tokens + 2 :]
+        tokens += sum(len(delta.token_ids) for delta in engine.step())
+        if tokens >= batch * (len(marks) + 1):
+            marks.append(time.perf_counter())
+    return [end - begun for begun, end in pairwise(marks)][1:]
 
 
 def prefill(engine: Engine, tokens: int) -> float:
