@@ -44,6 +44,12 @@ def test_bench_measures(kind: str) -> None:
 @pytest.mark.row("vllm", "npu-smi info")
 def test_doctor_tells_the_kernels() -> None:
     found = json.loads(penstock("doctor", "--json").stdout)
+    cores = len(os.sched_getaffinity(0))
+    placed = found["2 ranks"].removesuffix(" (cpu_binding auto)")
+    assert placed.count("|") == 1 if cores > 1 else placed == "not bound"
+    assert found["numa nodes"].startswith("0: ")
+    asked = {"PENSTOCK_CPU_BINDING": "0-2,5|7", "PENSTOCK_PIPELINE_PARALLEL_SIZE": "2"}
+    assert json.loads(penstock("doctor", "--json", **asked).stdout)["2 ranks"].startswith("0-2,5|7 ")
     assert found["fingerprint"].startswith(found["kernels"])
     assert found["isa"].split()[0] in found["built"].split(", ")
     assert "portable" in found["machine"].split(", ")

@@ -36,9 +36,9 @@ def groups(size: int) -> list[Group]:
     return [SharedMemoryGroup(memory, rank, size) for rank in range(size)]
 
 
-def context(folder: Path, group: Group = SINGLE_RANK) -> tuple[BuildContext, Checkpoint]:
+def context(folder: Path, group: Group = SINGLE_RANK, layers: range | None = None) -> tuple[BuildContext, Checkpoint]:
     weights = Checkpoint(folder)
-    return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, 64, group=group), weights
+    return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, 64, group=group, layers=layers), weights
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -51,6 +51,19 @@ def test_a_rank_reads_its_own_rows(folder: Path, ranks: int) -> None:
         build, weights = context(folder, group)
         find_family(config.architecture, config.architecture).build(build, config, 0)
         assert weights.bytes_read == whole + split / ranks
+
+
+def test_a_stage_reads_its_own_layers(folder: Path) -> None:
+    """And the embedding in the first stage, last norm and language model head (the embedding again) in the last."""
+    config = read_config(folder)
+    stored = load_file(folder / "model.safetensors")
+    for layers in (range(2), range(2, 3)):
+        build, weights = context(folder, layers=layers)
+        find_family(config.architecture, config.architecture).build(build, config, 0)
+        names = ["model.embed_tokens", *(f"model.layers.{number}." for number in layers)]
+        names += ["model.norm"] if layers.stop == 3 else []
+        own = [tensor.nbytes for name, tensor in stored.items() if name.startswith(tuple(names))]
+        assert weights.bytes_read == sum(own) < sum(tensor.nbytes for tensor in stored.values())
 
 
 def test_only_the_pages_of_those_rows_are_touched(tmp_path: Path) -> None:

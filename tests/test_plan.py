@@ -118,6 +118,17 @@ def test_rounded_weights_take_what_is_planned(
     assert files[0].stat().st_size == pytest.approx(expected, rel=0.15, abs=2 * 2**21)  # a header of whole huge pages
 
 
+def test_a_stage_s_share_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the largest stage: the memory that each rank needs."""
+    whole, halves = planned(capsys), planned(capsys, "--pipeline-parallel-size", "2")
+    layers = json.loads((demo.CHAT / "config.json").read_text())["num_hidden_layers"]
+    largest = round(halves["kv_bytes_per_token"] / whole["kv_bytes_per_token"] * layers)
+    expected = planned(
+        capsys, "--pipeline-parallel-size", "2", "--pipeline-parallel-layers", f"{largest},{layers - largest}"
+    )
+    assert layers / 2 <= largest < layers and halves["weight_bytes"] == expected["weight_bytes"] < whole["weight_bytes"]
+
+
 def test_the_checkpoint_s_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     expected = (demo.CHAT / "model.safetensors").stat().st_size
     assert planned(capsys)["weight_bytes"] == pytest.approx(expected, rel=0.01)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.sources import read
+from penstock.core import PenstockError
 from penstock.version import __version__
 
 
@@ -49,13 +50,21 @@ def collect_facts() -> dict[str, Any]:
     }
     if ops.NAME == "cpu":
         from penstock.ops import _kernels, native
-        from penstock.ops.cores import usable_cores
+        from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
 
         asked = os.environ.get(native.VARIABLE)
         result["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if asked else "")
         result["built"] = ", ".join(_kernels.BUILT)
         result["machine"] = ", ".join(_kernels.MACHINE)
         result["threads"] = str(usable_cores())
+        result["numa nodes"] = describe_nodes()
+        options = read({}, None).configuration.engine
+        ranks = max(2, options.tensor_parallel_size * options.pipeline_parallel_size)
+        try:
+            placed = describe_placement(options.cpu_binding, ranks)
+        except PenstockError as error:
+            placed = str(error)
+        result[f"{ranks} ranks"] = f"{placed} (cpu_binding {options.cpu_binding})"
         if problem := native.outdated_warning():
             result["advice"] = problem
     else:

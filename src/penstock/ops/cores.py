@@ -44,6 +44,31 @@ def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
     return set.union(*(_range(text) for text in lists[rank].split(",")))
 
 
+def describe_placement(binding: str, size: int) -> str:
+    """The cores of each of so many ranks, as ``cpu_binding`` may be written: ``0-15|16-31``; "not bound"
+    where they are bound to none. Raises as ``cores_of_rank``."""
+    shares = [cores_of_rank(binding, rank, size) for rank in range(size)]
+    return "|".join(map(_describe, shares)) if all(shares) else "not bound"
+
+
+def describe_nodes() -> str:
+    """The usable cores of each NUMA node: ``0: 0-15, 1: 16-31``."""
+    nodes: dict[int, set[int]] = {}
+    for core in os.sched_getaffinity(0):
+        nodes.setdefault(_node_of(core), set()).add(core)
+    return ", ".join(f"{node}: {_describe(nodes[node])}" for node in sorted(nodes))
+
+
+def _describe(cores: set[int]) -> str:
+    """``{0, 1, 2, 5}`` as ``0-2,5``."""
+    texts, left = [], sorted(cores)
+    while left:
+        count = next((i for i, core in enumerate(left) if core != left[0] + i), len(left))
+        texts.append(f"{left[0]}-{left[count - 1]}" if count > 1 else str(left[0]))
+        left = left[count:]
+    return ",".join(texts)
+
+
 def _range(text: str) -> set[int]:
     first, _, last = text.strip().partition("-")
     if not first.isdigit() or not (last or first).isdigit():

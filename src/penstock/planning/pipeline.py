@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.core.errors import invalid
 
-from .kv_size import bytes_per_weight
+from .kv_size import bytes_per_weight, weight_bytes
 from .model_size import ModelSize
 
 FIELD = "pipeline_parallel_size"
@@ -31,6 +31,18 @@ def split_layers(
     counts = _given(layers, stages, total) if layers else _balanced(size, stages, quantization, dtype)
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def stage_weight_bytes(
+    size: ModelSize, layers: range, quantization: str = "none", dtype: str = "auto", mtp: bool = False
+) -> int:
+    """Bytes of the matrices of a stage with these layers; arguments as of ``weight_bytes``."""
+    whole = weight_bytes(size, quantization, dtype, mtp)
+    if len(layers) == size.num_layers:
+        return whole
+    layer, head = bytes_per_weight(size, quantization, dtype)
+    ends = (layers.start == 0) + (layers.stop == size.num_layers)
+    return int(size.layer_weights * layer * len(layers) / size.num_layers + ends * size.head_weights * head)
 
 
 def _given(layers: str, stages: int, total: int) -> list[int]:

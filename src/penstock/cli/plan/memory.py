@@ -20,10 +20,10 @@ from penstock.planning.kv_size import (
     blocks_of_sequences,
     kv_cache_ratio,
     kv_specs,
-    weight_bytes,
 )
 from penstock.planning.kv_spec import bytes_per_token
 from penstock.planning.model_size import model_size_of
+from penstock.planning.pipeline import split_layers, stage_weight_bytes
 
 GB, GIB = 1e9, 2**30
 
@@ -77,16 +77,18 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         raise PenstockError(Code.UNSUPPORTED, "speculative_config: draft models are not planned for yet")
     mtp = bool(speculative and speculative.method == "mtp")
     quantization = size.quantization if options.quantization == "none" else options.quantization
-    ranks = options.tensor_parallel_size
-    weights = weight_bytes(size, quantization, options.dtype, mtp) // ranks
-    token = bytes_per_token(kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks))
+    ranks, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    split = split_layers(size, stages, options.pipeline_parallel_layers, quantization, options.dtype)
+    weights = max(stage_weight_bytes(size, layers, quantization, options.dtype, mtp) for layers in split) // ranks
+    specs = kv_specs(size, options.block_size, options.kv_cache_dtype, options.dtype, mtp, ranks)
+    token = bytes_per_token(specs if stages == 1 else specs[: max(map(len, split))])
     longest = options.max_model_len or size.max_model_len
     room = _room(args, options, weights)
     blocks = _blocks(options, longest, room, token * options.block_size)
     cache = CachePlan(blocks, options.block_size, token, longest, options.kv_cache_ratio)
     prompt, output = args.input_len, args.output_len
     ratio = kv_cache_ratio(prompt, output)
-    split = CachePlan(blocks, options.block_size, token, longest, ratio)
+    recommended = CachePlan(blocks, options.block_size, token, longest, ratio)
     return {
         "model": str(folder),
         "architecture": size.architecture,
@@ -106,7 +108,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
         "recommended": {
             "kv_cache_ratio": round(ratio, 3),
             "block_ratio": round(block_ratio(prompt, output, args.extend_ratio), 3),
-            "max_num_seqs": split.max_num_seqs(output),
+            "max_num_seqs": recommended.max_num_seqs(output),
             "batch_size": cache.batch_size(prompt, output),
         },
     }
