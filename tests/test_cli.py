@@ -15,9 +15,9 @@ from penstock import PenstockError
 from penstock.frontend.hub import resolve
 
 
-def penstock(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def penstock(*arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock.cli.main", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True)
+    return subprocess.run(command, input=stdin, env=os.environ | environment, capture_output=True, text=True)
 
 
 def test_generate_answers() -> None:
