@@ -89,10 +89,10 @@ void Group::sleep_until(Rank& other, int number, uint64_t place) {
 }
 
 int Group::end(uint64_t step, bool failed) {
-  if (failed) own().failed.store(step, std::memory_order_relaxed);
+  if (failed) own().failed[step % 2].store(step, std::memory_order_relaxed);
   wait_for_others(arrive((step + 1) << kStepBits));
   for (int number = 0; number < size_; number++)
-    if (ranks_[number].failed.load(std::memory_order_relaxed) == step) return number;
+    if (ranks_[number].failed[step % 2].load(std::memory_order_relaxed) == step) return number;
   return -1;
 }
 

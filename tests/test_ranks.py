@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import textwrap
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_executors import lost, request, run
 from test_speculation import with_head
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from penstock import LLM, GuidedDecodingParams, LoRARequest, PenstockError, PoolingParams, SamplingParams
@@ -27,11 +34,14 @@ from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
 from penstock.engine.executor.multiproc import MultiprocExecutor
+from penstock.engine.step import Propose
 from penstock.ops.cores import cores_of_rank
+from penstock.parallel import RankFailedError
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory  # which needs the kernels
 
 KINDS = ("float32 none auto", "bfloat16 none auto", "bfloat16 w8a8 int8", "bfloat16 w4a8 auto", "bfloat16 wint8 int8")
 """What is computed in, and what weights and the cache are rounded to."""
@@ -150,8 +160,7 @@ def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tup
     fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, **parallel(grid)}
     with closing(Engine(EngineOptions(**OPTIONS | fixed | options))) as engine:
         executor = engine._executor
-        assert isinstance(executor, MultiprocExecutor)
-        yield engine, executor.pids
+        yield engine, executor.pids if isinstance(executor, MultiprocExecutor) else []
 
 
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1)])
@@ -170,39 +179,179 @@ def test_a_rank_that_hangs_is_named_and_ends_all(checkpoint: Path, grid: Grid, r
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+class Failing:
+    """Functions that fail once, in one process.
+
+    Args:
+        functions: module and name of each, as in ``penstock.ops.cpu:copy_blocks``.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *functions: str) -> None:
+        self._flag = folder / "fails"
+        (folder / "sitecustomize.py").write_text(
+            textwrap.dedent(f"""
+            import functools, importlib, os, pathlib
+            flag = pathlib.Path({str(self._flag)!r})
+            def fail_once(where):
+                module, _, path = where.partition(":")
+                *parents, name = path.split(".")
+                owner = functools.reduce(getattr, parents, importlib.import_module(module))
+                whole = getattr(owner, name)
+                def function(*args, **options):
+                    if flag.exists() and flag.read_text() == f"{{os.getpid()}} {{where}}":
+                        flag.unlink()
+                        raise RuntimeError("the device has failed")
+                    return whole(*args, **options)
+                setattr(owner, name, function)
+            for where in {functions!r}:
+                fail_once(where)
+            """)
+        )
+        patch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+
+    def fail(self, pid: int, function: str) -> None:
+        self._flag.write_text(f"{pid} {function}")
+
+
+def tokens(engine: Engine, n: int) -> dict[int, list[int]]:
+    """What ``n`` sequences of a request are, whose logits lie in memory that the ranks share."""
+    engine.add(request("a" * n, n=n, temperature=1, max_tokens=8))
+    found: dict[int, list[int]] = {}
+    for delta in run(engine):
+        found.setdefault(delta.sequence, []).extend(delta.token_ids)
+    return found
+
+
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
 def test_a_step_that_fails_on_one_rank_fails_on_all(
     grid: Grid, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before some of its barriers. Other requests go on, with the tokens that they would have had."""
-    flag = tmp_path / "fails"
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent(f"""
-        import os, pathlib
-        from penstock.ops import cpu
-        whole = cpu.copy_blocks
-        flag = pathlib.Path({str(flag)!r})
-        def copy_blocks(*args):
-            if flag.exists() and flag.read_text() == str(os.getpid()):
-                flag.unlink()
-                raise RuntimeError("the device has failed")
-            whole(*args)
-        cpu.copy_blocks = copy_blocks
-        """)
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    with ranks(checkpoint, grid, max_num_seqs=2) as (engine, pids):
-        engine.add(request("alone", temperature=0))
-        alone = [token for delta in run(engine) for token in delta.token_ids]
-        for rank in (1, 0):
-            engine.add(request("failing"))
-            engine.step()
-            flag.write_text(str(pids[rank]))
-            (delta,) = engine.step()
-            assert delta.failure and delta.failure.code is Code.INTERNAL
+    """Before some of its barriers. Other requests go on, with the tokens that they would have had: also those that need
+    memory of other sizes, of which the rank that failed has allocated less."""
+    with ranks(checkpoint, (1, 1)) as (engine, _):
+        expected = {n: tokens(engine, n) for n in (1, 2, 4, 8)}
+    copy_blocks = "penstock.ops.cpu:copy_blocks"
+    failing = Failing(tmp_path, monkeypatch, copy_blocks)
+    with ranks(checkpoint, grid) as (engine, pids):
+        for rank, n in ((1, 4), (0, 8)):
+            engine.add(request("failing", n=n))
+            failing.fail(pids[rank], copy_blocks)
+            deltas = engine.step()
+            assert [delta.failure and delta.failure.code for delta in deltas] == [Code.INTERNAL] * n
             assert engine.failure is None and not engine.busy
-            engine.add(request("alone", temperature=0))
-            assert [token for delta in run(engine) for token in delta.token_ids] == alone
+            for size in (1, 8, 2, 4):
+                assert tokens(engine, size) == expected[size]
+
+
+@pytest.mark.parametrize(
+    ("method", "drafter"),
+    [
+        ("mtp", "penstock.engine.worker.mtp:MTPDrafter"),
+        ("draft_model", "penstock.engine.worker.draft_model:DraftModel"),
+    ],
+)
+def test_a_drafter_that_fails_on_one_rank_costs_drafts_only(
+    method: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before some of its barriers; or, where it is about to take in the rows, the step."""
+    (tmp_path / "checkpoint").mkdir()
+    folder = with_head(tmp_path / "checkpoint", knowing=False)
+    with ranks(folder, (1, 1)) as (engine, _):
+        expected = {n: tokens(engine, n) for n in (1, 2, 8)}
+    functions = [f"{drafter}.{name}" for name in ("propose", "after_step", "apply")]
+    failing = Failing(tmp_path, monkeypatch, *functions)
+    config = {"num_speculative_tokens": 3, "adaptive": False, "method": method}
+    config |= {"model": str(folder)} if method == "draft_model" else {}
+    with ranks(folder, speculative_config=json.dumps(config)) as (engine, pids):
+        for function in functions:
+            engine.add(request("failing", n=4, temperature=1, max_tokens=30))
+            engine.step()
+            failing.fail(pids[1], function)
+            failed = [delta for delta in run(engine) if delta.failure]
+            assert len(failed) == (4 if function.endswith("apply") else 0) and engine.failure is None
+            assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
+
+
+def test_ranks_draft_what_one_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_head(tmp_path, knowing=False)
+    config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
+    drafted: list[list[list[int] | None]] = []
+    propose = Engine._propose
+
+    def noted(self: Engine, message: Propose) -> list[list[int] | None]:
+        drafted.append(propose(self, message))
+        return drafted[-1]
+
+    monkeypatch.setattr(Engine, "_propose", noted)
+    found = []
+    for size in (1, 2):
+        drafted.clear()
+        with ranks(folder, (size, 1), speculative_config=config) as (engine, _):
+            for number in range(4):
+                engine.add(request("a" * number, temperature=number % 2, max_tokens=20))
+            run(engine)
+        found.append(drafted.copy())
+    assert found[0] == found[1] and len(found[0]) > 4
+
+
+def test_an_adapter_that_one_rank_cannot_read_leaves_nothing_behind(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the slot, into which the other rank has put it: the next adapter there has fewer layers."""
+    tensors = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "smaller").mkdir()
+    shutil.copy(checkpoint / "adapter" / "adapter_config.json", tmp_path / "smaller")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.q_proj" in name}
+    save_file(kept, tmp_path / "smaller" / "adapter_model.safetensors")
+    read = "penstock.models.weights.lora:_tensors"
+    failing = Failing(tmp_path, monkeypatch, read)
+    found = []
+    for size in (1, 2):
+        with ranks(checkpoint, (size, 1), enable_lora=True) as (engine, pids):
+            if size > 1:
+                failing.fail(pids[1], read)
+                loading = engine.adapters.load("larger", str(checkpoint / "adapter"))
+                with pytest.raises(PenstockError, match="could not be read"):
+                    engine.adapters.wait(loading)
+            engine.adapters.wait(engine.adapters.load("smaller", str(tmp_path / "smaller")))
+            asked = request("adapted", temperature=0, max_tokens=20)
+            engine.add(msgspec.structs.replace(asked, adapter="smaller"))
+            found.append([token for delta in run(engine) for token in delta.token_ids])
+    assert found[0] == found[1]
+
+
+def test_a_grammar_over_a_vocabulary_smaller_than_its_panels(tmp_path: Path) -> None:
+    """Two ranks share 100 tokens, whose bits are no whole words."""
+    save(Qwen3Config(**SMALL | {"vocab_size": 100}, head_dim=16, sliding_window=None), tmp_path)
+    characters = [chr(code) for code in range(33, 131)]
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *characters])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    asked = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(regex="[a-z]{3}[0-9]{4}"))
+    found = []
+    for size in (1, 2):
+        llm = LLM(tmp_path, dtype="float32", tensor_parallel_size=size, **OPTIONS)
+        found += [output.outputs[0].token_ids for output in llm.generate([[3, 4, 5]], asked, use_tqdm=False)]
+        llm.engine.close()
+    assert found[0] == found[1] and len(found[0]) >= 7
+
+
+def test_no_failed_step_is_missed() -> None:
+    """By a rank that looks only when the next step has failed, too."""
+    memory, steps = create_memory(), 20_000
+    child = os.fork()
+    group = SharedMemoryGroup(memory, int(not child), 2, patience=30)
+    if not child:
+        for _ in range(steps):
+            with suppress(ZeroDivisionError), group.step():
+                raise ZeroDivisionError
+        os._exit(0)
+    for _ in range(steps):
+        with pytest.raises(RankFailedError, match="rank 1"), group.step():
+            pass
+    os.waitpid(child, 0)
+    os.close(memory)
 
 
 def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class Embedding:
         if self._group.size == 1:
             return self._matrix.argmax(hidden, bitmask)[0]
         own, rows, size = self._shard, hidden.shape[0], self._group.size
-        shard_bitmask = None if bitmask is None else bitmask[:, own.first // 32 : -(-own.end // 32)]
+        shard_bitmask = None if bitmask is None else _shard_bitmask(bitmask, own)
 
         def best(out: Tensor | None) -> Tensor:
             token_ids, logits = self._matrix.argmax(hidden, shard_bitmask)
@@ -127,3 +127,15 @@ class Embedding:
         logits, token_ids = self._group.all_gather(best, rows, shard, torch.float64).view(rows, size, 2).unbind(-1)
         largest = logits.amax(1, keepdim=True)  # of equal ones the lowest token, as on one rank
         return token_ids.where(logits == largest, float("inf")).amin(1).nan_to_num(posinf=0.0).long()
+
+
+def _shard_bitmask(bitmask: Tensor, own: Shard) -> Tensor:
+    """A bitmask of the whole vocabulary to one of a rank's share."""
+    words = bitmask[:, own.first // 32 : -(-own.end // 32)]
+    if own.first % 32 == 0:
+        return words
+    places = torch.arange(32, device=words.device)  # of a vocabulary too small for whole panels
+    bits = (words[:, :, None] >> places & 1).flatten(1)[:, own.first % 32 :][:, : own.size]
+    bits = torch.nn.functional.pad(bits, (0, -own.size % 32)).unflatten(1, (-1, 32))
+    packed: Tensor = (bits.long() << places).sum(-1)
+    return packed.to(torch.int32)

@@ -33,6 +33,7 @@ class DecoderMTPHead:
         embedding: Embedding,
     ) -> None:
         name, size, eps = f"model.layers.{number}", config.hidden_size, config.rms_norm_eps
+        self._ops = context.ops
         self._embedding = embedding
         self._token_norm = RMSNorm(context, f"{name}.enorm", size, eps)
         self._state_norm = RMSNorm(context, f"{name}.hnorm", size, eps)
@@ -45,7 +46,7 @@ class DecoderMTPHead:
     def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
         """As ``MTPHead.hidden``."""
         token = self._token_norm(self._embedding(batch.token_ids))
-        x = self._projection(torch.cat((token, self._state_norm(states)), -1))
+        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers change it
         x, residual = self.layer(x, None, cache, batch)
         hidden, _ = self._norm.add(x, residual)
         return hidden

@@ -64,7 +64,7 @@ class SharedMemoryGroup:
         self.size = size
         self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY, offset=stage * CAPACITY), np.uint8)
         self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, patience)
-        self._allocated = LINE
+        self._allocated = self._graphs_end = LINE
         self._steps = 0
         self._buffers = _Buffers(self._allocate)
         self._of_graphs: weakref.WeakKeyDictionary[graph.Arena, _Buffers] = weakref.WeakKeyDictionary()
@@ -92,17 +92,23 @@ class SharedMemoryGroup:
         try:
             yield
         except BaseException:
+            self._forget_buffers()
             self.native.end(self._steps, True)
             raise
         if (failed := self.native.end(self._steps, False)) >= 0:
+            self._forget_buffers()
             raise RankFailedError(f"the step failed on rank {failed}")
         self._buffers.recycle()
+
+    def _forget_buffers(self) -> None:
+        """After a step that failed, in which ranks have come to different buffers."""
+        self._buffers, self._allocated = _Buffers(self._allocate), self._graphs_end
 
     def _current_buffers(self) -> _Buffers:
         arena = graph.current_arena()
         if arena is None:
             return self._buffers
-        return self._of_graphs.setdefault(arena, _Buffers(self._allocate))
+        return self._of_graphs.setdefault(arena, _Buffers(self._allocate_for_graph))
 
     def _empty(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         memory = self._current_buffers().take(prod(shape) * dtype.itemsize)
@@ -118,6 +124,11 @@ class SharedMemoryGroup:
         if self._allocated > CAPACITY:
             raise MemoryError(f"ranks have no {size} bytes left to share")
         return self._memory[first : first + size]
+
+    def _allocate_for_graph(self, size: int) -> np.ndarray:
+        memory = self._allocate(size)
+        self._graphs_end = self._allocated
+        return memory
 
 
 class _Buffers:

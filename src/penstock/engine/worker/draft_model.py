@@ -90,6 +90,10 @@ class DraftModel:
         ends = result.starts + result.lengths + np.maximum(accepted, 0)
         self._computed[rows] = np.minimum(self._computed[rows], ends)
 
+    def reset(self) -> None:
+        self._computed[:] = 0
+        self._filled[:] = False
+
     def _compute(
         self, rows: np.ndarray | list[int], counts: np.ndarray | list[int], known: np.ndarray | int, sample: bool
     ) -> list[SampledTokens]:

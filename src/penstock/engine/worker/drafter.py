@@ -82,3 +82,7 @@ class ModelDrafter(Protocol):
     def after_step(self, result: StepResult) -> None:
         """Take in a computed step."""
         ...
+
+    def reset(self) -> None:
+        """Forget what was computed, after an error: ranks may have come to different places."""
+        ...

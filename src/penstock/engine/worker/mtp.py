@@ -106,6 +106,9 @@ class MTPDrafter:
             if row in draws:
                 self._first[row] = FirstDraft(length, draw, state)
 
+    def reset(self) -> None:
+        self._first.clear()
+
     def _run(
         self, number: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor
     ) -> tuple[Tensor, list[SampledTokens]]:

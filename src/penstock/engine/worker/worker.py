@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -138,23 +139,39 @@ class Worker:
         Args:
             grammar_bitmask: grammar bitmask as in ``Executor.submit``, waited for after the forward pass.
         """
-        stage = self._stage.step() if len(step.rows) else nullcontext()
-        with torch.inference_mode(), stage, self._group.step():
-            return self._execute(step, grammar_bitmask)
+        with self._stage.step() if len(step.rows) else nullcontext(), self._step():
+            output, result = self._execute(step, grammar_bitmask)
+        if result:
+            self._after_step(result)
+        return output
 
-    def _execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None) -> StepOutput:
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around what all ranks compute or none does."""
+        try:
+            with torch.inference_mode(), self._group.step():
+                yield
+        except BaseException:
+            if self._drafter:
+                self._drafter.reset()
+            raise
+
+    def _execute(
+        self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None
+    ) -> tuple[StepOutput, StepResult | None]:
+        """The step's output, and what the drafter is to know of it."""
         self.poll()
         self._apply(step.updates)
         forks = dict(self._forks)
         if not len(step.rows):
-            return StepOutput([])
+            return StepOutput([]), None
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
         if len(step.drafts):
             self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
             self._stage.send(self._forward(step, num_tokens, num_tokens))
-            return StepOutput([])
+            return StepOutput([]), None
         prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
         if self._drafter and self._drafter.needs_all_hidden_states:
             num_states = num_tokens
@@ -167,9 +184,10 @@ class Worker:
             )
         draws = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
         output.sampled.extend(draws.values())
-        if self._drafter:
-            self._after_step(self._drafter, step, draws, forks, hidden)
-        return output
+        if not self._drafter:
+            return output, None
+        drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
+        return output, StepResult(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden)
 
     def call(self, op: Op) -> Future[Any]:
         """Do something between two steps. The future is done when this returns, except for ``LoadLoRA``: there ``poll``
@@ -180,7 +198,7 @@ class Worker:
                 self._reading.append((op, self._reader.submit(self._load_lora, op.path), done))
                 return done
             case UnloadLoRA(slot):
-                self._adapters.pop(slot).deactivate(slot)
+                self._empty_slot(slot)
                 done.set_result(None)
             case Propose():
                 done.set_result(self._propose(op))
@@ -199,11 +217,13 @@ class Worker:
             self._reading.remove(entry)
             op, reading, done = entry
             try:
-                reading.result().activate(op.slot)
+                adapter = reading.result()
+                self._empty_slot(op.slot)  # where a load has failed on another rank, its adapter is there still
+                self._adapters[op.slot] = adapter
+                adapter.activate(op.slot)
             except Exception as error:
                 done.set_exception(error)
                 continue
-            self._adapters[op.slot] = reading.result()
             done.set_result(None)
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
@@ -328,9 +348,10 @@ class Worker:
     def _propose(self, op: Propose) -> list[list[int] | None]:
         """The answer to ``Propose``. An error of the drafter is logged, since it must not end the step's requests."""
         assert self._drafter is not None
-        self._apply(op.updates)
+        with self._step():
+            self._apply(op.updates)
         try:
-            with torch.inference_mode(), self._group.step():
+            with self._step():
                 return self._drafter.propose(op.rows, op.lengths, op.counts)
         except Exception:
             logger.warning("the drafter has failed", exc_info=True)
@@ -340,25 +361,23 @@ class Worker:
                 if counts := self._batch.row(row).counts:
                     counts.rewind(length)
 
-    def _after_step(
-        self,
-        drafter: ModelDrafter,
-        step: StepInput,
-        draws: dict[int, SampledTokens],
-        forks: dict[int, list[int]],
-        hidden: Tensor,
-    ) -> None:
+    def _after_step(self, result: StepResult) -> None:
         """Pass a step to the drafter. An error is logged: it costs drafts, and must not end the step's requests."""
+        assert self._drafter is not None
         if self._drafter_errors >= MAX_DRAFTER_ERRORS:
             return
         try:
-            drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
-            drafter.after_step(StepResult(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden))
+            with self._step():
+                self._drafter.after_step(result)
         except Exception:
             self._drafter_errors += 1
             logger.exception("the drafter has failed after a step (%d times now)", self._drafter_errors)
 
     # --- Adapters ---------------------------------------------------------------------------------------------------
+
+    def _empty_slot(self, slot: int) -> None:
+        if adapter := self._adapters.pop(slot, None):
+            adapter.deactivate(slot)
 
     def _load_lora(self, path: str) -> LoRAAdapter:
         model = self._runner.model
