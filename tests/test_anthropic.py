@@ -234,7 +234,7 @@ def test_what_else_the_client_has(client: anthropic.Anthropic) -> None:
     assert client.models.retrieve("penstock-demo") == model == client.models.retrieve("default")
     page = client.models.list(limit=1)
     assert (page.first_id, page.last_id, page.has_more) == (model.id, model.id, False)
-    with pytest.raises(anthropic.NotFoundError, match="is not here"):
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.models.retrieve("claude")
     with pytest.raises(anthropic.BadRequestError, match="after_id"):
         client.models.list(after_id="claude")

@@ -222,7 +222,7 @@ def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
         (["--url", served.url, "--api-key", "wrong"], "answered 401: an API key is missing or wrong"),
         (["--url", f"{served.root}/v2"], "answered 404"),
         (["--url", "http://127.0.0.1:9/v1"], "does not answer"),
-        (["--url", served.url, "a-model"], "goes with --model-name"),
+        (["--url", served.url, "a-model"], "requires --model-name"),
         (["--model-name", "some"], "url: is missing"),
         (["--temperature", "-1"], "temperature: must be at least 0"),
     ]
@@ -233,7 +233,7 @@ def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
         assert len(said.stderr.splitlines()) == 1
     said = piped("--url", served.url, "--model-name", "other", lines=["Hi", "/set top_k -7"])
     assert said.returncode == 1
-    assert "the model 'other' is not here" in said.stderr
+    assert "the model 'other' does not exist" in said.stderr
 
 
 def test_a_pipe_is_left_with_ctrl_c() -> None:

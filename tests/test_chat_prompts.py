@@ -67,8 +67,11 @@ def test_token_ids_are_a_prompt(server: Served, stream: bool) -> None:
     thinking = ask(server, chat_template_kwargs={"enable_thinking": True})
     assert ask(server, [], stream, prompt_token_ids=thinking["ids"]) == thinking
     for fields, words in (
-        ({"messages": ASKED, "prompt_token_ids": [5]}, "messages: does not go with prompt_token_ids"),
-        ({"messages": [], "prompt_token_ids": [5], "continue_final_message": True}, "continue_final_message: does not"),
+        ({"messages": ASKED, "prompt_token_ids": [5]}, "messages: cannot be combined with prompt_token_ids"),
+        (
+            {"messages": [], "prompt_token_ids": [5], "continue_final_message": True},
+            "continue_final_message: cannot be combined",
+        ),
         ({"messages": []}, "messages: must hold at least one"),
         ({"messages": [], "prompt_token_ids": []}, "prompt_token_ids"),
         ({"messages": [], "prompt_token_ids": [10**6]}, "token ids go from 0"),
@@ -89,7 +92,7 @@ def test_content_comes_in_parts(server: Served, stream: bool) -> None:
 
 def test_unknown_roles_are_named_with_those_that_are_known(server: Served) -> None:
     with pytest.raises(
-        openai.BadRequestError, match="'king' is none of system, developer, user, assistant, tool"
+        openai.BadRequestError, match="'king' is not one of system, developer, user, assistant, tool"
     ) as no:
         ask(server, [*ASKED, {"role": "king", "content": "x"}])
     assert no.value.param == "messages[1].role"

@@ -106,7 +106,10 @@ def test_serve_says_it_too(tmp_path: Path) -> None:
     """And who may ask, where that is anybody."""
     said = penstock("serve", "--compat", "fastdeploy", "--log-file", str(tmp_path / "log"), "--model", "model.gguf")
     assert said.returncode == 2 and "GGUF file, which llama.cpp reads" in said.stderr
-    assert "anybody who reaches 0.0.0.0 of this machine may ask: set --api-key, or --host 127.0.0.1" in said.stderr
+    assert (
+        "anyone who can reach 0.0.0.0 of this machine can send requests: set --api-key, or --host 127.0.0.1"
+        in said.stderr
+    )
     assert "anybody" not in penstock("serve", "model.gguf").stderr
 
 

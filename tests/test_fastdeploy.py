@@ -173,7 +173,7 @@ def test_what_has_no_meaning_here_is_said() -> None:
         ("--dynamic-load-weight 1", "--dynamic_load_weight: '1' is wrong: weights are loaded once"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
         ("--max-waiting-time -2", "max_queue_time: "),
-        ("--max-model-len long", "--max_model_len: 'long' is no number of tokens"),
+        ("--max-model-len long", "--max_model_len: 'long' is not a number of tokens"),
         ("--reasoning-parser nobody", "reasoning_parser: "),
         ("--splitwise-role decode", "--splitwise_role: 'decode' is wrong: separate prefill and decode instances"),
         ("--max-num-sequence 8", "unknown argument --max-num-sequence; did you mean --max-num-seqs?"),

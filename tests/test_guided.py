@@ -560,7 +560,7 @@ def test_a_stream_is_the_answer(client: openai.OpenAI) -> None:
 def test_refusals_come_before_any_token(client: openai.OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
         ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}, stream=stream)
-    with pytest.raises(openai.BadRequestError, match="one form"):
+    with pytest.raises(openai.BadRequestError, match="one constraint"):
         ask(client, response_format={"type": "json_object"}, extra_body={"guided_regex": "a"}, stream=stream)
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:

@@ -217,7 +217,7 @@ def test_trace_settings_are_kept_and_said_to_trace_nothing(
     assert client.update_trace_settings(settings={"trace_level": None, "trace_rate": None}) == begun
     for wrong, words in [
         ({"trace_level": ["ALL"]}, "trace_level: must be a list of OFF, TIMESTAMPS, TENSORS"),
-        ({"trace_rate": "often"}, "trace_rate: 'often' is no whole number"),
+        ({"trace_rate": "often"}, "trace_rate: 'often' is not a whole number"),
         ({"trace_count": -2}, "trace_count: must be at least -1"),
         ({"trace_file": "/tmp/x"}, "trace_file: can not be updated through network protocol"),
         ({"trace": 1}, "trace: no such setting"),
@@ -553,10 +553,13 @@ def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerCli
         ({"prompt_embedding_table": [1.5]}, "prompt_embedding_table: not supported yet"),
         ({"num_draft_tokens": 3}, "num_draft_tokens: not supported yet; --speculative-config"),
         ({"embedding_bias_words": ["a"]}, "embedding_bias_weights: has 0 elements"),
-        ({"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"}, "guided_decoding_guide_type: is none of"),
+        (
+            {"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"},
+            "guided_decoding_guide_type: is not one of",
+        ),
         ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(("}, "guided_decoding_guide"),
         ({"parameters": {"max_tokens": 3}}, "max_tokens: is given twice"),
-        ({"parameters": 3}, "parameters: is no JSON object"),
+        ({"parameters": 3}, "parameters: is not a JSON object"),
     ],
 )
 @pytest.mark.row("triton", "errors")

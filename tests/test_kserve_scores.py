@@ -138,7 +138,7 @@ def test_too_many_are_refused(served: Served) -> None:
         with pytest.raises(InferenceServerException, match=words):
             http(served, texts, tokens, **more)
     beams = {"return_generation_logits": (True, np.bool_), "beam_width": (2, np.int32)}
-    with pytest.raises(InferenceServerException, match="return_generation_logits: does not go with"):
+    with pytest.raises(InferenceServerException, match="return_generation_logits: cannot be combined with"):
         http(served, TEXTS[:1], 4, **beams)
     assert http(served, TEXTS[:1], 4, beam_width=(2, np.int32), return_context_logits=(True, np.bool_))
 

@@ -162,7 +162,7 @@ def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) 
             tokens += [token for delta in engine.step() for token in delta.token_ids]
             if interfere and len(tokens) == 5:
                 engine.adapters.unload("a")
-                with pytest.raises(PenstockError, match="not here"):
+                with pytest.raises(PenstockError, match="not loaded"):
                     engine.add(EngineRequest(request_id="2", prompt=[5], sampling=sampling, adapter="a"))
                 with pytest.raises(PenstockError, match="until the requests that use them end"):
                     engine.adapters.load("b", str(small / "b")).result()
@@ -256,8 +256,8 @@ def test_what_cannot_be_is_refused_by_name(small: Path) -> None:
     for call, words in (
         (lambda: llm.load_lora_adapter("a", small / "b"), "unload it first"),
         (lambda: llm.load_lora_adapter("b", small / "b"), "max_loras"),
-        (lambda: llm.unload_lora_adapter("b"), "not here"),
-        (lambda: llm.generate([[5]], lora_request=LoRARequest("b")), "not here"),
+        (lambda: llm.unload_lora_adapter("b"), "not loaded"),
+        (lambda: llm.generate([[5]], lora_request=LoRARequest("b")), "not loaded"),
         (lambda: llm.generate([[5]], lora_request=[None, None]), "2 given for 1"),
         (lambda: LLM(small, **OPTIONS).load_lora_adapter("a", small / "a"), "enable_lora"),
         (lambda: LLM(small, lora_modules=("a",), **OPTIONS), "name=folder"),
@@ -404,7 +404,7 @@ def test_a_stream_outlives_the_unloading_of_its_adapter(small: Path) -> None:
                 count += 1
                 if count == 3:
                     await llm.unload_lora_adapter("a")
-                    with pytest.raises(PenstockError, match="not here"):
+                    with pytest.raises(PenstockError, match="not loaded"):
                         await llm.unload_lora_adapter("a")
                     await llm.load_lora_adapter("a", small / "b")
                     *_, other = [one async for one in llm.generate(prompt, params, lora_request=LoRARequest("a"))]

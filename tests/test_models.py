@@ -200,7 +200,7 @@ def broken(folder: Path, how: str) -> None:
         ("broken index", r"index\.json is damaged"),
         ("index without files", r"index\.json is damaged"),
         ("index of numbers", r"index\.json is damaged"),
-        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is no file beside it"),
+        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is not a file beside it"),
         ("broken defaults", r"generation_config\.json does not hold an object"),
     ],
 )

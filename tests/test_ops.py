@@ -82,7 +82,7 @@ def test_linear(
 
 
 def spoil(seed: int, weight: Tensor, x: Tensor) -> None:
-    """Ties, outliers, what is far too large or small, rows of zeros, and what is no number."""
+    """Ties, outliers, what is far too large or small, rows of zeros, and what is not a number."""
     draw, (outputs, inputs) = Random(seed), weight.shape
     for _ in range(draw.randrange(4)):
         weight[draw.randrange(outputs)] = weight[draw.randrange(outputs)] * draw.choice([1.0, 1.0, 30.0, 1e-35])

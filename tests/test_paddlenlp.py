@@ -198,8 +198,8 @@ def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str)
     [
         ({"req_id": "a"}, "text: is missing; give text, messages or input_ids"),
         ({"text": ""}, "text: "),
-        ({"text": "a", "input_ids": [1]}, "input_ids: does not go with text"),
-        ({"input_ids": [1], "system": "b"}, "system: does not go with input_ids"),
+        ({"text": "a", "input_ids": [1]}, "input_ids: cannot be combined with text"),
+        ({"input_ids": [1], "system": "b"}, "system: cannot be combined with input_ids"),
         ({"input_ids": [10**6]}, "input_ids: token ids go from 0"),
         ({"text": "a", "max_dec_len": 0}, "max_dec_len: "),
         ({"text": "a", "max_dec_len": 3, "max_tokens": 3}, "max_tokens: is max_dec_len by another name"),
@@ -267,7 +267,7 @@ def test_an_id_is_refused_while_it_is_taken(served: Served) -> None:
         assert ask(served, text="a", req_id="yours", max_dec_len=1).json()["error_code"] == 0
     deadline = threading.Event()
     while ask(served, text="a", req_id="mine", max_dec_len=1).json()["error_code"]:
-        assert not deadline.wait(0.01)  # the engine has yet to hear that the client has gone
+        assert not deadline.wait(0.01)  # the engine has yet to hear that the client disconnected
 
 
 @pytest.mark.row("paddlenlp", "timeout", "response_timeout")
@@ -276,14 +276,14 @@ def test_who_waits_too_long_is_told(served: Served) -> None:
         for name in ("timeout", "response_timeout"):
             late = f"late {name}"  # another name each: the two API processes' messages may overtake each other
             answer = ask(served, text="a", req_id=late, **{name: 0.2})
-            words = "timeout: nothing came for 0.2 seconds"
+            words = "timeout: no output for 0.2 seconds"
             assert answer.json() == {"req_id": late, "error_msg": words, "error_code": 408}
 
 
 def test_a_whole_answer_comes_in_time_or_not_at_all(served: Served) -> None:
     """Though another of its tokens comes all the time."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
-    assert answer == {"req_id": "slow", "error_msg": "timeout: nothing came for 0.2 seconds", "error_code": 408}
+    assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
     begun = time.monotonic()
     lines(served, **ENDLESS)
     less = 0.75 * (time.monotonic() - begun)  # than all of its pieces take, and far more than one of them

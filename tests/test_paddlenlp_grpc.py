@@ -118,7 +118,7 @@ def test_a_client_that_leaves_gives_its_id_and_its_blocks_back(
     client.stop_stream(cancel_requests=True)
     waiting = threading.Event()
     while "error_msg" in told(client, json.dumps([ASKED | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
-        assert not waiting.wait(0.01)  # the engine has yet to hear that the client has gone
+        assert not waiting.wait(0.01)  # the engine has yet to hear that the client disconnected
     asyncio.run(settled(served))
 
 

@@ -167,7 +167,7 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         assert "--speculate_model_path is ignored: MTP layers are part of" in said
         for arguments, words in (
             (("--nnodes", "2", "--mode", "master"), "--nnodes: 2 is not supported yet"),
-            (("--mode", "slave"), "--mode: slave goes with several nodes"),
+            (("--mode", "slave"), "--mode: slave is for several nodes"),
             (("--model_name", "org/chat/a8w8_fp8"), "weights as a8w8_fp8 are not supported yet"),
             (("--model_name", "org/chat-2nodes/weight_only_int8"), "several machines are not supported yet"),
             (("--model_name", "org/unknown"), "has no model org/unknown"),
@@ -269,7 +269,7 @@ def test_names_before_version_3() -> None:
         ({"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES: names 1 devices, where MP_NUM 2"),
         ({"MP_NUM": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES: names 2 devices, where MP_NUM 1"),
         ({"MP_NUM": "3", "MP_NNODE": "2", "POD_IPS": "a,b", "POD_0_IP": "a"}, "MP_NUM: 3 cannot be divided"),
-        ({"MP_NUM": "0"}, "MP_NUM: '0' is no number from 1 on"),
+        ({"MP_NUM": "0"}, "MP_NUM: '0' is not a number from 1 on"),
         ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: must be from 1 to 128"),
         ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: must be from 1 to 8"),
         ({"BLOCK_BS": "many"}, "BLOCK_BS: 'many' is wrong"),

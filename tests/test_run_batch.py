@@ -141,7 +141,7 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
 
     again = run_batch(tmp_path)
     assert again.returncode == 0
-    assert "all 60 lines have their result" in again.stderr
+    assert "all 60 lines have a result" in again.stderr
 
 
 def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:

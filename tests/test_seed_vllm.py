@@ -241,8 +241,8 @@ def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
         ("--mode merge --global-ranktable-list wrong_count", "wrong_count: server_count of group 2 is 2 for 1"),
         ("--mode merge --global-ranktable-list wrong_rank", "wrong_rank: rank_id must count from 0 in each instance"),
         ("--mode merge", "global_ranktable_list: is missing"),
-        ("--mode merge --global-ranktable-list global_a --api-server", "api_server: goes with --mode gen only"),
-        ("--mode gen --global-ranktable-list global_a", "global_ranktable_list: goes with --mode merge only"),
+        ("--mode merge --global-ranktable-list global_a --api-server", "api_server: requires --mode gen"),
+        ("--mode gen --global-ranktable-list global_a", "global_ranktable_list: requires --mode merge"),
         ("--mode gen", "gen needs --prefill-server-list, --decode-server-list or --api-server"),
         (
             "--mode gen --prefill-server-list 4,5 --decode-server-list 5,6",

@@ -787,7 +787,7 @@ def test_a_silent_client_is_told(strict: Served) -> None:
     heard, _ = talk(strict, head("content-length: 100", body='{"prompt": '))
     status, _, body = heard.decode().partition("\r\n\r\n")
     assert status.startswith("HTTP/1.1 408 ")
-    assert json.loads(body)["error"]["message"] == "body: no more of it came for 1 seconds"
+    assert json.loads(body)["error"]["message"] == "body: nothing was received for 1 seconds"
     assert time.monotonic() - begun > 1
     heard, closed = talk(strict, head("x: y")[:-4])
     assert (heard, closed) == (b"", True), "who has not even said what he wants"

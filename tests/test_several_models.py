@@ -151,9 +151,9 @@ def test_every_dialect_finds_them(served: Served, client: openai.OpenAI, alone: 
 def test_what_there_is_is_told(served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient) -> None:
     assert [model.id for model in client.models.list()] == list(NAMES)
     assert client.models.retrieve("small").root == "small"
-    with pytest.raises(openai.NotFoundError, match=r"'smal' is not here; there is penstock-demo, small"):
+    with pytest.raises(openai.NotFoundError, match=r"'smal' does not exist; available: penstock-demo, small"):
         said(client, "smal")
-    with pytest.raises(openai.NotFoundError, match=r"'broken' is not served: not loaded; there is"):
+    with pytest.raises(openai.NotFoundError, match=r"'broken' is not served: not loaded; available:"):
         said(client, "broken")
     ready = dict.fromkeys([*KSERVE, *NAMES, "model"], "READY")
     assert states(repository) == {
@@ -215,7 +215,7 @@ def test_one_leaves_once_its_answers_have_ended_and_comes_back(
     assert len(served.pids["tokenizer"]) == 2  # so that no stream waits for it: one for each API process
     for _ in range(8):
         assert said(client, "small") == alone["small"]
-    repository.load_model("small")  # is there already
+    repository.load_model("small")  # loaded already
     assert states(repository)["small"] == "READY"
 
 
@@ -443,10 +443,14 @@ def test_a_repository_may_have_several_engines(two_engines: Path, alone: dict[st
     ("change", "flags", "words"),
     [
         ({}, ["--tensorrt_llm_model_name=small,large"], "has no engine 'large'; it has small, tensorrt_llm"),
-        ({"small_bls": parameters(tensorrt_llm_model_name="smal")}, [], "is over smal, and the engines are"),
-        ({"mine": ""}, [], "the model 'mine' is none of TensorRT-LLM's"),
+        (
+            {"small_bls": parameters(tensorrt_llm_model_name="smal")},
+            [],
+            "uses smal, none of which is an engine; the engines are",
+        ),
+        ({"mine": ""}, [], "the model 'mine' is not one of TensorRT-LLM's"),
         ({"small": 'backend: "tensorrtllm"'}, [], "does not say where its engine is"),
-        ({}, ["--load-model=small"], "goes with --model-control-mode explicit"),
+        ({}, ["--load-model=small"], "requires --model-control-mode explicit"),
     ],
 )
 def test_a_repository_that_cannot_be_is_refused(
@@ -484,7 +488,7 @@ def test_a_folder_of_checkpoints_is_a_repository(tmp_path: Path, alone: dict[str
             ["--models", '{"a": {"model": "/b", "lora_modules": ["x=/c"]}}', "--lora-modules", "x=/d", "--model", "/e"],
             "'x' is the name of a model, or of another adapter",
         ),
-        (["--models", '{"a": "/b"}', "--load-model", "a"], "goes with --model-control-mode explicit"),
+        (["--models", '{"a": "/b"}', "--load-model", "a"], "requires --model-control-mode explicit"),
         (
             ["--models", '{"a": "/b"}', "--model-control-mode", "explicit", "--load-model", "aa"],
             "no model 'aa'; did you mean a?",

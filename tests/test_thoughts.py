@@ -131,7 +131,7 @@ def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=words):
             ask(client, False, extra_body=fields)
     for field in ("reasoning_max_tokens", "response_max_tokens"):
-        with pytest.raises(openai.BadRequestError, match=f"{field}: goes with chats only"):
+        with pytest.raises(openai.BadRequestError, match=f"{field}: is for chats only"):
             client.completions.create(model="default", prompt="x", extra_body={field: 1})
 
 

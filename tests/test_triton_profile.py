@@ -101,7 +101,7 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
         (["--world_size", "2"], "--world_size: '2' is wrong: an engine's folder says how many ranks it is for"),
         (["--model-control-mode", "poll"], "only none and explicit"),
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
-        (["--allow-grpc", "perhaps"], "none of true"),
+        (["--allow-grpc", "perhaps"], "not one of true"),
         (["--http-prot", "1"], "did you mean --http-port"),
         (["--model-repository", "/nowhere"], "model_repository: /nowhere holds no folder"),
     ],
@@ -139,7 +139,7 @@ def test_a_repository_becomes_settings(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"batching_strategy": "V2"}, "gpt_model_type: 'V2' is wrong: it is none of inflight_fused_batching"),
+        ({"batching_strategy": "V2"}, "gpt_model_type: 'V2' is wrong: it is not one of inflight_fused_batching"),
         ({"normalize_log_probs": "false"}, "normalize_log_probs: 'false' is wrong"),
         ({"kv_cache_free_gpu_mem_fraction": "1.0"}, "kv_cache_free_memory_fraction"),
         ({"batch_scheduler_policy": "best"}, "batch_scheduler_policy"),
@@ -148,7 +148,7 @@ def test_a_repository_becomes_settings(
         ({"medusa_choices": "[0]"}, "medusa_choices: '[0]' is wrong"),
         ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: '0,1' is wrong"),
         ({"max_queue_delay_microseconds": "${other}"}, "${other} is not filled"),
-        ({"triton_max_batch_size": "many"}, "is no model's configuration"),
+        ({"triton_max_batch_size": "many"}, "is not a model configuration"),
     ],
 )
 def test_what_a_repository_cannot_ask_for_is_named(

@@ -119,7 +119,7 @@ def test_a_flag_without_a_meaning_is_told(
     ("arguments", "words"),
     [
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1, which turns HTTP off, and no grpc_port"),
-        (["--allow-http", "perhaps"], "it is none of true"),
+        (["--allow-http", "perhaps"], "it is not one of true"),
         (["--trace-config", "level=TIMESTAMPS"], "traces are not supported yet"),
         (
             ["--metrics-address", "127.0.0.1"],
@@ -204,7 +204,7 @@ def test_a_name_means(
         ("preprocessing", "add_special_tokens", "True", "False", "the tokenizer's special tokens are always added"),
         ("postprocessing", "skip_special_tokens", "True", "False", "special tokens are never part of the text"),
         ("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "0.9", "1.0", "kv_cache_free_memory_fraction"),
-        ("tensorrt_llm", "gpt_model_type", "v1", "V2", "it is none of inflight_fused_batching"),
+        ("tensorrt_llm", "gpt_model_type", "v1", "V2", "it is not one of inflight_fused_batching"),
     ],
 )
 def test_a_name_can_be_few_things(
@@ -276,4 +276,4 @@ def test_other_models_are_refused(capsys: pytest.CaptureFixture[str], repository
     (tmp_path / "models" / "resnet").mkdir()
     (tmp_path / "models" / "resnet" / "config.pbtxt").write_text('name: "resnet" backend: "onnxruntime"')
     assert main(["config", "--compat", "triton", *arguments]) == 2
-    assert "the model 'resnet' is none of TensorRT-LLM's: ensemble, preprocessing" in capsys.readouterr().err
+    assert "the model 'resnet' is not one of TensorRT-LLM's: ensemble, preprocessing" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--enable-sleep-mode", "--enable_sleep_mode: "),
         ("--max-model-len 8q", "--max-model-len: '8q' is wrong: it is not a number such as 4096, 4k or 4K"),
         ("--max-model-len 1.5K", "--max-model-len: '1.5K' is wrong"),
-        ("--dtype fp8", "--dtype: 'fp8' is wrong: it is none of auto, float16"),
+        ("--dtype fp8", "--dtype: 'fp8' is wrong: it is not one of auto, float16"),
         ("--tool-call-parser pythonic", "tool_call_parser: Invalid enum value 'pythonic', in --tool-call-parser"),
         ("--max-logprobs 50", "max_logprobs: Expected `int` <= 20, in --max-logprobs"),
         ("--override-generation-config {", "--override-generation-config: '{' is wrong: it is not JSON"),

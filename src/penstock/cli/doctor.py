@@ -52,8 +52,8 @@ def collect_facts() -> dict[str, Any]:
         from penstock.ops import _kernels, native
         from penstock.ops.cores import describe_nodes, describe_placement, usable_cores
 
-        asked = os.environ.get(native.VARIABLE)
-        result["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if asked else "")
+        requested = os.environ.get(native.VARIABLE)
+        result["isa"] = _kernels.current() + (f" ({native.VARIABLE})" if requested else "")
         result["built"] = ", ".join(_kernels.BUILT)
         result["machine"] = ", ".join(_kernels.MACHINE)
         result["threads"] = str(usable_cores())

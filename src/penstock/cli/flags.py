@@ -48,10 +48,10 @@ def add_options(
     taken = [setting for setting in settings().values() if setting.section in sections or setting.name in names]
     parser.set_defaults(options=[setting.name for setting in taken], profile=None)
     for section, title in TITLES.items():
-        own = [setting for setting in taken if setting.section == section]
-        if own:
+        section_settings = [setting for setting in taken if setting.section == section]
+        if section_settings:
             group = parser.add_argument_group(title)
-            for setting in own:
+            for setting in section_settings:
                 _add(group, setting)
 
 
@@ -66,8 +66,8 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     """
     profile: Profile | None = args.profile
     flags = {name: getattr(args, name) for name in args.options if hasattr(args, name)}
-    theirs = {name: PROFILE_PREFIX + name for name in profile.flags} if profile else {}
-    typed = {name: getattr(args, dest) for name, dest in theirs.items() if hasattr(args, dest)}
+    profile_flags = {name: PROFILE_PREFIX + name for name in profile.flags} if profile else {}
+    typed = {name: getattr(args, dest) for name, dest in profile_flags.items() if hasattr(args, dest)}
     aliases = {name: ",".join(value) if isinstance(value, list) else value for name, value in typed.items()}
     result = read(flags, args.config, profile=profile, aliases=aliases)
     if process:
@@ -105,14 +105,16 @@ def add_profile(
 
 def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, name: str, alias: Alias) -> None:
     dashed = name.replace("_", "-")
-    own = parser._option_string_actions.get(f"--{dashed}")
-    if own and name in settings() and own.nargs != 0 and (alias.to or name) == name:  # ours, which takes their values
-        own.dest, own.type, own.choices = PROFILE_PREFIX + name, None, None
+    existing = parser._option_string_actions.get(f"--{dashed}")
+    if (
+        existing and name in settings() and existing.nargs != 0 and (alias.to or name) == name
+    ):  # ours, which takes their values
+        existing.dest, existing.type, existing.choices = PROFILE_PREFIX + name, None, None
         if settings()[name].choices:
-            own.metavar = f"{{{','.join(settings()[name].choices)}}}"
+            existing.metavar = f"{{{','.join(settings()[name].choices)}}}"
         if alias.short:
-            own.option_strings = [alias.short, *own.option_strings]
-            parser._option_string_actions[alias.short] = own
+            existing.option_strings = [alias.short, *existing.option_strings]
+            parser._option_string_actions[alias.short] = existing
         return
     names = [*([alias.short] if alias.short else []), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
     if alias.why and alias.switch:

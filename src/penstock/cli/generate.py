@@ -42,12 +42,12 @@ async def _stream(args: argparse.Namespace) -> int:
     messages = [{"role": "system", "content": args.system}] if args.system else []
     messages.append({"role": "user", "content": prompt})
     async with llm:
-        said = 0
+        num_printed = 0
         stream = llm.chat(messages, sampling) if args.chat else llm.generate(prompt, sampling)
         async for output in stream:
             (completion,) = output.outputs
-            print(completion.text[said:], end="", flush=True)
-            said = len(completion.text)
+            print(completion.text[num_printed:], end="", flush=True)
+            num_printed = len(completion.text)
             if completion.failure:
                 print(f"\npenstock generate: {completion.failure.message}", file=sys.stderr)
                 return 1

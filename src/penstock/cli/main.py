@@ -73,8 +73,8 @@ def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
     """The flags of a command and its subcommands in ``arguments``."""
     known = set(parser._option_string_actions)
     for action in parser._actions:
-        for name, own in (action.choices or {}).items() if isinstance(action, argparse._SubParsersAction) else ():
-            known |= _flags(own, arguments) if name in arguments else set()
+        for name, subparser in (action.choices or {}).items() if isinstance(action, argparse._SubParsersAction) else ():
+            known |= _flags(subparser, arguments) if name in arguments else set()
     return known
 
 

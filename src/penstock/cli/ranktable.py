@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     gen = args.mode == "gen"
     if other := [name for name in (MERGE_FLAGS if gen else GEN_FLAGS) if getattr(args, name)]:
-        raise invalid(other[0], f"goes with --mode {'merge' if gen else 'gen'} only")
+        raise invalid(other[0], f"requires --mode {'merge' if gen else 'gen'}")
     _write(args.save_dir, _gen(args) if gen else _merge(args))
     return 0
 

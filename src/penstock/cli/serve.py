@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_tag
     configuration = configure(args, "serve").configuration
     if is_open(configuration.server):
-        warning = "anybody who reaches %s of this machine may ask: set --api-key, or --host 127.0.0.1"
+        warning = "anyone who can reach %s of this machine can send requests: set --api-key, or --host 127.0.0.1"
         logger.warning(warning, configuration.server.host)
     models = [
         msgspec.structs.replace(model, configuration=download_model(model.configuration)) if model.required else model

@@ -41,8 +41,8 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
     ]
     kserve_models[0] |= dict(zip(KSERVE, KSERVE, strict=True))
     result = [
-        model if model.kserve else msgspec.structs.replace(model, kserve=own)
-        for model, own in zip(result, kserve_models, strict=True)
+        model if model.kserve else msgspec.structs.replace(model, kserve=kserve)
+        for model, kserve in zip(result, kserve_models, strict=True)
     ]
     _check_names(result)
     required = _required(configuration, result)
@@ -89,7 +89,7 @@ def _required(configuration: Configuration, models: list[ServedModel]) -> list[s
     options, names = configuration.server, [model.name for model in models]
     if options.model_control_mode == "none":
         if options.load_model:
-            raise invalid("load_model", "goes with --model-control-mode explicit; otherwise all models are loaded")
+            raise invalid("load_model", "requires --model-control-mode explicit; otherwise all models are loaded")
         return names
     owners = {name: model.name for model in models for name in (*model.kserve, *model.names)}
     for name in options.load_model:

@@ -78,9 +78,9 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         except UnicodeEncodeError as error:
             raise invalid(self.field, f"is not valid text: {error}") from error
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            raise invalid("guided_whitespace_pattern", "does not go with disable_any_whitespace")
+            raise invalid("guided_whitespace_pattern", "cannot be combined with disable_any_whitespace")
         if (self.disable_any_whitespace or self.whitespace_pattern is not None) and given[0] not in JSON_CONSTRAINTS:
-            raise invalid("guided_whitespace_pattern", f"goes with JSON only, not with {given[0]}")
+            raise invalid("guided_whitespace_pattern", f"requires a JSON constraint, not {given[0]}")
         if self.characters > MAX_CHARACTERS:
             raise invalid(self.field, f"must have at most {MAX_CHARACTERS} characters", MAX_CHARACTERS)
 

@@ -173,7 +173,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if getattr(self, field) not in (None, False):
                 for other in excluded:
                     if self._has_effect(other):
-                        raise invalid(other, f"does not go with {field}")
+                        raise invalid(other, f"cannot be combined with {field}")
         self._check_beam_search()
         if not self.spaces_between_special_tokens:
             raise PenstockError(Code.UNSUPPORTED, "must be true", "spaces_between_special_tokens")
@@ -188,9 +188,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if self.num_sequences > self.n and self.greedy:
                 raise invalid("best_of", "must be n where temperature is 0, as all would be the same", self.n)
             if self.length_penalty != 1:
-                raise invalid("length_penalty", "goes with use_beam_search only")
+                raise invalid("length_penalty", "requires use_beam_search")
             if self.early_stopping:
-                raise invalid("early_stopping", "goes with use_beam_search only")
+                raise invalid("early_stopping", "requires use_beam_search")
             return
         if self.num_sequences < 2:
             raise invalid("best_of", "must be at least 2 with use_beam_search, or n", 2)

@@ -89,7 +89,7 @@ class LoRAManager:
             return adapter.key
         if name in self._loading:
             raise PenstockError(Code.UNAVAILABLE, f"adapter {name!r} is being loaded; try again soon", "adapter")
-        raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not here", "adapter")
+        raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "adapter")
 
     def load(self, name: str, path: str) -> Future[None]:
         """Start to load an adapter. Does nothing where it is loaded from this folder already.
@@ -116,7 +116,7 @@ class LoRAManager:
         Raises ``PenstockError`` (``not_found``) where it is not loaded.
         """
         if name not in self._loaded:
-            raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not here", "lora_name")
+            raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "lora_name")
         self._unloading.append(self._loaded.pop(name))
         logger.info("adapter %s is unloaded", name)
         self.process_pending()

@@ -38,8 +38,8 @@ class AsyncLLM:
         self, model: str | Path = "", *, compat: str = "", log_level: LogLevel = "info", **options: Any
     ) -> None:
         self._logs = LogOptions(log_level=log_level)
-        own, self.options = read_options(model, compat, options)
-        self._input_processor = InputProcessor(self.options.model, own, self.options.max_output_len)
+        model_options, self.options = read_options(model, compat, options)
+        self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
         self._process: EngineProcess | None = None
         self._gateway: Gateway | None = None
 

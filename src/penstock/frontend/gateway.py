@@ -87,7 +87,7 @@ class Gateway:
         messages: Messages,
         size: int,
         options: Mapping[str, Any],
-        calls: bool = False,
+        allow_tool_calls: bool = False,
         template: str | None = None,
         add_special_tokens: bool = False,
     ) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Gateway:
         Args:
             size: about how many characters it has.
             options: keyword arguments of ``ChatTemplate.render``.
-            calls: whether the answer may call tools.
+            allow_tool_calls: whether the answer may call tools.
             template: chat template to use in place of the model's.
             add_special_tokens: add the tokenizer's special tokens to those that the template writes.
 
@@ -112,7 +112,7 @@ class Gateway:
             special = self.input_processor.tokenizer.special
             text = await self._template_renderer.render(RenderRequest(template, special, list(messages), dict(options)))
         token_ids = await self.encode(text, add_special_tokens)
-        parser_config = self.input_processor.parser_config(text, messages, options, calls, template)
+        parser_config = self.input_processor.parser_config(text, messages, options, allow_tool_calls, template)
         return {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
 
     async def generate(

@@ -41,8 +41,8 @@ def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | Non
     generation, config = _read(path), _read(folder / "config.json")
     ends = next((f["eos_token_id"] for f in (generation, config) if f.get("eos_token_id") is not None), None)
     configured = ends if isinstance(ends, list) else [ends]
-    own = tokenizer.token_to_id(tokenizer.special.get("eos_token", ""))
-    ids = tuple(dict.fromkeys(token_id for token_id in (*configured, own) if token_id is not None))
+    tokenizer_eos = tokenizer.token_to_id(tokenizer.special.get("eos_token", ""))
+    ids = tuple(dict.fromkeys(token_id for token_id in (*configured, tokenizer_eos) if token_id is not None))
     sampling = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0}

@@ -181,21 +181,26 @@ class InputProcessor:
         }
 
     def parser_config(
-        self, prompt: str, messages: Messages, options: Mapping[str, Any], calls: bool, template: str | None = None
+        self,
+        prompt: str,
+        messages: Messages,
+        options: Mapping[str, Any],
+        allow_tool_calls: bool,
+        template: str | None = None,
     ) -> ParserConfig:
         """How to parse the answer to a chat.
 
         Args:
             prompt: the rendered prompt, or its end.
             messages, options: what it was rendered from.
-            calls: whether tools may be called.
+            allow_tool_calls: whether tools may be called.
             template: the chat template that was used; None is the model's own.
         """
         tools, reasoning = self.response_formats(template)
         stage, continued = Stage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
             stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
-        return ParserConfig(reasoning, stage, continued, tools if calls else None)
+        return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None)
 
     def render(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """Render a chat to text; ``options`` are keyword arguments of ``ChatTemplate.render``."""
@@ -214,7 +219,7 @@ class InputProcessor:
         """
         limits = [name for name in REASONING_LIMITS if getattr(sampling, name) is not None]
         if limits and parser_config is None:
-            raise invalid(limits[0], "goes with chats only")
+            raise invalid(limits[0], "is for chats only")
         if not limits and not sampling.guided_decoding:
             return None
         form = parser_config.reasoning if parser_config else None

@@ -50,8 +50,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
-        own, self.options = read_options(model, compat, options)
-        self._input_processor = InputProcessor(self.options.model, own, self.options.max_output_len)
+        model_options, self.options = read_options(model, compat, options)
+        self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
         self.engine = Engine(self.options)
         self._ids = itertools.count()
 

@@ -39,9 +39,14 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     for name in result:
         if name not in (*of_model, *of_engine):
             raise invalid(name, f"no such option{did_you_mean(name, (*of_model, *of_engine))}")
-    own = _struct({name: result.pop(name) for name in of_model if name in result}, ModelOptions)
-    folder = resolve(model, revision=own.revision, token=own.hf_token or None, cache_dir=own.download_dir or None)
-    return own, _struct(result | {"model": str(folder)}, EngineOptions)
+    model_options = _struct({name: result.pop(name) for name in of_model if name in result}, ModelOptions)
+    folder = resolve(
+        model,
+        revision=model_options.revision,
+        token=model_options.hf_token or None,
+        cache_dir=model_options.download_dir or None,
+    )
+    return model_options, _struct(result | {"model": str(folder)}, EngineOptions)
 
 
 def _struct(given: Mapping[str, Any], schema: type[T]) -> T:

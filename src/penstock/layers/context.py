@@ -100,9 +100,9 @@ class BuildContext:
         if not self.max_loras:
             return None
         layer, offset = LoRALayer(self.ops, self.max_loras), 0
-        for name, own in zip(names, shards, strict=True):
-            self.lora_targets[name] = LoRATarget(layer, inputs, own, offset)
-            offset += own.size
+        for name, shard in zip(names, shards, strict=True):
+            self.lora_targets[name] = LoRATarget(layer, inputs, shard, offset)
+            offset += shard.size
         return layer
 
     def matrix(
@@ -111,14 +111,14 @@ class BuildContext:
         inputs: int,
         outputs: int,
         format: Format,
-        parts: Callable[[], list[Tensor]],
+        read: Callable[[], list[Tensor]],
         bias: Tensor | None = None,
     ) -> Matrix:
         """A packed matrix ``[outputs, inputs]``, from the weight cache if it is there.
 
         Args:
             name: key in the weight cache.
-            parts: reads the matrices to stack and pack, in the model's dtype; not called where the cache has them.
+            read: reads the matrices to stack and pack, in the model's dtype; not called where the cache has them.
         """
         cache = self.weight_cache
         if cache and (cached := cache.find(name)):
@@ -126,7 +126,7 @@ class BuildContext:
                 return Matrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
                 logger.warning("%s is packed again: %s", name, error)
-        matrix = self.ops.pack(parts(), bias, format)
+        matrix = self.ops.pack(read(), bias, format)
         if cache:
             cache.add(name, self.ops.packed_tensors(matrix))
         return Matrix(self.ops, matrix)

@@ -32,7 +32,9 @@ class ColumnParallelLinear:
     ) -> None:
         def read(kind: str, *rest: int) -> list[Tensor]:
             matrices = zip(names, shards, strict=True)
-            return [context.read_weight(f"{name}.{kind}", own.total, *rest, rows=own.rows) for name, own in matrices]
+            return [
+                context.read_weight(f"{name}.{kind}", shard.total, *rest, rows=shard.rows) for name, shard in matrices
+            ]
 
         self._ops = context.ops
         self._group = context.group
@@ -40,7 +42,7 @@ class ColumnParallelLinear:
         self._gathered = shards[0] if gather_output else None
         self._lora = context.lora(names, inputs, shards)
         bias_tensor = torch.cat(read("bias")) if bias else None
-        own_outputs = sum(own.size for own in shards)
+        own_outputs = sum(shard.size for shard in shards)
         self._matrix = context.matrix(
             "+".join(names), inputs, own_outputs, context.scheme.layers, lambda: read("weight", inputs), bias_tensor
         )
@@ -82,14 +84,14 @@ class Embedding:
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
         self._ops = context.ops
         self._group = context.group
-        self._shard = own = shard_outputs(context.group, vocab_size)
+        self._shard = shard = shard_outputs(context.group, vocab_size)
         self._hidden_size = hidden_size
         self._dtype = context.dtype
 
         def read() -> list[Tensor]:
-            return [context.read_weight(f"{name}.weight", vocab_size, hidden_size, rows=own.rows)]
+            return [context.read_weight(f"{name}.weight", vocab_size, hidden_size, rows=shard.rows)]
 
-        self._matrix = context.matrix(name, hidden_size, own.size, context.scheme.head, read)
+        self._matrix = context.matrix(name, hidden_size, shard.size, context.scheme.head, read)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change."""
@@ -115,27 +117,27 @@ class Embedding:
         """
         if self._group.size == 1:
             return self._matrix.argmax(hidden, bitmask)[0]
-        own, rows, size = self._shard, hidden.shape[0], self._group.size
-        shard_bitmask = None if bitmask is None else _shard_bitmask(bitmask, own)
+        shard, rows, size = self._shard, hidden.shape[0], self._group.size
+        shard_bitmask = None if bitmask is None else _shard_bitmask(bitmask, shard)
 
         def best(out: Tensor | None) -> Tensor:
             token_ids, logits = self._matrix.argmax(hidden, shard_bitmask)
-            pairs = torch.stack((logits.double(), (token_ids + own.first).double()), 1)  # whole numbers up to 2**53
+            pairs = torch.stack((logits.double(), (token_ids + shard.first).double()), 1)  # whole numbers up to 2**53
             return pairs if out is None else out.copy_(pairs)
 
-        shard = Shard(2 * self._group.rank, 2 * self._group.rank + 2, 2 * size)
-        logits, token_ids = self._group.all_gather(best, rows, shard, torch.float64).view(rows, size, 2).unbind(-1)
+        pair_shard = Shard(2 * self._group.rank, 2 * self._group.rank + 2, 2 * size)
+        logits, token_ids = self._group.all_gather(best, rows, pair_shard, torch.float64).view(rows, size, 2).unbind(-1)
         largest = logits.amax(1, keepdim=True)  # of equal ones the lowest token, as on one rank
         return token_ids.where(logits == largest, float("inf")).amin(1).nan_to_num(posinf=0.0).long()
 
 
-def _shard_bitmask(bitmask: Tensor, own: Shard) -> Tensor:
+def _shard_bitmask(bitmask: Tensor, shard: Shard) -> Tensor:
     """A bitmask of the whole vocabulary to one of a rank's share."""
-    words = bitmask[:, own.first // 32 : -(-own.end // 32)]
-    if own.first % 32 == 0:
+    words = bitmask[:, shard.first // 32 : -(-shard.end // 32)]
+    if shard.first % 32 == 0:
         return words
     places = torch.arange(32, device=words.device)  # of a vocabulary too small for whole panels
-    bits = (words[:, :, None] >> places & 1).flatten(1)[:, own.first % 32 :][:, : own.size]
-    bits = torch.nn.functional.pad(bits, (0, -own.size % 32)).unflatten(1, (-1, 32))
+    bits = (words[:, :, None] >> places & 1).flatten(1)[:, shard.first % 32 :][:, : shard.size]
+    bits = torch.nn.functional.pad(bits, (0, -shard.size % 32)).unflatten(1, (-1, 32))
     packed: Tensor = (bits.long() << places).sum(-1)
     return packed.to(torch.int32)

@@ -63,8 +63,11 @@ class Decoder:
             for head in range(num_mtp_heads)
         ]
         self.mtp_heads: Sequence[MTPHead] = self._mtp_heads
-        own, others = context.lora_targets, set(range(config.num_layers)).difference(self.layers)
-        self.lora_targets: Mapping[str, LoRATarget | None] = {**own, **dict.fromkeys(_in_layers(own, others))}
+        lora_targets, others = context.lora_targets, set(range(config.num_layers)).difference(self.layers)
+        self.lora_targets: Mapping[str, LoRATarget | None] = {
+            **lora_targets,
+            **dict.fromkeys(_in_layers(lora_targets, others)),
+        }
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:

@@ -72,18 +72,18 @@ class SharedMemoryGroup:
     def all_gather(
         self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
     ) -> Tensor:
-        whole = self._empty((rows, shard.total), dtype)
-        compute(whole[:, shard.first : shard.end])
+        gathered = self._empty((rows, shard.total), dtype)
+        compute(gathered[:, shard.first : shard.end])
         self._barrier()
-        return whole
+        return gathered
 
     def merge_rows(
         self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
     ) -> Tensor:
-        whole = self._empty((rows, width), dtype)
-        compute(whole)
+        merged = self._empty((rows, width), dtype)
+        compute(merged)
         self._barrier()
-        return whole
+        return merged
 
     @contextmanager
     def step(self) -> Iterator[None]:

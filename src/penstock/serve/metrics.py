@@ -259,29 +259,29 @@ class _AliasedMetrics:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        ours = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
+        families = {family.name.removeprefix("penstock:"): family for family in self._registry.collect()}
         figures: dict[str, Metric] = {}
-        for name, own in self._names.items():
-            if not isinstance(own, str):
+        for name, source in self._names.items():
+            if not isinstance(source, str):
                 family, _, label = name.partition(".")
-                figure = figures.setdefault(family, Metric(family, own.help, "gauge"))
+                figure = figures.setdefault(family, Metric(family, source.help, "gauge"))
                 labels = {label: label} if label else {}
                 for model, (_, options) in self._engines.items():
                     figure.add_sample(
-                        family, {"model_name": model, **labels}, own.value(_current_values(ours, model), options)
+                        family, {"model_name": model, **labels}, source.value(_current_values(families, model), options)
                     )
-            elif metric := ours.get(own):
+            elif metric := families.get(source):
                 renamed = Metric(name, metric.documentation, metric.type)
                 renamed.samples = [s._replace(name=name + s.name.removeprefix(metric.name)) for s in metric.samples]
                 yield renamed
         yield from figures.values()
 
 
-def _current_values(ours: Mapping[str, Metric], model: str) -> dict[str, float]:
+def _current_values(families: Mapping[str, Metric], model: str) -> dict[str, float]:
     """The values of a model's counters and gauges."""
     return {
         name: sum(sample.value for sample in result.samples if sample.labels.get("model_name", model) == model)
-        for name, result in ours.items()
+        for name, result in families.items()
         if result.type in SINGLE_VALUE_TYPES
     }
 

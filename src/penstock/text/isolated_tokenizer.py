@@ -111,10 +111,10 @@ class IsolatedTokenizer(Tokenizer):
         self._load = Load(str(folder), chat_template, limits or Limits(), keep_running=True)
         self._lock = threading.Lock()
         self._process: _Process | None = _Process(self._load)
-        self._known = self._process.loaded
-        self._ids = {token: token_id for token_id, token in enumerate(self._known.tokens) if token}
-        self.special = self._known.special
-        self.template_source = self._known.template_source
+        self._loaded = self._process.loaded
+        self._ids = {token: token_id for token_id, token in enumerate(self._loaded.tokens) if token}
+        self.special = self._loaded.special
+        self.template_source = self._loaded.template_source
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -142,31 +142,31 @@ class IsolatedTokenizer(Tokenizer):
                 self._process = None
 
     def to_json(self) -> str:
-        return self._known.json
+        return self._loaded.json
 
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
     def token(self, token_id: int) -> str:
-        return self._known.tokens[token_id] if token_id < len(self._known.tokens) else ""
+        return self._loaded.tokens[token_id] if token_id < len(self._loaded.tokens) else ""
 
     @cached_property
     def vocabulary(self) -> list[bytes]:
-        return self._known.vocabulary
+        return self._loaded.vocabulary
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        return frozenset(self._known.special_ids)
+        return frozenset(self._loaded.special_ids)
 
 
 class _Process:
     """The other process, after loading. Raises ``PenstockError`` (``invalid``) where the files cannot be used."""
 
     def __init__(self, load: Load) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        with theirs:
-            number = theirs.fileno()
+        with child_socket:
+            number = child_socket.fileno()
             command = [sys.executable, "-m", "penstock.text.isolated_tokenizer", str(number)]
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             self._process = subprocess.Popen(command, pass_fds=(number,), env=environment, **quiet)
@@ -221,8 +221,8 @@ def main() -> None:
         _send(connection, reply)
         with contextlib.suppress(OSError):  # the parent has closed the socket
             while tokenizer and load.keep_running:
-                asked = msgspec.msgpack.decode(_receive(connection), type=Encode)
-                _send(connection, msgspec.msgpack.encode(tokenizer.encode(asked.text, asked.add_special_tokens)))
+                request = msgspec.msgpack.decode(_receive(connection), type=Encode)
+                _send(connection, msgspec.msgpack.encode(tokenizer.encode(request.text, request.add_special_tokens)))
 
 
 def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:

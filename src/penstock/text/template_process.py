@@ -52,12 +52,12 @@ def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate
     return ChatTemplate(source, dict(special))
 
 
-def _render(asked: RenderRequest) -> RenderResult:
+def _render(request: RenderRequest) -> RenderResult:
     try:
-        template = _compiled(asked.source, tuple(asked.special.items()))
-        text = template.render(asked.messages, **asked.options)
+        template = _compiled(request.source, tuple(request.special.items()))
+        text = template.render(request.messages, **request.options)
         if len(text) > MAX_RENDERED:
-            raise invalid("chat_template", f"makes more than {MAX_RENDERED} characters", MAX_RENDERED)
+            raise invalid("chat_template", f"renders more than {MAX_RENDERED} characters", MAX_RENDERED)
         text.encode()
     except PenstockError as error:
         return RenderResult(failure=error.failure)
@@ -71,9 +71,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     decode, encode = msgspec.json.Decoder(RenderRequest).decode, msgspec.json.Encoder().encode
     for line in sys.stdin.buffer:
-        asked = decode(line)
+        request = decode(line)
         signal.setitimer(signal.ITIMER_REAL, RENDER_TIMEOUT)
-        reply = encode(_render(asked))
+        reply = encode(_render(request))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(reply + b"\n")
         sys.stdout.buffer.flush()

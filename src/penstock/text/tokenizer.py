@@ -51,7 +51,7 @@ class Tokenizer:
         try:  # encode_batch_fast releases the GIL, unlike encode
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
-            raise invalid("prompt", "is not valid text: it has half a surrogate pair") from error
+            raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def close(self) -> None:
         """End the process that encodes, where there is one."""

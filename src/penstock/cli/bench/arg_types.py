@@ -47,13 +47,13 @@ def pair_of(mark: str) -> Callable[[str], tuple[str, str]]:
 def goodput_limit(text: str) -> tuple[str, float]:
     metric, limit = pair_of(":")(text)
     if metric not in GOODPUT_METRICS:
-        raise argparse.ArgumentTypeError(f"{metric} is none of {', '.join(GOODPUT_METRICS)}")
+        raise argparse.ArgumentTypeError(f"{metric} is not one of {', '.join(GOODPUT_METRICS)}")
     return metric, number(limit)
 
 
 def metrics(text: str) -> list[str]:
     if unknown := set(text.split(",")) - set(METRICS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join(METRICS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is not one of {', '.join(METRICS)}")
     return [metric for metric in METRICS if metric in text.split(",")]
 
 
@@ -82,5 +82,5 @@ def writable(text: str) -> Path:
 def drawable(text: str) -> Path:
     path = writable(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is none of .png, .svg, .pdf")
+        raise argparse.ArgumentTypeError(f"{text} is not one of .png, .svg, .pdf")
     return path

@@ -68,11 +68,11 @@ class Client:
                 self._body["model"] = msgspec.json.decode(answer)["data"][0]["id"]
             except (aiohttp.ClientError, OSError) as error:
                 raise PenstockError(
-                    Code.UNAVAILABLE, f"no server answers at {self._base_url}: {_told(error)}"
+                    Code.UNAVAILABLE, f"no server answers at {self._base_url}: {_describe_error(error)}"
                 ) from error
             except (msgspec.DecodeError, LookupError, TypeError) as error:
-                said = f"{url} lists no model, name one with --model: {response.status} {error_message(answer)}"
-                raise PenstockError(Code.NOT_FOUND, said) from error
+                message = f"{url} lists no model, name one with --model: {response.status} {error_message(answer)}"
+                raise PenstockError(Code.NOT_FOUND, message) from error
         return str(self._body["model"])
 
     async def send_all(
@@ -122,7 +122,7 @@ class Client:
                     sample.outcome = Outcome.REFUSED if response.status in (429, 503) else Outcome.FAILED
                     sample.reason = f"{response.status} {error_message(await response.read())}"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            sample.outcome, sample.reason = Outcome.FAILED, _told(error)
+            sample.outcome, sample.reason = Outcome.FAILED, _describe_error(error)
         if sample.outcome is not Outcome.OK:
             sample.last = time.perf_counter() - started
 
@@ -164,7 +164,7 @@ def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
     return finished
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """The message of an error; for aiohttp's errors, that of the operating system."""
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 

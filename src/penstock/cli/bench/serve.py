@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _need(package: str) -> None:
     if find_spec(package) is None:
         raise PenstockError(
-            Code.UNSUPPORTED, f"bench serve needs {package}, which is not here: pip install 'penstock-llm[bench]'"
+            Code.UNSUPPORTED, f"bench serve needs {package}, which is not installed: pip install 'penstock-llm[bench]'"
         )
 
 
@@ -95,7 +95,7 @@ def _requests(args: argparse.Namespace) -> list[Request]:
 def _dataset(args: argparse.Namespace) -> str:
     name = args.dataset_name or ("trace" if args.dataset_path else "random")
     if (name == "trace") != bool(args.dataset_path):
-        raise invalid("dataset_path", "is what a trace needs, and nothing else takes it")
+        raise invalid("dataset_path", "is required for dataset_name trace, and not allowed for others")
     return str(name)
 
 

@@ -154,6 +154,6 @@ class Server:
     def _failure(self, what: str) -> PenstockError:
         """The error with the last line of the server's log."""
         self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip()
-        why = f": {said.splitlines()[-1]}" if said else ""
+        output = self._log.read().decode(errors="replace").strip()
+        why = f": {output.splitlines()[-1]}" if output else ""
         return PenstockError(Code.UNAVAILABLE, f"the server {what}{why}")

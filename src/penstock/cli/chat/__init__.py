@@ -67,7 +67,7 @@ def _backend(args: argparse.Namespace) -> Engine | Server:
         options = options_of(args)
         return Engine(options, options["model"] or DEMO)
     if args.model_tag is not None or hasattr(args, "model"):
-        raise invalid("url", "goes with --model-name; MODEL is for an engine of one's own")
+        raise invalid("url", "requires --model-name; MODEL starts an engine here instead")
     from .server_backend import Server
 
     return Server(args.url, os.environ.get("OPENAI_API_KEY") if args.key is None else args.key, args.model_name)

@@ -55,11 +55,11 @@ class Conversation:
 
     def undo(self) -> str:
         """Take the last question back, with its answer; returns it. Raises ``PenstockError`` where there is none."""
-        asked = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
-        if not asked:
+        questions = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
+        if not questions:
             raise PenstockError(Code.NOT_FOUND, "nothing was said yet")
-        question = self._turns[asked[-1]]["content"]
-        del self._turns[asked[-1] :]
+        question = self._turns[questions[-1]]["content"]
+        del self._turns[questions[-1] :]
         return question
 
     def last_question(self) -> str:

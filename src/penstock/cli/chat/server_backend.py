@@ -129,7 +129,7 @@ def _append_chunk(answer: Answer, payload: bytes) -> Answer:
     try:
         chunk = decode_chunk(payload)
     except msgspec.MsgspecError as error:
-        raise PenstockError(Code.INTERNAL, f"the server sent what is no chunk of an answer: {error}") from error
+        raise PenstockError(Code.INTERNAL, f"the server sent an invalid chunk: {error}") from error
     if chunk.error:
         raise PenstockError(Code.INTERNAL, error_message(payload))
     text, reason = answer.text, answer.finish_reason

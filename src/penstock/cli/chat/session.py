@@ -87,17 +87,17 @@ class Session:
     def ask(self, question: str) -> None:
         """Ask and print the answer as it comes; raises ``PenstockError`` where there is none, or not all of it."""
         messages = self.conversation.ask(question)
-        answer, said, started = Answer(), 0, time.monotonic()
+        answer, num_printed, started = Answer(), 0, time.monotonic()
         stream = self._loop_thread.stream(self.backend.answer(messages, self.conversation.sampling))
         try:
             with stream, self.terminal.interruptible(stream.stop):
                 for answer in stream:
-                    self.terminal.say(answer.text[said:])
-                    said = len(answer.text)
+                    self.terminal.say(answer.text[num_printed:])
+                    num_printed = len(answer.text)
         except ContextFull as error:
             raise PenstockError(Code.TOO_LARGE, f"{FULL} ({error})") from error
         finally:
-            if said or answer.finish_reason:
+            if num_printed or answer.finish_reason:
                 self.terminal.tell("")
                 self.conversation.answered(answer.text)
                 self._note(answer, time.monotonic() - started)

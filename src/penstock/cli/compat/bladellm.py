@@ -46,14 +46,14 @@ def quantize() -> int:
     parser.add_argument("--calib_data", nargs="*", help="not needed")
     parser.add_argument("--calib_data_file", help="not needed")
     parser.add_argument("--cpu_offload", nargs="?", const="true", help="not needed")
-    return _told(parser, _quantize)
+    return _run(parser, _quantize)
 
 
 def split() -> int:
     """Write a folder that links to the checkpoint; returns the exit status."""
     parser = _parser("blade_llm_split", "Lead to a checkpoint, which needs no splitting before it is served.")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="any: nothing is split in advance (1)")
-    return _told(parser, _split)
+    return _run(parser, _split)
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -63,7 +63,7 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _told(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> int:
+def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None]) -> int:
     try:
         work(parser.parse_args())
     except PenstockError as error:
@@ -113,14 +113,14 @@ def _link_checkpoint(args: argparse.Namespace, quantization: str = "") -> None:
             elif not place.is_symlink() and not place.exists():
                 place.symlink_to(file)
             elif not place.is_symlink() or Path(os.readlink(place)) != file:
-                raise invalid("output_dir", f"{place} is there already; name an empty folder")
+                raise invalid("output_dir", f"{place} exists already; name an empty folder")
     except OSError as error:
         raise invalid("output_dir", f"cannot write to {output}: {error.strerror}") from error
 
 
 def _configure(file: Path, place: Path, quantization: str) -> None:
     if place.is_symlink() or (place.exists() and not quantization_of(json.loads(place.read_text(encoding="utf-8")))):
-        raise invalid("output_dir", f"{place} is there already; name an empty folder")
+        raise invalid("output_dir", f"{place} exists already; name an empty folder")
     config = json.loads(file.read_text(encoding="utf-8"))
     if config.get("quantization_config"):
         raise invalid("model", f"{file.parent} is quantized already; name the checkpoint that it was made from")
@@ -129,7 +129,7 @@ def _configure(file: Path, place: Path, quantization: str) -> None:
 
 
 def _not_yet(name: str, value: str, instead: str) -> PenstockError:
-    return PenstockError(Code.UNSUPPORTED, f"--{name}: {value} is not there yet; {instead}", name)
+    return PenstockError(Code.UNSUPPORTED, f"--{name}: {value} is not supported yet; {instead}", name)
 
 
 COMMANDS = {"blade_llm_quantize": quantize, "blade_llm_split": split}

@@ -102,16 +102,16 @@ def settings_of(engine: Path) -> dict[str, Any]:
     """Settings here by what the folder of an engine says; those of TensorRT's own say limits alone."""
     config = _read(engine) or {}
     built, result = config.get("build_config", {}), {}
-    if "checkpoint" in (ours := config.get("pretrained_config", {})):
-        quantization = ours["quantization"]
+    if "checkpoint" in (pretrained := config.get("pretrained_config", {})):
+        quantization = pretrained["quantization"]
         if "FP8" in quantization.values():
             logger.warning("%s asks for FP8, which is not supported: 8-bit integers are used (w8a8, int8)", engine)
-        result = {"model": ours["checkpoint"], "dtype": ours["dtype"]}
+        result = {"model": pretrained["checkpoint"], "dtype": pretrained["dtype"]}
         result["quantization"] = QUANTIZATION[quantization["quant_algo"]]
         result["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
-        mapping = ours["mapping"]
+        mapping = pretrained["mapping"]
         result |= {setting: mapping[name] for name, setting in MAPPING.items() if mapping[name] != 1}
-    result |= {ours: built[theirs] for theirs, ours in LIMITS.items() if built.get(theirs)}
+    result |= {setting: built[limit] for limit, setting in LIMITS.items() if built.get(limit)}
     length = built.get("max_seq_len") or (built.get("max_input_len") or 0) + (built.get("max_output_len") or 0)
     return result | ({"max_model_len": length} if length else {})
 

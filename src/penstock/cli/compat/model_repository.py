@@ -26,7 +26,7 @@ ENGINE, BLS = "tensorrt_llm", "tensorrt_llm_bls"
 
 
 @dataclass
-class Found:
+class MergedSettings:
     """The settings of the files read so far."""
 
     flags: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Found:
         """Raises ``PenstockError`` (``invalid``) where two files contradict each other."""
         for name, value in flags.items():
             if self.flags.setdefault(name, value) != value:
-                raise invalid(source, f"says {value!r}, and {self.sources[name]} {self.flags[name]!r}")
+                raise invalid(source, f"has the value {value!r}, but {self.sources[name]} has {self.flags[name]!r}")
             self.sources.setdefault(name, source)
 
 
@@ -101,16 +101,16 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = (), 
     for name in filter(None, engines.split(",")):
         if name not in over:
             raise invalid("tensorrt_llm_model_name", f"{repository} has no engine {name!r}; it has {', '.join(over)}")
-    result = {name: _settings(own) for name, own in over.items()}
+    result = {name: _settings(engine_files) for name, engine_files in over.items()}
     for name, flags in result.items():
         ranks = flags.get("tensor_parallel_size", 1) * flags.get("pipeline_parallel_size", 1)
         if world_size not in ("1", str(ranks)):
-            words = f"is {world_size}, and the engine of {name} is for {ranks} (tp_size times pp_size)"
-            raise invalid("world_size", words, ranks)
+            message = f"is {world_size}, and the engine of {name} is for {ranks} (tp_size times pp_size)"
+            raise invalid("world_size", message, ranks)
     if list(result) == [ENGINE] and all(file.name == file.kind for file in files):
         return result[ENGINE]
     shared = {key for flags in result.values() for key in flags if settings()[key].section == "server"}
-    together = Found()
+    together = MergedSettings()
     for name, flags in result.items():
         together.add({key: flags[key] for key in shared if key in flags}, f"{repository / name}")
     models = {
@@ -144,7 +144,7 @@ def _file(path: Path) -> File:
     else:
         kind = next((kind for kind in STEPS if kind in name), "")
     if not kind:
-        message = f"the model {name!r} is none of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
+        message = f"the model {name!r} is not one of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
         raise invalid(str(path), message)
     return File(path, config, name, kind)
 
@@ -157,13 +157,18 @@ def _group_by_engine(repository: Path, files: list[File]) -> dict[str, list[File
     whose: dict[str, str] = {}
     for file in files:
         if file.kind in ("ensemble", BLS):
-            parts = file.over
-            engine = next((name for name in parts if name in over), "" if parts and len(over) > 1 else next(iter(over)))
+            used_models = file.over
+            engine = next(
+                (name for name in used_models if name in over),
+                "" if used_models and len(over) > 1 else next(iter(over)),
+            )
             if not engine:
-                message = f"is over {', '.join(parts)}, and the engines are {', '.join(over)}"
+                message = (
+                    f"uses {', '.join(used_models)}, none of which is an engine; the engines are {', '.join(over)}"
+                )
                 raise invalid(str(file.path), message)
             over[engine].append(file)
-            whose |= {name: engine for name in parts if name not in whose}
+            whose |= {name: engine for name in used_models if name not in whose}
     for file in files:
         if file.kind in STEPS:
             over[whose.get(file.name, next(iter(over)))].append(file)
@@ -172,7 +177,7 @@ def _group_by_engine(repository: Path, files: list[File]) -> dict[str, list[File
 
 def _settings(files: list[File]) -> dict[str, Any]:
     """The settings of an engine's file and those of the models that use it."""
-    result = Found()
+    result = MergedSettings()
     for file in files:
         _add(result, file)
     engine, tokenizer = result.flags.pop("engine_dir", None), result.flags.get("tokenizer")
@@ -184,7 +189,7 @@ def _settings(files: list[File]) -> dict[str, Any]:
     return built | result.flags
 
 
-def _add(settings: Found, file: File) -> None:
+def _add(settings: MergedSettings, file: File) -> None:
     known, model = PARAMETERS[file.kind], file.config
     for key in sorted(model.parameters):
         if not (text := file.text(key)):
@@ -193,7 +198,7 @@ def _add(settings: Found, file: File) -> None:
         if key not in known:
             raise invalid(source, f"no such parameter of {file.kind}{did_you_mean(key, known)}")
         if known[key].why:
-            _say(source, known[key].why)
+            _log_ignored(source, known[key].why)
             continue
         try:
             settings.add(known[key].flags(text), source)
@@ -203,13 +208,15 @@ def _add(settings: Found, file: File) -> None:
         if model.max_batch_size:
             settings.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")
         if not model.model_transaction_policy.decoupled:
-            _say(f"{file.path}: decoupled", "streams are there for who asks for them")
+            _log_ignored(f"{file.path}: decoupled", "each request says whether it is streamed")
     if model.dynamic_batching.max_queue_delay_microseconds:
-        _say(
+        _log_ignored(
             f"{file.path}: max_queue_delay_microseconds", "a request joins the next step, and need not wait for others"
         )
     if sum(group.count for group in model.instance_group) > 1:
-        _say(f"{file.path}: instance_group", f"{ONE_ENGINE}; --api-server-count says how many processes handle text")
+        _log_ignored(
+            f"{file.path}: instance_group", f"{ONE_ENGINE}; --api-server-count says how many processes handle text"
+        )
 
 
 def _parsed(file: Path) -> Any:
@@ -228,7 +235,7 @@ def _parsed(file: Path) -> Any:
     except text_format.ParseError as error:
         if unfilled := re.search(r":\s*(\$\{\w+\})", text):
             raise invalid(str(file), f"{unfilled[1]} is not filled; fill_template.py does that") from error
-        raise invalid(str(file), f"is no model's configuration: {error}") from error
+        raise invalid(str(file), f"is not a model configuration: {error}") from error
 
 
 def _checkpoint(engine: Path, tokenizer: str | None) -> str:
@@ -237,7 +244,7 @@ def _checkpoint(engine: Path, tokenizer: str | None) -> str:
         return str(engine)
     if tokenizer is not None and _has_weights(Path(tokenizer)):
         if engine.exists():
-            _say(str(engine), f"an engine is for TensorRT; the checkpoint in {tokenizer} is served")
+            _log_ignored(str(engine), f"an engine is for TensorRT; the checkpoint in {tokenizer} is served")
         return tokenizer
     message = f"{engine} holds no checkpoint of Hugging Face (config.json, *.safetensors)"
     raise invalid("engine_dir", f"{message}, and neither does tokenizer_dir; let one of them be its folder")
@@ -256,5 +263,5 @@ def _arguments(flags: Flags) -> Iterator[str]:
             yield from (flag, str(value))
 
 
-def _say(source: str, why: str) -> None:
+def _log_ignored(source: str, why: str) -> None:
     logger.warning("%s has no meaning here and is ignored: %s", source, why)

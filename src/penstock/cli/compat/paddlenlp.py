@@ -184,7 +184,7 @@ def _check_ports(options: ServerOptions) -> None:
         try:
             socket.create_server((options.host, port)).close()
         except OSError as error:
-            raise invalid(old, f"{port} cannot be had ({error.strerror}); set another port") from error
+            raise invalid(old, f"{port} is not available ({error.strerror}); set another port") from error
 
 
 def _ready(options: ServerOptions) -> bool:
@@ -229,12 +229,12 @@ def _notes() -> Path:
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"penstock-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise invalid("XDG_RUNTIME_DIR", f"{folder} belongs to somebody else; name another folder")
+        raise invalid("XDG_RUNTIME_DIR", f"{folder} belongs to another user; name another folder")
     return folder
 
 
 def _process_start_time(pid: int) -> str:
-    """When a process began, in ticks of the kernel's; nothing where there is none of this number."""
+    """When a process began, in ticks of the kernel's; empty where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -248,7 +248,7 @@ def _download(args: argparse.Namespace) -> int:
     if args.nnodes != 1:
         raise invalid("--nnodes", f"{args.nnodes} is not supported yet, only 1 is", 1)
     if args.mode == "slave":
-        raise invalid("--mode", "slave goes with several nodes, which are not supported yet")
+        raise invalid("--mode", "slave is for several nodes, which are not supported yet")
     if args.speculate_model_path:
         print("--speculate_model_path is ignored: MTP layers are part of their model's checkpoint", file=sys.stderr)
     folder = args.dir / args.model_name

@@ -90,7 +90,7 @@ def _read(path: Path) -> Document:
     parts += [("containers[0].", container, Container) for container in given["containers"][:1]]
     for where, part, schema in parts:
         for name in part.keys() - set(schema.__struct_fields__):
-            _say(f"{where}{name}", "it is for EAS")
+            _log_ignored(f"{where}{name}", "it is for EAS")
     return result
 
 
@@ -110,7 +110,7 @@ def _arguments(document: Document) -> list[str]:
     if known.port != container.port:
         raise invalid("service_json", f"containers[0].port is {container.port}, and its command's --port {known.port}")
     if container.image:
-        _say("containers[0].image", "no image is started")
+        _log_ignored("containers[0].image", "no image is started")
     for storage in document.storage:
         _check(storage)
     limits = _limits(document.metadata, known.model, known.max_gpu_memory_utilization)
@@ -135,9 +135,9 @@ def _check(storage: Storage) -> None:
             source = storage.oss.path if storage.oss else "its storage"
             raise invalid("service_json", f"{path} is not there; put what {source} has into it, or mount it there")
     elif not path.exists():
-        _say(f"storage {path}", "there is no such folder, and nothing here needs it")
+        _log_ignored(f"storage {path}", "there is no such folder, and nothing here needs it")
     elif (free := os.statvfs(path)).f_frsize * free.f_blocks < storage.empty_dir.size_limit * 2**30:
-        _say(f"storage {path}", f"it has less than the {storage.empty_dir.size_limit:g} GiB asked for")
+        _log_ignored(f"storage {path}", f"it has less than the {storage.empty_dir.size_limit:g} GiB asked for")
 
 
 def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
@@ -145,7 +145,7 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     result = []
     cores = len(os.sched_getaffinity(0))
     if metadata.cpu > cores:
-        _say("metadata.cpu", f"{metadata.cpu} cores are asked for, and {cores} are here")
+        _log_ignored("metadata.cpu", f"{metadata.cpu} cores are asked for, and {cores} are here")
     elif metadata.cpu:
         result += ["--threads", str(metadata.cpu)]
     if metadata.gpu == 0:
@@ -153,11 +153,11 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     if metadata.memory:
         result += _memory(metadata, model, share)
     if metadata.instance > 1:
-        _say("metadata.instance", "one server is one instance: start as many behind a load balancer")
+        _log_ignored("metadata.instance", "one server is one instance: start as many behind a load balancer")
     if (metadata.gpu or 0) > 1:
-        _say("metadata.gpu", "a model runs on one device")
+        _log_ignored("metadata.gpu", "a model runs on one device")
     if metadata.resource:
-        _say("metadata.resource", "it is a group of machines of EAS")
+        _log_ignored("metadata.resource", "it is a group of machines of EAS")
     return result
 
 
@@ -165,14 +165,14 @@ def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
     """Where the cache is in the same memory, it gets its share of what the weights leave of it."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if metadata.gpu != 0:
-        _say("metadata.memory", "with a GPU it does not limit the KV cache")
+        _log_ignored("metadata.memory", "with a GPU it does not limit the KV cache")
     elif metadata.memory * MIB > machine:
-        _say("metadata.memory", f"{metadata.memory} MiB are asked for, and {machine // MIB} are here")
+        _log_ignored("metadata.memory", f"{metadata.memory} MiB are asked for, and {machine // MIB} are here")
     else:
         weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if model else 0
         return ["--kv-cache-memory-bytes", str(max(int((metadata.memory * MIB - weights) * share), 1))]
     return []
 
 
-def _say(name: str, why: str) -> None:
+def _log_ignored(name: str, why: str) -> None:
     logger.warning("%s of the service has no meaning here and is ignored: %s", name, why)

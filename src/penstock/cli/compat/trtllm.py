@@ -139,21 +139,21 @@ def _convert(args: argparse.Namespace) -> str:
 def _quantize(args: argparse.Namespace) -> str:
     if args.qformat not in ALGORITHMS:
         hint = f"; {INSTEAD[args.qformat]}" if args.qformat in INSTEAD else did_you_mean(args.qformat, ALGORITHMS)
-        raise invalid("--qformat", f"{args.qformat!r} is not there, only {', '.join(ALGORITHMS)}{hint}")
+        raise invalid("--qformat", f"{args.qformat!r} is not supported, only {', '.join(ALGORITHMS)}{hint}")
     if args.kv_cache_dtype not in CACHES:
-        raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not there, only int8 and fp8")
+        raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not supported, only int8 and fp8")
     for name, what in (("qformat", "weights and activations"), ("kv_cache_dtype", "keys and values")):
         if getattr(args, name) == "fp8":
             print(f"--{name} fp8: {INTEGERS.format(what)}", file=sys.stderr)
     for name in ("calib_size", "calib_dataset"):
         if getattr(args, name) is not None:
-            _say(name, "weights are rounded to nearest, without calibration")
+            _print_ignored(name, "weights are rounded to nearest, without calibration")
     return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
 
 
 def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None) -> str:
     if args.dtype not in DTYPES:
-        raise invalid("--dtype", f"{args.dtype!r} is none of {', '.join(DTYPES)}")
+        raise invalid("--dtype", f"{args.dtype!r} is not one of {', '.join(DTYPES)}")
     for name in SIZES:
         _check_at_least_one(name, getattr(args, name))
     config = engine_folder.pretrained_config(
@@ -178,7 +178,7 @@ def _build(args: argparse.Namespace) -> str:
     given = {name: getattr(args, name) for name in (*BUILD_IGNORED, *BUILD_SWITCHES)}
     for name, why in (BUILD_IGNORED | BUILD_SWITCHES).items():
         if given[name] is not None:
-            _say(name, why)
+            _print_ignored(name, why)
     plugins = {name: value for name, value in given.items() if value is not None}
     built = {**limits, "plugin_config": plugins}
     config = {
@@ -201,7 +201,7 @@ def _check_only(name: str, value: str, possible: str, why: str) -> None:
         raise invalid(f"--{name}", f"{value!r} is wrong: {why}; only {possible} is possible")
 
 
-def _say(name: str, why: str) -> None:
+def _print_ignored(name: str, why: str) -> None:
     print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
 
 

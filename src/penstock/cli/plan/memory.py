@@ -30,16 +30,16 @@ GB, GIB = 1e9, 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON, in bytes, tokens and blocks")
-    own = parser.add_argument_group("what to plan for")
-    own.add_argument("--input-len", type=float, default=768, metavar="TOKENS", help="of a prompt on average (768)")
-    own.add_argument("--output-len", type=float, default=256, metavar="TOKENS", help="of an answer on average (256)")
-    own.add_argument(
+    group = parser.add_argument_group("what to plan for")
+    group.add_argument("--input-len", type=float, default=768, metavar="TOKENS", help="of a prompt on average (768)")
+    group.add_argument("--output-len", type=float, default=256, metavar="TOKENS", help="of an answer on average (256)")
+    group.add_argument(
         "--extend-ratio", type=float, default=1.0, help="PaddleNLP's EXTEND_RATIO: 1.1 to 1.3 where prompts differ much"
     )
-    own.add_argument(
+    group.add_argument(
         "--gpu-memory", type=float, metavar="GIB", help="of one GPU; without it, the memory that is free here"
     )
-    own.add_argument(
+    group.add_argument(
         "--activation-memory", type=float, default=0.0, metavar="GIB", help="to keep free besides for activations (0)"
     )
     add_options(parser)
@@ -118,12 +118,12 @@ def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int
     """Bytes for the KV cache, as the engine will compute them after loading the weights."""
     if options.kv_cache_memory_bytes:
         return options.kv_cache_memory_bytes
-    kept = int(args.activation_memory * GIB)
+    reserved = int(args.activation_memory * GIB)
     if args.gpu_memory is not None:
-        return int(args.gpu_memory * GIB * options.gpu_memory_utilization) - weights - kept
+        return int(args.gpu_memory * GIB * options.gpu_memory_utilization) - weights - reserved
     share = 1 if options.kv_cache_sequences else FREE_SHARE
     swapped = int(options.swap_space * GIB) if options.preemption_mode == "swap" else 0
-    return int((free_host_bytes() - weights - kept) * share) - swapped
+    return int((free_host_bytes() - weights - reserved) * share) - swapped
 
 
 def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with Results(args.output_file) as results:
         result = survey(requests(args.input_file), results)
         if not result.left:
-            message = f"all {result.skipped} lines have their result, {result.failed} of them no good one"
+            message = f"all {result.skipped} lines have a result, {result.failed} of them failed"
             print(f"penstock run-batch: {message}", file=sys.stderr)
             return int(result.failed > 0)
         good = asyncio.run(_answer(configuration, args.input_file, results, result, min(at_once, result.left)))
@@ -78,11 +78,11 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
     async with _engine(configuration) as (service, watch):
         with tqdm(total=state.left, desc="requests", unit="request") as bar:
 
-            def tell(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
+            def record(custom_id: str | None, response: BatchResponse | None, error: BatchError | None) -> None:
                 results.add(custom_id, response, error)
                 bar.update()
 
-            work, started = Work(service, watch, tell), time.monotonic()
+            work, started = Work(service, watch, record), time.monotonic()
             left = (line for line in requests(path) if results.find(line) is None)
             try:
                 await work.run(left, at_once)

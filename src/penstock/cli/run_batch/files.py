@@ -64,7 +64,9 @@ class Results:
 
     def __enter__(self) -> Self:
         if self._path.exists() and not self._path.is_file():
-            raise invalid("output_file", f"{self._path} is no file, so that nobody could go on with it")
+            raise invalid(
+                "output_file", f"{self._path} is not a regular file, so an interrupted run could not be resumed"
+            )
         try:
             self._file = self._path.open("a+b")
         except OSError as error:
@@ -103,19 +105,19 @@ class Results:
 
     def _read_existing(self) -> None:
         self._file.seek(0)
-        whole = 0
+        complete_bytes = 0
         for number, text in enumerate(self._file, 1):
             if not text.endswith(b"\n"):
                 if not BEGINNING.startswith(text[: len(BEGINNING)]):
                     raise invalid("output_file", f"{self._path} holds something else than results of a batch")
-                self._file.truncate(whole)
+                self._file.truncate(complete_bytes)
                 break
             try:
                 self._note(_result(text))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 message = f"{self._path} holds something else than results of a batch: line {number}: {error}"
                 raise invalid("output_file", message) from error
-            whole += len(text)
+            complete_bytes += len(text)
 
     def _note(self, result: BatchResult) -> None:
         if result.custom_id is not None and result.response is not None and result.response.status_code in AGAIN:
@@ -150,4 +152,4 @@ def check_input(path: Path) -> None:
     except OSError as error:
         raise invalid("input_file", f"{path} cannot be read: {error.strerror}") from error
     if not path.is_file():
-        raise invalid("input_file", f"{path} is no file; a pipe could not be counted first")
+        raise invalid("input_file", f"{path} is not a file; a pipe could not be counted first")

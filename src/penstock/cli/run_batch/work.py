@@ -17,7 +17,7 @@ from penstock.serve.models.service import ModelService
 TRIES = 3
 """Engine deaths after which a request is not tried again, as it may have caused them."""
 
-Tell = Callable[[str | None, BatchResponse | None, BatchError | None], None]
+Record = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
 
 class Work:
@@ -25,13 +25,13 @@ class Work:
 
     Args:
         watch: ends when the engine is not started again any more.
-        tell: called with each line's custom_id, response and error as they come.
+        record: called with each line's custom_id, response and error as they come.
     """
 
-    def __init__(self, service: ModelService, watch: asyncio.Task[None], tell: Tell) -> None:
+    def __init__(self, service: ModelService, watch: asyncio.Task[None], record: Record) -> None:
         self._service = service
         self._watch = watch
-        self._tell = tell
+        self._record = record
         self._open = 0
         self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
@@ -56,7 +56,7 @@ class Work:
         for line in lines:
             if isinstance(line, BatchError):
                 self.failed += 1
-                self._tell(None, None, line)
+                self._record(None, None, line)
                 continue
             response = await self._respond(line)
             async with self._one_ended:
@@ -68,7 +68,7 @@ class Work:
                 self.answered += 1
             else:
                 self.failed += 1
-            self._tell(line.custom_id, response, None)
+            self._record(line.custom_id, response, None)
 
     async def _respond(self, line: BatchLine) -> BatchResponse | None:
         """The result of a line; None where the engine is gone."""

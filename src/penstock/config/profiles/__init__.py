@@ -93,7 +93,7 @@ def one_of(table: Mapping[str, Any]) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         if text.lower() not in table:
-            raise ValueError(f"it is none of {', '.join(table)}")
+            raise ValueError(f"it is not one of {', '.join(table)}")
         return table[text.lower()]
 
     return read
@@ -161,6 +161,6 @@ def load(name: str) -> Profile | None:
     if not name:
         return None
     if name not in NAMES:
-        raise invalid("compat", f"{name!r} is none of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+        raise invalid("compat", f"{name!r} is not one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
     result: Profile = import_module(f"{__name__}.{name.replace('-', '_')}").PROFILE
     return result

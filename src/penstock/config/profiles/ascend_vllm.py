@@ -24,9 +24,9 @@ def _speculative(given: Mapping[str, str]) -> Settings:
         if text is None:
             continue
         if model is None:
-            raise invalid(f"--{name}", "goes with --speculative-model only")
+            raise invalid(f"--{name}", "requires --speculative-model")
         if not text.isdecimal():
-            raise invalid(f"--{name}", f"{text!r} is no number")
+            raise invalid(f"--{name}", f"{text!r} is not a number")
         result[name] = int(text)
     if model is not None:
         result |= {"method": "ngram"} if model == "[ngram]" else {"method": "draft_model", "model": model}

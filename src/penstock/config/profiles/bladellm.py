@@ -20,11 +20,11 @@ GRAPHS = "steps are captured once, for batches of every size"
 def _speculative(given: Mapping[str, str]) -> Settings:
     algorithm = given.get("--decode_algo", "normal")
     if algorithm.lower() not in ALGORITHMS:
-        raise invalid("--decode_algo", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        raise invalid("--decode_algo", f"{algorithm!r} is not one of {', '.join(ALGORITHMS)}")
     method = ALGORITHMS[algorithm.lower()]
     for name in ("--gamma", "--draft.model"):
         if name in given and (not method or (name == "--draft.model" and method == "ngram")):
-            raise invalid(name, f"does not go with --decode_algo {algorithm}")
+            raise invalid(name, f"cannot be combined with --decode_algo {algorithm}")
     if not method:
         return
     result: dict[str, Any] = {"method": method}
@@ -32,7 +32,7 @@ def _speculative(given: Mapping[str, str]) -> Settings:
         result["model"] = model
     if gamma := given.get("--gamma"):
         if not gamma.isdecimal():
-            raise invalid("--gamma", f"{gamma!r} is no number of tokens")
+            raise invalid("--gamma", f"{gamma!r} is not a number of tokens")
         result["num_speculative_tokens"] = int(gamma)
     yield "speculative_config", json.dumps(result), "--decode_algo"
 

@@ -26,7 +26,7 @@ OF_TEXT = "models are text-only; images and videos are refused in requests"
 def _number(given: Mapping[str, str], name: str, usual: int) -> int:
     text = given.get(f"--{name}", "")
     if text and not text.isdecimal():
-        raise invalid(f"--{name}", f"{text!r} is no number of tokens")
+        raise invalid(f"--{name}", f"{text!r} is not a number of tokens")
     return int(text or usual)
 
 

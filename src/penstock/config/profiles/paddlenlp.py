@@ -112,7 +112,7 @@ def _check_nodes(given: Mapping[str, str], nodes: int) -> None:
 def _count(given: Mapping[str, str], name: str) -> int:
     text = given.get(name, "1")
     if not text.isdecimal() or not int(text):
-        raise invalid(name, f"{text!r} is no number from 1 on")
+        raise invalid(name, f"{text!r} is not a number from 1 on")
     return int(text)
 
 

@@ -26,7 +26,7 @@ ONE_ENGINE = "all models over an engine share it"
 def switched(text: str) -> bool:
     """A boolean. Raises ``ValueError`` for other text."""
     if text.lower() not in WORDS:
-        raise ValueError(f"it is none of {', '.join(WORDS)}")
+        raise ValueError(f"it is not one of {', '.join(WORDS)}")
     return WORDS[text.lower()]
 
 

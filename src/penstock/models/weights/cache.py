@@ -86,10 +86,10 @@ class WeightCache:
         self._path = folder / f"{name}{SUFFIX}"
         self._limit = limit
         self._state = hashlib.sha256(f"{__version__} {version}".encode()).hexdigest()
-        self._kept: dict[str, dict[str, Tensor]] = {}
+        self._tensors: dict[str, dict[str, Tensor]] = {}
         """All matrices of the model, in the order in which it is built."""
         self._changed = False
-        """Whether the file lacks any of ``_kept``."""
+        """Whether the file lacks any of ``_tensors``."""
         self._mapped: dict[str, dict[str, Tensor]] = {}
         self._verified: dict[str, Future[list[str]]] = {}
         """Names of each matrix's damaged tensors, once they are verified."""
@@ -111,13 +111,13 @@ class WeightCache:
         if damaged := self._verified.pop(name).result():
             self._damaged += [f"{name} ({key})" for key in damaged]
             return None
-        self._kept[name] = tensors
+        self._tensors[name] = tensors
         return tensors
 
     def add(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Add a matrix for ``save`` to write. A matrix without tensors needs no packing and is not kept."""
         if tensors:
-            self._kept[name] = tensors
+            self._tensors[name] = tensors
             self._changed = True
 
     def save(self) -> None:
@@ -148,8 +148,8 @@ class WeightCache:
             tensors = {}
             for key, entry in entries.items():
                 dtype = DTYPES[entry.dtype]
-                own = memory[start + entry.offset :][: prod(entry.shape) * dtype.itemsize]
-                tensors[key] = own.view(dtype).view(entry.shape)
+                tensor_bytes = memory[start + entry.offset :][: prod(entry.shape) * dtype.itemsize]
+                tensors[key] = tensor_bytes.view(dtype).view(entry.shape)
             self._mapped[name] = tensors
             self._verified[name] = threads.submit(_damaged, tensors, entries)
         threads.shutdown(wait=False)
@@ -160,12 +160,12 @@ class WeightCache:
             logger.debug("packed weights are kept for the next start in %s", self._path)
         except Exception as error:
             logger.info("packed weights are not kept for the next start: %s", error)
-        self._kept = {}
+        self._tensors = {}
 
     def _write(self) -> None:
-        tensors = {(name, key): tensor for name, own in self._kept.items() for key, tensor in own.items()}
+        tensors = {(name, key): tensor for name, matrix in self._tensors.items() for key, tensor in matrix.items()}
         at = 0
-        entries: dict[str, dict[str, Entry]] = {name: {} for name in self._kept}
+        entries: dict[str, dict[str, Entry]] = {name: {} for name in self._tensors}
         for (name, key), tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
             at = _up(at, pages.HUGE if tensor.nbytes >= pages.HUGE else ALIGNMENT)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -197,7 +197,7 @@ def _read_header(file: IO[bytes]) -> tuple[Header, int]:
     if size != start + header.size:
         raise ValueError("it is not of its full length")
     end = 0
-    entries = [entry for own in header.entries.values() for entry in own.values()]
+    entries = [entry for matrix in header.entries.values() for entry in matrix.values()]
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.dtype not in DTYPES or min(entry.shape, default=0) < 0 or entry.offset < end:
             raise ValueError("its header says what cannot be")

@@ -22,11 +22,11 @@ class DummyWeights:
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """As ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
         if len(shape) == 1:
-            whole = torch.ones(shape, dtype=self._dtype)
+            tensor = torch.ones(shape, dtype=self._dtype)
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
-            whole = torch.empty(shape, dtype=self._dtype).normal_(std=shape[-1] ** -0.5, generator=generator)
-        return whole if rows is None else whole[rows[0] : rows[1]]
+            tensor = torch.empty(shape, dtype=self._dtype).normal_(std=shape[-1] ** -0.5, generator=generator)
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     def has(self, name: str) -> bool:
         return True

@@ -103,7 +103,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid(FIELD, f"{folder / CONFIG} is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise invalid(FIELD, f"{folder / CONFIG} is no JSON object")
+        raise invalid(FIELD, f"{folder / CONFIG} is not a JSON object")
     if given.get("peft_type") != "LORA":
         kind = str(given.get("peft_type"))[:50]
         raise PenstockError(Code.UNSUPPORTED, f"{folder} is an adapter of type {kind}; LORA is supported", FIELD)

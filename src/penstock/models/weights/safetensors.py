@@ -118,5 +118,5 @@ def _read_index(path: Path) -> dict[str, str]:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
     if outside := next((file for file in files.values() if Path(file).name != file), None):
-        raise invalid("model", f"{path} names {outside!r}, which is no file beside it")
+        raise invalid("model", f"{path} names {outside!r}, which is not a file beside it")
     return files

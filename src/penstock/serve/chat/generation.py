@@ -37,10 +37,10 @@ class ChatGeneration:
         """The model's name in the answer: the adapter's, or else the base model's."""
         self.sampling = chat_sampling(request, service.gateway.input_processor.default_sampling())
         self.prompt = ChatPrompt(service, request, size, record.unknown)
-        if (calls := forced_tool_call(request, self.prompt.tools)) is not None:
+        if (constraint := forced_tool_call(request, self.prompt.tools)) is not None:
             if self.sampling.guided_decoding:
-                raise invalid("tool_choice", "does not go with another form of the answer")
-            self.sampling = self.sampling.replace(guided_decoding=calls)
+                raise invalid("tool_choice", "cannot be combined with another constraint on the answer")
+            self.sampling = self.sampling.replace(guided_decoding=constraint)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """The output so far, after every step."""

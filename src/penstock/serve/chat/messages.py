@@ -105,8 +105,8 @@ def template_options(request: TemplateFields, calls_tools: bool) -> dict[str, An
     the template does not support.
     """
     options = dict(request.chat_template_kwargs or {})
-    own = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-    if wrong := [name for name in own if name in options]:
+    reserved = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+    if wrong := [name for name in reserved if name in options]:
         raise invalid("chat_template_kwargs", f"{wrong[0]} cannot be given there")
     if request.tools:
         if not calls_tools:
@@ -132,7 +132,7 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _message(message: Message, path: str) -> dict[str, Any]:
     if message.role not in ROLES:
-        raise invalid(f"{path}.role", f"{message.role[:50]!r} is none of {', '.join(ROLES)}")
+        raise invalid(f"{path}.role", f"{message.role[:50]!r} is not one of {', '.join(ROLES)}")
     result: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text(message, path),

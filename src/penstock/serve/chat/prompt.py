@@ -49,7 +49,7 @@ class ChatPrompt:
         if request.prompt_token_ids is not None:
             fields = ["messages"] if request.messages else TEMPLATE_FIELDS
             if given := [name for name in fields if getattr(request, name) is not None]:
-                raise invalid(given[0], "does not go with prompt_token_ids")
+                raise invalid(given[0], "cannot be combined with prompt_token_ids")
         elif not request.messages:
             raise invalid("messages", "must hold at least one, or there must be prompt_token_ids")
         if request.chat_template is not None and not service.options.trust_request_chat_template:
@@ -73,7 +73,7 @@ class ChatPrompt:
         if request.disable_chat_template and request.prompt_token_ids is None:
             text = self._messages[0]["content"]
             token_ids = await gateway.encode(text, size=self._size)
-            parser_config = gateway.input_processor.parser_config(text, [], {}, calls=False)
+            parser_config = gateway.input_processor.parser_config(text, [], {}, allow_tool_calls=False)
             prompt = {"prompt": text, "prompt_token_ids": token_ids, "parser_config": parser_config}
         elif request.prompt_token_ids is None:
             prompt = await gateway.chat_prompt(

@@ -19,12 +19,12 @@ SHARED_FIELDS = (
 """Fields that have the same name in ``SamplingParams``."""
 
 
-def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any) -> SamplingParams:
+def sampling_of(request: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
     """The sampling parameters of a request.
 
     Args:
         defaults: for fields that the request does not give.
-        own: values that chats and completions name differently.
+        overrides: values that chats and completions name differently.
     """
     given = {name: value for name in SHARED_FIELDS if (value := getattr(request, name)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -36,12 +36,12 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **own: Any
     if (form := guided_decoding_of(request)) is not None:
         given["guided_decoding"] = form
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options", "goes with stream only")
+        raise invalid("stream_options", "requires stream")
     if given.get("top_p") == 0:
         given |= {"top_p": 1.0, "top_k": 1}
     if request.use_beam_search:  # the defaults of generation_config.json are for sampling
         defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    return defaults.replace(**given, **own)
+    return defaults.replace(**given, **overrides)
 
 
 def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingParams:
@@ -50,14 +50,16 @@ def chat_sampling(request: ChatRequest, defaults: SamplingParams) -> SamplingPar
     if len(both) > 1:
         raise invalid("max_completion_tokens", "differs from max_tokens; give one of them")
     if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs", "goes with logprobs only")
+        raise invalid("top_logprobs", "requires logprobs")
     budgets = {value for value in (request.reasoning_max_tokens, request.thinking_token_budget) if value is not None}
     if len(budgets) > 1:
         raise invalid("thinking_token_budget", "differs from reasoning_max_tokens; give one of them")
     budget = budgets.pop() if budgets else -1
-    own = {
+    overrides = {
         "max_tokens": both.pop() if both else None,
         "reasoning_max_tokens": budget if budget >= 0 else None,
         "response_max_tokens": request.response_max_tokens,
     }
-    return sampling_of(request, defaults, **own, logprobs=(request.top_logprobs or 0) if request.logprobs else None)
+    return sampling_of(
+        request, defaults, **overrides, logprobs=(request.top_logprobs or 0) if request.logprobs else None
+    )

@@ -34,11 +34,11 @@ def guided_decoding_of(request: GenerationRequest) -> GuidedDecodingParams | Non
         name for name, source in sources.items() if source.keys() - {"disable_any_whitespace", "whitespace_pattern"}
     ]
     if len(constraints) > 1:
-        raise invalid(constraints[1], f"does not go with {constraints[0]}: an answer has one form")
+        raise invalid(constraints[1], f"cannot be combined with {constraints[0]}: an answer has one constraint")
     params = {name: value for source in sources.values() for name, value in source.items()}
     if not constraints:
         if params:
-            raise invalid("guided_whitespace_pattern", "goes with a form only")
+            raise invalid("guided_whitespace_pattern", "requires a JSON constraint")
         return None
     source_field = constraints[0] if constraints[0] != "guided_decoding" else ""
     return GuidedDecodingParams(**params, source_field=source_field)
@@ -67,10 +67,10 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
         check_schema(f"tools[{i}].function.parameters", parameters)
         known[tool.function.name] = parameters
     if not known:
-        raise invalid("tool_choice", "goes with tools only")
+        raise invalid("tool_choice", "requires tools")
     forced = choice.function.name if isinstance(choice, NamedTool) else ""
     if forced and forced not in known:
-        raise invalid("tool_choice", f"{forced!r} is none of the tools: {', '.join(known)}")
+        raise invalid("tool_choice", f"{forced!r} is not one of the tools: {', '.join(known)}")
     parallel = not forced and request.parallel_tool_calls is not False
     tools = {forced: known[forced]} if forced else known
     assert tool_format, "otherwise tools would have been refused"

@@ -44,16 +44,16 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         )
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")
-        asked = {_own(name): name for name in request.req_ids or ()}
+        requested = {_without_prefix(name): name for name in request.req_ids or ()}
         aborted, running_ids = [], set()
         for service in served_models:
             running = service.gateway.running()
-            names = list(running if request.abort_all else asked)
+            names = list(running if request.abort_all else requested)
             service.gateway.engine_client.cancel(names)
             here = [name for name in names if name in running]
             running_ids.update(here)
-            aborted += [{"request_id": asked.get(n, n), "output_token_count": running[n]} for n in here]
-        missing = [name for own, name in asked.items() if own not in running_ids]
+            aborted += [{"request_id": requested.get(n, n), "output_token_count": running[n]} for n in here]
+        missing = [name for request_id, name in requested.items() if request_id not in running_ids]
         return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
     failure = reference(ErrorResponse)
@@ -74,7 +74,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     )
 
 
-def _own(name: str) -> str:
+def _without_prefix(name: str) -> str:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name

@@ -45,10 +45,10 @@ async def read_body(request: Request, max_size: int, timeout: float) -> bytes:
             if size > max_size:
                 raise _too_large(max_size)
     except TimeoutError as error:
-        message = f"no more of it came for {timeout:g} seconds"
+        message = f"nothing was received for {timeout:g} seconds"
         raise PenstockError(Code.TIMEOUT, f"body: {message}", "body", timeout) from error
     except ClientDisconnect as error:
-        raise PenstockError(Code.CANCELLED, "the client has gone in the middle of its request") from error
+        raise PenstockError(Code.CANCELLED, "the client disconnected in the middle of its request") from error
 
 
 def read_object(body: bytes) -> dict[str, Any]:

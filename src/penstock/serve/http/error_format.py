@@ -17,12 +17,12 @@ def rename_field(failure: Failure, names: Mapping[str, str]) -> Failure:
     Args:
         names: internal field name → the dialect's.
     """
-    ours = failure.field
-    theirs = names.get(ours, ours)
+    field = failure.field
+    dialect_field = names.get(field, field)
     message = failure.message
-    if message.startswith(f"{ours}: "):
-        message = theirs + message[len(ours) :]
-    return msgspec.structs.replace(failure, field=theirs, message=message)
+    if message.startswith(f"{field}: "):
+        message = dialect_field + message[len(field) :]
+    return msgspec.structs.replace(failure, field=dialect_field, message=message)
 
 
 class ErrorFormat:

@@ -71,10 +71,10 @@ class RequestLogMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = [(b"x-request-id", record.request_id.encode()), SERVER]
+                added = [(b"x-request-id", record.request_id.encode()), SERVER]
                 if names := record.unknown.header:
-                    own.append((HEADER.encode(), names.encode()))
-                message["headers"] = [*message.get("headers", ()), *own]
+                    added.append((HEADER.encode(), names.encode()))
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:

@@ -10,7 +10,7 @@ import msgspec
 FAILURES = {
     "400": "the request is invalid, or not supported",
     "401": "an API key is missing or wrong",
-    "404": "the model is not here",
+    "404": "the model does not exist",
     "408": "the request took too long",
     "413": "the body is too large",
     "429": "too many requests wait; try again soon",

@@ -19,8 +19,8 @@ from .status import headers
 
 logger = logging.getLogger(__name__)
 
-CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client has gone")
-INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
+CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
+INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
 class Admission(Protocol):
@@ -112,9 +112,13 @@ class Reply(Response):
             await refuse(send, failure, self._error_format)
         return failure
 
-    def _start(self, status: int, whole: bytes | None) -> Message:
-        kind = (b"content-type", b"application/json" if whole is not None else b"text/event-stream; charset=utf-8")
-        more = (b"content-length", str(len(whole)).encode()) if whole is not None else (b"cache-control", b"no-cache")
+    def _start(self, status: int, document: bytes | None) -> Message:
+        kind = (b"content-type", b"application/json" if document is not None else b"text/event-stream; charset=utf-8")
+        more = (
+            (b"content-length", str(len(document)).encode())
+            if document is not None
+            else (b"cache-control", b"no-cache")
+        )
         return {"type": "http.response.start", "status": status, "headers": [kind, more]}
 
 

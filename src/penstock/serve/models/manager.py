@@ -92,7 +92,7 @@ class ModelManager:
     def check(self) -> None:
         """Raises ``PenstockError`` (``unsupported``) where clients may not load and unload models."""
         if not self.explicit:
-            message = "models are loaded at the start and stay; --model-control-mode explicit lets them come and go"
+            message = "models cannot be loaded or unloaded at run time; --model-control-mode explicit allows it"
             raise PenstockError(Code.UNSUPPORTED, message, "model_control_mode")
 
     async def _request(self, request: Load | Unload) -> None:

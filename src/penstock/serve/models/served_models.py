@@ -31,11 +31,11 @@ class ServedModels:
         self.created = int(time.time())
         self._models: tuple[ServedModel, ...] = ()
         self._received = False
-        self._found: dict[str, ModelService] = {}
+        self._services: dict[str, ModelService] = {}
         self._open = 0
 
     def __iter__(self) -> Iterator[ModelService]:
-        return (self._found[model.name] for model in self._models if model.name in self._found)
+        return (self._services[model.name] for model in self._models if model.name in self._services)
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -50,12 +50,12 @@ class ServedModels:
         """Start serving a model."""
         metrics = self.metrics.of(model.name)
         service = ModelService(gateway, self.options, model.names, model.kserve, metrics, self._admit)
-        self._found[model.name] = service
+        self._services[model.name] = service
         return service
 
     def remove(self, name: str) -> ModelService:
         """Stop serving a model; open requests go on."""
-        return self._found.pop(name)
+        return self._services.pop(name)
 
     def find(self, name: str | None = None) -> ModelService:
         """The model that a request's ``model`` names, by one of its names or an adapter's.
@@ -76,9 +76,9 @@ class ServedModels:
             self.check()  # it may be an adapter of a model that is being loaded
         else:
             self.check_expected(model)
-            message = f"the model {name!r} is not served: {model.reason}; there is {known or 'none'}"
+            message = f"the model {name!r} is not served: {model.reason}; available: {known or 'none'}"
             raise PenstockError(Code.NOT_FOUND, message, "model")
-        raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known or 'none'}", "model")
+        raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known or 'none'}", "model")
 
     def find_or_first(self, name: str | None) -> ModelService:
         """As ``find``, but returns the first model for an unknown name, for dialects that ignore ``model``."""
@@ -91,7 +91,7 @@ class ServedModels:
 
     def check(self) -> None:
         """Raises ``PenstockError`` (``unavailable``) unless every required model is served by a live engine."""
-        if not self._received or any(model.required and model.name not in self._found for model in self._models):
+        if not self._received or any(model.required and model.name not in self._services for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
             service.gateway.engine_client.require_engine()
@@ -104,7 +104,7 @@ class ServedModels:
     @property
     def engines(self) -> Engines:
         """By model: the last statistics of its engine, and its options."""
-        serving = [(model, self._found[model.name]) for model in self._models if model.name in self._found]
+        serving = [(model, self._services[model.name]) for model in self._models if model.name in self._services]
         return {
             model.name: (service.gateway.engine_client.stats, model.configuration.engine) for model, service in serving
         }

@@ -64,14 +64,14 @@ class ModelService:
     def adapter_of(self, name: str | None) -> str:
         """The LoRA adapter that a request's ``model`` names; empty for the base model.
 
-        Raises ``PenstockError`` (``not_found``) for a model that is not here.
+        Raises ``PenstockError`` (``not_found``) for an unknown model.
         """
         if name is None or name in ANY_MODEL or name in self.names:
             return ""
         adapters = self.gateway.engine_client.adapters
         if name not in adapters:
             known = ", ".join([*self.names, *adapters])
-            raise PenstockError(Code.NOT_FOUND, f"the model {name!r} is not here; there is {known}", "model")
+            raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known}", "model")
         return name
 
     @contextmanager

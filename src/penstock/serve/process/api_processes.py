@@ -32,7 +32,7 @@ from ..models.messages import (
 logger = logging.getLogger("penstock")
 
 STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
-INTERNAL = Failure(Code.INTERNAL, "an error of the server; its log says more")
+INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
 class ApiProcess:

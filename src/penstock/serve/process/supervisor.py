@@ -115,9 +115,9 @@ class Supervisor:
         facts = {"seconds": time.monotonic() - self._started, **facts}
         options = self._configuration.server
         urls = [url_of(options, listener) for listener in listeners]
-        where = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
+        address = f"at {urls.pop(0)}/v1" if options.port >= 0 else "without HTTP"
         names = ", ".join(name for model in self._engines.serving for name in model.names) or "no model"
-        logger.info("ready: %s %s", names, where, extra={"facts": facts})
+        logger.info("ready: %s %s", names, address, extra={"facts": facts})
         for url in urls:
             logger.info("health and metrics at %s", url)
         if self._grpc_address:
@@ -195,9 +195,9 @@ def reserved(options: ServerOptions) -> Iterator[str]:
         return
     if find_spec("tritonclient") is None or find_spec("grpc") is None:
         raise invalid("grpc_port", "needs classes that are not installed; try pip install 'penstock-llm[grpc]'")
-    with _listen(options.host, options.grpc_port, "grpc_port", listen=False) as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        host, port = kept.getsockname()[:2]
+    with _listen(options.host, options.grpc_port, "grpc_port", listen=False) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        host, port = bound.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -232,7 +232,7 @@ def check_certificate(options: ServerOptions) -> None:
         raise invalid("ssl_certfile", "is missing; give it with ssl_keyfile")
     for name in ("ssl_certfile", "ssl_keyfile"):
         if (path := getattr(options, name)) and not Path(path).is_file():
-            raise invalid(name, f"{path} is no file")
+            raise invalid(name, f"{path} is not a file")
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:

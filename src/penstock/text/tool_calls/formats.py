@@ -164,6 +164,6 @@ TOOL_CALL_FORMATS = (HERMES, MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, L
 
 def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:
     """The format of a parser by name; ``auto`` is the one that the chat template uses, None where it uses none."""
-    own = [form for form in TOOL_CALL_FORMATS if parser in ("auto", *form.parsers)]
-    result = next((form for form in own if form.matches(template)), None)
-    return result if result or parser == "auto" else own[-1]
+    formats = [form for form in TOOL_CALL_FORMATS if parser in ("auto", *form.parsers)]
+    result = next((form for form in formats if form.matches(template)), None)
+    return result if result or parser == "auto" else formats[-1]

@@ -78,7 +78,7 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
         result["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if choice := request.tool_choice:
         if (choice.name is None) == (choice.type == "tool"):
-            raise invalid("tool_choice.name", "goes with the type tool, and with no other")
+            raise invalid("tool_choice.name", "requires the type tool")
         result["tool_choice"] = named_tool(choice.name) if choice.type == "tool" else CHOICES[choice.type]
         if choice.disable_parallel_tool_use:
             result["parallel_tool_calls"] = False

@@ -24,7 +24,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
     fields = dict(document)
     more = fields.pop("parameters", None) or {}
     if not isinstance(more, dict):
-        raise invalid("parameters", "is no JSON object")
+        raise invalid("parameters", "is not a JSON object")
     if both := fields.keys() & more.keys():
         raise invalid(min(both), "is given twice, and in parameters")
     fields |= more
@@ -37,11 +37,11 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
         if name in model.unsupported_inputs:
             model.check_supported_input(name, bool(value))
             continue
-        if (own := model.aliases.get(name, name)) not in types:
+        if (input_name := model.aliases.get(name, name)) not in types:
             unknown.ignore("", name, types)
         elif value is not None:
             shape = [len(value)] if isinstance(value, list) else [1]
-            inputs.append(from_json(name, types[own], shape, value))
+            inputs.append(from_json(name, types[input_name], shape, value))
     return InferenceRequest(inputs, str(request_id))
 
 

@@ -268,9 +268,9 @@ class InferReply(Reply):
     def _start(self, status: int, document: bytes | None) -> Message:
         message = super()._start(status, document)
         if self._header is not None:
-            kept = [header for header in message["headers"] if header[0] != b"content-type"]
+            headers = [header for header in message["headers"] if header[0] != b"content-type"]
             length = (HEADER_LENGTH.encode(), str(self._header).encode())
-            message["headers"] = [*kept, (b"content-type", b"application/octet-stream"), length]
+            message["headers"] = [*headers, (b"content-type", b"application/octet-stream"), length]
         return message
 
 
@@ -305,7 +305,7 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
             inputs.append(from_json(name, given.get("datatype"), given.get("shape"), given.get("data", [])))
             continue
         if type(size) is not int or not 0 <= size <= len(raw) - at:
-            raise invalid(name, f"has a binary_data_size that is none of the {len(raw) - at} bytes that are left")
+            raise invalid(name, f"has a binary_data_size that is not one of the {len(raw) - at} bytes that are left")
         inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), raw[at : at + size]))
         at += size
     if at != len(raw):
@@ -355,7 +355,7 @@ def decompressed(body: bytes, encoding: str, maximum: int) -> bytes:
     if encoding not in COMPRESSIONS:
         raise PenstockError(
             Code.UNSUPPORTED,
-            f"content-encoding: {encoding[:20]!r} is none of {', '.join(COMPRESSIONS)}",
+            f"content-encoding: {encoding[:20]!r} is not one of {', '.join(COMPRESSIONS)}",
             "content-encoding",
         )
     reader = zlib.decompressobj(COMPRESSIONS[encoding])

@@ -136,8 +136,8 @@ class Model:
         result: dict[str, Tensor] = {}
         batches = set()
         for tensor in given:
-            if (own := self.aliases.get(tensor.name)) is not None:
-                tensor = replace(tensor, name=own)
+            if (canonical_name := self.aliases.get(tensor.name)) is not None:
+                tensor = replace(tensor, name=canonical_name)
             if tensor.name in self.unsupported_inputs:
                 self.check_supported_input(tensor.name, any(tensor.elements))
                 continue

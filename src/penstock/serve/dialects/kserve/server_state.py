@@ -117,8 +117,8 @@ async def unload(repository: ModelRepository, name: str, parameters: Mapping[str
         raise PenstockError(Code.INVALID, f"{unknown[0][:100]}: no such parameter; there is {DEPENDENTS}", "parameters")
     if not isinstance((parameters or {}).get(DEPENDENTS, False), bool):
         raise PenstockError(Code.INVALID, f"{DEPENDENTS}: must be true or false", "parameters")
-    own = name in model.names or model.kserve[name] == "tensorrt_llm"
-    if not own and not (parameters or {}).get(DEPENDENTS):
+    owns_engine = name in model.names or model.kserve[name] == "tensorrt_llm"
+    if not owns_engine and not (parameters or {}).get(DEPENDENTS):
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
         message = f"failed to unload '{name}': it is over the engine of {engines[0]}; unload that"
         raise PenstockError(Code.UNSUPPORTED, f"{message}, or set {DEPENDENTS}", "model_name")

@@ -119,8 +119,8 @@ def check_trace(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def change_trace(trace: dict[str, dict[str, Any]], model: str, changes: Mapping[str, Any]) -> None:
     """Apply valid changes to the settings of a model, or of all models where none is named."""
-    own = {**trace.get(model, {}), **changes}
-    trace[model] = {name: value for name, value in own.items() if value is not None}
+    settings = {**trace.get(model, {}), **changes}
+    trace[model] = {name: value for name, value in settings.items() if value is not None}
 
 
 def _number(name: str, value: Any) -> int:
@@ -129,7 +129,7 @@ def _number(name: str, value: Any) -> int:
             raise ValueError
         result = int(value)
     except ValueError as error:
-        raise invalid(name, f"{str(value)[:50]!r} is no whole number") from error
+        raise invalid(name, f"{str(value)[:50]!r} is not a whole number") from error
     if result < MIN_VALUES[name]:
         raise invalid(name, f"must be at least {MIN_VALUES[name]}, is {result}", MIN_VALUES[name])
     return result

@@ -148,7 +148,7 @@ def _check_datatype(name: str, datatype: Any) -> None:
         raise invalid("name", f"of {len(name)} characters is longer than {MAX_NAME_LENGTH}", MAX_NAME_LENGTH)
     if not isinstance(datatype, str) or (datatype != BYTES and datatype not in STRUCT_CODES):
         raise invalid(
-            name, f"has the datatype {str(datatype)[:50]!r}, which is none of {BYTES}, {', '.join(STRUCT_CODES)}"
+            name, f"has the datatype {str(datatype)[:50]!r}, which is not one of {BYTES}, {', '.join(STRUCT_CODES)}"
         )
 
 

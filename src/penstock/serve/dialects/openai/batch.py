@@ -90,9 +90,9 @@ def _handler(
     service: ModelService, record: RequestRecord, url: str, body: bytes
 ) -> ChatHandler | CompletionHandler | EmbeddingHandler:
     if url == CHAT:
-        asked = parse(read_object(body), ChatRequest, record.unknown)
-        _refuse_stream(asked)
-        return ChatHandler(service, record, asked, len(body))
+        chat = parse(read_object(body), ChatRequest, record.unknown)
+        _refuse_stream(chat)
+        return ChatHandler(service, record, chat, len(body))
     if url == COMPLETIONS:
         request = parse(read_object(body), CompletionRequest, record.unknown)
         _refuse_stream(request)

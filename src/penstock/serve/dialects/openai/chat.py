@@ -198,9 +198,9 @@ class ChatHandler:
             )
             for token_id, p in position.items()
         ]
-        own, maximum = entries[0][1], self.sampling.logprobs or 0
+        sampled, maximum = entries[0][1], self.sampling.logprobs or 0
         top = [top_logprob for rank, top_logprob in sorted(entries, key=lambda entry: entry[0]) if rank <= maximum]
-        return TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
+        return TokenLogprob(token=sampled.token, logprob=sampled.logprob, bytes=sampled.bytes, top_logprobs=top)
 
     def _bytes(self, token_id: int) -> list[int]:
         if (token_bytes := self._byte_lists.get(token_id)) is None:

@@ -192,9 +192,9 @@ class CompletionHandler:
                 result.token_logprobs.append(None)
                 result.top_logprobs.append(None)
             else:
-                token_id, own = next(iter(position.items()))
-                token = own.decoded_token
-                result.token_logprobs.append(max(own.logprob, MIN_LOGPROB))
+                token_id, sampled = next(iter(position.items()))
+                token = sampled.decoded_token
+                result.token_logprobs.append(max(sampled.logprob, MIN_LOGPROB))
                 likeliest = sorted(position.items(), key=lambda entry: entry[1].rank)
                 result.top_logprobs.append({token_of(i, p, as_ids): max(p.logprob, MIN_LOGPROB) for i, p in likeliest})
             result.tokens.append(f"token_id:{token_id}" if as_ids else token)

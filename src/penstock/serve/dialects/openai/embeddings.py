@@ -121,7 +121,7 @@ class ScoreHandler(_PoolingHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in self._names
         )
         if len(self._first) not in (1, len(self._second)):
-            message = f"{len(self._second)} texts for {len(self._first)} of {first}; one of those, or as many, will do"
+            message = f"{len(self._second)} texts for {len(self._first)} of {first}; give one, or as many"
             raise invalid(second, message, len(self._first))
 
     async def full(self) -> AsyncGenerator[bytes, None]:

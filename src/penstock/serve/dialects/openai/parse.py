@@ -36,7 +36,7 @@ def parse(fields: dict[str, Any], schema: type[T], unknown: UnknownFields) -> T:
         if value is None or value in not_yet.get(name, ()):
             continue
         if name in elsewhere:
-            raise invalid(name, "goes with chats only")
+            raise invalid(name, "is for chats only")
         raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported yet", name)
     return convert(fields, schema, unknown)
 
@@ -48,11 +48,11 @@ def completion_sampling(request: CompletionRequest, defaults: SamplingParams) ->
     """
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens", "must be at least 1, or 0 with echo", 1)
-    own: dict[str, Any] = {"logprobs": request.logprobs}
+    overrides: dict[str, Any] = {"logprobs": request.logprobs}
     if request.max_tokens is not None:
-        own["max_tokens"] = max(request.max_tokens, 1)
+        overrides["max_tokens"] = max(request.max_tokens, 1)
     if request.echo and request.logprobs is not None:
         if request.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "logprobs with echo gives them already")
-        own["prompt_logprobs"] = request.logprobs
-    return sampling_of(request, defaults, **own)
+        overrides["prompt_logprobs"] = request.logprobs
+    return sampling_of(request, defaults, **overrides)

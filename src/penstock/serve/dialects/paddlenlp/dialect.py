@@ -36,8 +36,8 @@ class PaddleNLP(Dialect):
     def matches(self, raw_request: HttpRequest, fields: dict[str, Any]) -> bool:
         if not PROMPTS.isdisjoint(fields) or fields.keys() >= {"model", "messages"}:
             return False
-        own = SELECTING_FIELDS if "messages" in fields else PADDLENLP_FIELDS
-        return not own.isdisjoint(fields) or (self._preferred and "model" not in fields)
+        dialect_fields = SELECTING_FIELDS if "messages" in fields else PADDLENLP_FIELDS
+        return not dialect_fields.isdisjoint(fields) or (self._preferred and "model" not in fields)
 
     def completion(self, raw_request: HttpRequest, fields: dict[str, Any], size: int) -> Response:
         record, req_id = record_of(raw_request.scope), fields.get("req_id")

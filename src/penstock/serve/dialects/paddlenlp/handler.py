@@ -46,7 +46,7 @@ class PaddleNLPHandler:
         if request.system is not None:
             if not self._messages:
                 given = "input_ids" if request.text is None else "text that is not put into the chat template"
-                raise invalid("system", f"does not go with {given}")
+                raise invalid("system", f"cannot be combined with {given}")
             self._messages.insert(0, {"role": "system", "content": request.system})
         self._adapter = request.model if request.model in service.gateway.engine_client.adapters else None
         self._req_id = request.req_id or uuid4().hex
@@ -100,7 +100,7 @@ class PaddleNLPHandler:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         output = await anext(outputs, None)
                 except TimeoutError as error:
-                    message = f"timeout: nothing came for {limit:g} seconds"
+                    message = f"timeout: no output for {limit:g} seconds"
                     raise PenstockError(Code.TIMEOUT, message, "timeout", limit) from error
                 if output is None:
                     return

@@ -108,7 +108,7 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     if not given:
         raise invalid("text", "is missing; give text, messages or input_ids")
     if len(given) > 1:
-        raise invalid(given[1], f"does not go with {given[0]}")
+        raise invalid(given[1], f"cannot be combined with {given[0]}")
     for names in FIELD_ALIASES.values():
         given = [name for name in names if getattr(request, name) is not None]
         if len(given) > 1:

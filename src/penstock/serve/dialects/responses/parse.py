@@ -83,7 +83,7 @@ def _add(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     """Append an item as a message, or to the assistant's message before it."""
     if item.type == "message":
         if item.role not in ROLES:
-            raise invalid(f"{path}.role", f"{item.role!r:.50} is none of {', '.join(ROLES)}")
+            raise invalid(f"{path}.role", f"{item.role!r:.50} is not one of {', '.join(ROLES)}")
         content = _text(item.content, f"{path}.content")
         if item.role == "assistant" and _open(messages) and not messages[-1].get("content"):
             messages[-1]["content"] = content

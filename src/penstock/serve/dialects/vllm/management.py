@@ -87,7 +87,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     ):
         described = operation(OBJECT, failure)
         app.add_api_route(path, endpoint, summary=summary, openapi_extra=described, response_class=JSONResponse)
-    for path, change, summary, asked in (
+    for path, change, summary, request_schema in (
         ("/reset_prefix_cache", reset_prefix_cache, "Forget all cached prefixes", None),
         (
             "/abort_requests",
@@ -96,7 +96,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
             reference(AbortRequest),
         ),
     ):
-        described = operation(None, failure, asked)
+        described = operation(None, failure, request_schema)
         app.add_api_route(
             path, change, methods=["POST"], summary=summary, openapi_extra=described, response_class=Response
         )

@@ -151,7 +151,7 @@ class GenerationModel(Model):
             ]
             last: dict[int, RequestOutput] = {}
             left = {(i, k): SequenceCursor() for i, row in enumerate(rows) for k in range(row.sampling.n)}
-            with self._running.track(call.record.client, call.id) as own, own.until_stopped():
+            with self._running.track(call.record.client, call.id) as stoppable, stoppable.until_stopped():
                 async with aclosing(merge_streams(streams)) as outputs:
                     async for i, output in outputs:
                         last[i] = output
@@ -236,8 +236,8 @@ class GenerationModel(Model):
 
     def excluded(self, call: ModelCall, row: int) -> bool:
         """Whether a response that is not streamed leaves out a row's prompt."""
-        asked = self.names.value(call, row, "exclude_input_in_output")
-        return self._service.options.exclude_input_in_output if asked is None else bool(asked)
+        exclude = self.names.value(call, row, "exclude_input_in_output")
+        return self._service.options.exclude_input_in_output if exclude is None else bool(exclude)
 
     def leading_shape(self, call: ModelCall, responses: list[SequenceResponse], rows: int) -> tuple[int, ...]:
         """The leading dimensions of outputs: rows, where the request has a batch, and sequences."""

@@ -38,7 +38,9 @@ class TrtLlmMetrics:
         for model in self._served_models.models:
             if model.name not in engines:
                 continue
-            name = next((own for own, kind in model.kserve.items() if kind == "tensorrt_llm"), model.name)
+            name = next(
+                (kserve_name for kserve_name, kind in model.kserve.items() if kind == "tensorrt_llm"), model.name
+            )
             for group in groups(*engines[model.name]):
                 labels = ["model", "version", group.label]
                 family = families.setdefault(group.name, GaugeMetricFamily(group.name, group.about, labels=labels))
@@ -71,7 +73,9 @@ def groups(stats: Stats, options: EngineOptions) -> list[Group]:
         Group("nv_trt_llm_request_metrics", "Sequences, by what they do.", "request_type", requests),
         Group("nv_trt_llm_runtime_memory_metrics", "Bytes that the engine has.", "memory_type", memory),
         Group("nv_trt_llm_kv_cache_block_metrics", "Blocks of the KV cache.", "kv_cache_block_type", blocks),
-        Group("nv_trt_llm_general_metrics", "When this was told, and steps of the engine.", "general_type", general),
+        Group(
+            "nv_trt_llm_general_metrics", "Time of the statistics, and steps of the engine.", "general_type", general
+        ),
         _static(stats, options, generating) if options.batching_type == "static" else _inflight(stats, generating),
     ]
 

@@ -40,14 +40,14 @@ class InputNames:
     """The names of a model's inputs.
 
     Args:
-        own: by the name that the input has in ``ensemble``, where it is another one.
+        renamed: name in the model ``ensemble`` → name in this model, where they differ.
     """
 
-    def __init__(self, own: Mapping[str, str]) -> None:
-        self._own = own
+    def __init__(self, renamed: Mapping[str, str]) -> None:
+        self._renamed = renamed
 
     def of(self, name: str) -> str:
-        return self._own.get(name, name)
+        return self._renamed.get(name, name)
 
     def value(self, call: ModelCall, index: int, name: str) -> Any:
         """A row's value of a scalar input; None where it is not given."""
@@ -57,19 +57,19 @@ class InputNames:
     def renamed(self, error: PenstockError) -> PenstockError:
         """The error with the request's field names."""
         failure = error.failure
-        own = self.of(ALIASES.get(failure.field, failure.field))
+        parameter = self.of(ALIASES.get(failure.field, failure.field))
         message = failure.message
         if message.startswith(f"{failure.field}: "):
-            message = f"{own}{message[len(failure.field) :]}"
-        return PenstockError(failure.code, message, own, failure.limit, failure.value)
+            message = f"{parameter}{message[len(failure.field) :]}"
+        return PenstockError(failure.code, message, parameter, failure.limit, failure.value)
 
 
-def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int, **own: Any) -> SamplingParams:
+def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int, **overrides: Any) -> SamplingParams:
     """A row's sampling parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, seed 0.
 
     Args:
         vocabulary: tokens that the model knows.
-        own: parameters that text and token models take differently.
+        overrides: parameters that text and token models take differently.
 
     Raises ``PenstockError`` (``invalid``), in the names of parameters here.
     """
@@ -102,8 +102,8 @@ def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int,
         given["ignore_eos"] = True
         if end >= 0:
             check_ids("ignore_eos", [end], vocabulary)
-            own["stop_token_ids"] = (*own.get("stop_token_ids", ()), end)
-    return SamplingParams(**given, **own)
+            overrides["stop_token_ids"] = (*overrides.get("stop_token_ids", ()), end)
+    return SamplingParams(**given, **overrides)
 
 
 def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
@@ -121,7 +121,7 @@ def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
             raise invalid("guided_decoding_guide_type", "is missing, and guided_decoding_guide is given")
         return {}
     if (form := GUIDED_INPUTS.get(kind.decode(errors="replace"))) is None:
-        raise invalid("guided_decoding_guide_type", f"is none of {', '.join(GUIDED_INPUTS)}")
+        raise invalid("guided_decoding_guide_type", f"is not one of {', '.join(GUIDED_INPUTS)}")
     if form == "json_object":
         return {"guided_decoding": GuidedDecodingParams(json_object=True, source_field="guided_decoding_guide")}
     if not guide:

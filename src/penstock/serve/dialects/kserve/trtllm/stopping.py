@@ -36,21 +36,21 @@ class RunningRequests:
     """Running requests by client and request id."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], list[StoppableRequest]] = {}
+        self._requests: dict[tuple[str, str], list[StoppableRequest]] = {}
 
     @contextmanager
     def track(self, client: str, name: str) -> Iterator[StoppableRequest]:
-        own = StoppableRequest()
-        others = self._found.setdefault((client, name), [])
-        others.append(own)
+        stoppable = StoppableRequest()
+        others = self._requests.setdefault((client, name), [])
+        others.append(stoppable)
         try:
-            yield own
+            yield stoppable
         finally:
-            others.remove(own)
+            others.remove(stoppable)
             if not others:
-                del self._found[client, name]
+                del self._requests[client, name]
 
     def stop(self, client: str, name: str) -> None:
         """Stop all requests of this id; does nothing where there is none."""
-        for own in self._found.get((client, name), ()):
-            own.stop()
+        for stoppable in self._requests.get((client, name), ()):
+            stoppable.stop()

@@ -51,8 +51,8 @@ class TextModel(GenerationModel):
         result = []
         for index, prompt in enumerate(prompts):
             word_lists = {
-                name: texts_of(call, index, asked)
-                for name, asked in (("stop", "stop_words"), ("bad_words", "bad_words"))
+                name: texts_of(call, index, input_name)
+                for name, input_name in (("stop", "stop_words"), ("bad_words", "bad_words"))
             }
             bias = self._bias(call, index)
             guided = guided_of(call, index, self.names)
