@@ -93,7 +93,7 @@ def _address() -> str:
     """The address of the outgoing interface; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            asking.connect(("192.0.2.1", 9))  # an address that nobody has (RFC 5737)
+            asking.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
         except OSError:
             return "127.0.0.1"
         return str(asking.getsockname()[0])

@@ -27,7 +27,7 @@ CHECKPOINT_OPTIONS = frozenset(
 
 
 def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
-    """In the order in which they answer where a request names none.
+    """The models of a server; the first answers requests that name no model.
 
     Raises ``PenstockError`` (``invalid``) for what is not written as it should be, and names that come twice.
     """
@@ -50,7 +50,7 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
 
 
 def _additional_model(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ServedModel:
-    """A model with options of its own, and those of the first that are not its own."""
+    """A model of ``--models``: its own options, and for the others those of the first model."""
     known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
     kserve = given.get("kserve", {})
     changes: dict[str, dict[str, Any]] = {"model": {}, "engine": {}}

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(folder: Path, shims: Iterable[Shim], *, force: bool = False) -> None:
-    """Write all or none.
+    """Write all files, or none.
 
     Raises ``PenstockError`` (``invalid``) where a file is in the way that was not written here, or it cannot be done.
     """
@@ -157,16 +157,16 @@ def _systems() -> list[str]:
 
 
 def _chosen(names: Sequence[str]) -> list[Shim]:
-    """All where none is named. Where two systems have a path in common, that of the first one.
+    """The shims of the named systems and commands, or all. Where two have the same path, the first one's.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name.
     """
     result: dict[str, Shim] = {}
     for name in names or _systems():
-        of_it = [shim for shim in SHIMS if name in (shim.system, shim.name, shim.path)]
-        if not of_it:
+        matching = [shim for shim in SHIMS if name in (shim.system, shim.name, shim.path)]
+        if not matching:
             known = {*_systems(), *(shim.name for shim in SHIMS)}
             raise invalid("NAME", f"{name!r} is neither a system nor a command, see --list{did_you_mean(name, known)}")
-        for shim in of_it:
+        for shim in matching:
             result.setdefault(shim.path, shim)
     return list(result.values())

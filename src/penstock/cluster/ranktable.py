@@ -110,7 +110,7 @@ def merge(tables: Sequence[Global]) -> Global:
 
 
 def _contradiction(table: Global) -> str:
-    """The contradiction in a table, empty for none."""
+    """The contradiction in a table; empty where there is none."""
     groups = table.server_group_list
     if [group.group_id for group in groups] != list(GROUPS):
         return f"server_group_list must be the groups {', '.join(GROUPS)}"

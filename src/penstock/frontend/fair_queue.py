@@ -73,7 +73,7 @@ class DeltaQueue:
         """Wait until the queue is not empty."""
         await self._came.wait()
 
-    def take(self, maximum: int) -> Iterator[TokenDelta | Failure]:
+    def pop(self, maximum: int) -> Iterator[TokenDelta | Failure]:
         """Remove items from the front, at least one, until they have ``maximum`` tokens and logprobs."""
         taken = 0
         while self._items and (not taken or taken < maximum):

@@ -178,7 +178,7 @@ class Gateway:
                 if inbox.size > MAX_INLINE_TOKENS:
                     await self.fair_queue.turn()
                 changed = False
-                for delta in inbox.take(TURN_SIZE):
+                for delta in inbox.pop(TURN_SIZE):
                     if isinstance(delta, Failure):
                         processor.fail(delta)
                     elif processor.add(delta) is not None:

@@ -127,7 +127,7 @@ class Embedding:
 
         pair_shard = Shard(2 * self._group.rank, 2 * self._group.rank + 2, 2 * size)
         logits, token_ids = self._group.all_gather(best, rows, pair_shard, torch.float64).view(rows, size, 2).unbind(-1)
-        largest = logits.amax(1, keepdim=True)  # of equal ones the lowest token, as on one rank
+        largest = logits.amax(1, keepdim=True)  # among equal logits the lowest token id, as on one rank
         return token_ids.where(logits == largest, float("inf")).amin(1).nan_to_num(posinf=0.0).long()
 
 

@@ -37,7 +37,7 @@ class ModelConfig:
     dtype: torch.dtype
     """Dtype of the checkpoint."""
     quantization: str
-    """Quantization that the checkpoint asks for, a name of ``SCHEMES``; the option ``quantization`` overrides it."""
+    """Quantization in ``config.json``, a name of ``SCHEMES``; the option ``quantization`` overrides it."""
     windows: tuple[int, ...]
     """Sliding window of each layer; 0 is full attention."""
     raw: Mapping[str, Any]

@@ -37,7 +37,7 @@ class Model(Protocol):
     max_len: int
     """Tokens that a sequence may have."""
     weights_version: str
-    """Identifies the weights, for keys of what was computed with them (prefix cache)."""
+    """Version of the weights; part of the prefix cache's keys."""
     layers: range
     """Numbers of the layers that this pipeline stage computes."""
     lora_targets: Mapping[str, LoRATarget | None]

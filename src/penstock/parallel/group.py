@@ -30,7 +30,7 @@ class Shard:
     total: int
 
     def __mul__(self, width: int) -> Shard:
-        """The outputs of so many heads, each ``width`` wide."""
+        """The outputs of these heads, ``width`` each."""
         return Shard(self.first * width, self.end * width, self.total * width)
 
     @property

@@ -213,7 +213,7 @@ class ModelMetrics:
         self._queue_time.observe(times.queued)
 
     def record_tokens(self, tokens: int, seconds: float | None, sequences: int) -> None:
-        """Some tokens more of a request's sequences together, after so many seconds; None where they are the first."""
+        """Count new tokens of a request. ``seconds``: since its previous tokens; None for the first."""
         self._generation_tokens.inc(tokens)
         if seconds is not None:
             self._inter_token_latency.observe(seconds / max(tokens / sequences, 1))

@@ -110,7 +110,7 @@ class ChatTemplate:
             continue_final_message: end within the last message, which the model continues.
             variables: passed to the template (``enable_thinking`` …).
 
-        Raises ``PenstockError`` (``invalid``) with the template's own words where it refuses the conversation.
+        Raises ``PenstockError`` (``invalid``) with the template's message where it refuses the conversation.
         """
         if continue_final_message and not (messages and isinstance(messages[-1].get("content"), str)):
             raise invalid("continue_final_message", "needs a last message with text")

@@ -243,7 +243,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
         return None, Loaded(error.failure)
     except MemoryError:
         raise
-    except Exception as error:  # what is wrong with a file may be anything
+    except Exception as error:  # the library raises anything for a damaged file
         message = f"{load.folder}: its tokenizer or chat template cannot be used: {error!r:.200}"
         return None, Loaded(invalid("model", message).failure)
 

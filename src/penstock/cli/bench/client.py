@@ -19,7 +19,7 @@ from .workload import Request
 
 AHEAD = 0.25  # seconds before its time that a request's prompt is made
 CONNECT_TIMEOUT = 30.0  # seconds; answers may take as long as they like
-KEEPALIVE = 3.0  # seconds; servers close idle connections (uvicorn after 5), and what is sent just then is lost
+KEEPALIVE = 3.0  # seconds; servers close idle connections (uvicorn after 5), and a request sent at that moment is lost
 
 
 class Client:
@@ -55,7 +55,7 @@ class Client:
         await self._session.close()
 
     async def find_model(self) -> str:
-        """Ask for the first of ``/v1/models``, if the body names none; returns the model's name.
+        """The name of the model to request: that of the body, or else the first of ``/v1/models``.
 
         Raises:
             PenstockError: nothing answers there, or no list of models.

@@ -127,7 +127,7 @@ def _client(args: argparse.Namespace) -> Client:
 
 
 async def _warm_up(client: Client, requests: list[Request], args: argparse.Namespace) -> None:
-    """Also finds out whether the server takes such requests at all, before it gets many of them.
+    """Also checks that the server accepts such requests, before many of them are sent.
 
     Raises:
         PenstockError: with what the server said, if it takes none.

@@ -38,7 +38,7 @@ LIMITS = {
     "max_input_len": "max_prompt_len",
     "max_beam_width": "max_beam_width",
 }
-"""Settings here, by what an engine was built for."""
+"""Build limit of an engine → our setting."""
 SHARED_FIELDS = (
     *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "intermediate_size"),

@@ -85,7 +85,7 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # what could not be written was told when it was added
+        with suppress(OSError):  # the error was reported by `add`
             self._file.close()
 
     def find(self, line: BatchLine | BatchError) -> bool | None:
@@ -134,9 +134,9 @@ class BatchState:
 
     left: int
     skipped: int
-    """Lines that have their result already,"""
+    """Lines that have a result already, failed ones included."""
     failed: int
-    """and those of them whose result is not a good one."""
+    """Skipped lines whose result is an error."""
 
 
 def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> BatchState:

@@ -1,4 +1,4 @@
-"""Answering the lines of a batch: so many at a time, with retries."""
+"""Answers the lines of a batch concurrently, with retries."""
 
 from __future__ import annotations
 

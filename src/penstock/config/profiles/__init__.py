@@ -122,7 +122,7 @@ class Profile:
     together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
     """Settings that depend on several names. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
-    """Defaults that depend on what is given."""
+    """Defaults that depend on other options."""
     metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
     """Its metrics: name → ours without ``penstock:``, or how to compute it. ``name.label`` is a sample of ``name`` with
     the label ``label="label"``."""

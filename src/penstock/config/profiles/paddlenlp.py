@@ -80,7 +80,7 @@ def _handled_elsewhere(read: Callable[[str], object] = str) -> Alias:
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` for what contradicts, and what takes several devices."""
+    """Raises ``PenstockError`` for contradictory variables, and for those that need several devices."""
     for old, new in OLD.items():
         if old in given and given.get(new, given[old]) != given[old]:
             raise invalid(new, f"is {given[new]}, and {old}, its older name, is {given[old]}; give one of them")

@@ -29,7 +29,7 @@ MAGIC = b"PENSTK02"
 header as JSON. The data begin at the next multiple of ``pages.HUGE``."""
 PREFIX = len(MAGIC) + 16
 ALIGNMENT = 64
-"""Bytes, of tensors smaller than a huge page; larger ones begin with one, to be mapped as such."""
+"""Alignment in bytes of tensors smaller than a huge page; larger ones are aligned to huge pages."""
 EXIT_TIMEOUT = 8.0
 """Seconds that an ending process waits for its writing thread; then the file stays unfinished."""
 MAX_VERIFIERS = 8

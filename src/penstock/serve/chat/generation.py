@@ -1,4 +1,4 @@
-"""A chat on its way through the model: what the handlers of all dialects but PaddleNLP are built on."""
+"""Generation of one chat, used by the handlers of all dialects but PaddleNLP."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class RequestLogMiddleware:
         facts |= record.facts
         if record.unknown.places and not record.failure:
             self._unknown_field_log.log(record.request_id, _client(scope), record.unknown)
-        failed = STATUS[record.failure.code] if record.failure else status  # a stream's response says 200
+        failed = STATUS[record.failure.code] if record.failure else status  # a stream has begun with status 200
         level = logging.ERROR if failed >= 500 else logging.INFO
         if route in PUBLIC_PATHS and status in (200, 503):
             level = logging.DEBUG  # health probes come every second

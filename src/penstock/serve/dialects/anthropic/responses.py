@@ -46,7 +46,7 @@ class OutputDetails(msgspec.Struct, kw_only=True):
 
 class Usage(msgspec.Struct, kw_only=True):
     input_tokens: int
-    """Without those found in the prefix cache."""
+    """Prompt tokens that were not found in the prefix cache."""
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int

@@ -87,7 +87,7 @@ class Server:
         await self._server.start()
 
     def stop(self, patience: float) -> None:
-        """Refuse new requests; open ones get so many seconds to finish."""
+        """Refuse new requests, and end open ones after ``patience`` seconds."""
         self._stopping.set()
         self._stopped = asyncio.create_task(self._server.stop(patience))
 

@@ -321,7 +321,7 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
 async def encode_response(
     model: Model, infer_request: InferenceRequest, answer: ModelResponse, memory: SharedMemory
 ) -> tuple[bytes, bytes | None]:
-    """The JSON of an answer, and the bytes behind it; None where nothing was wanted so. Outputs that are wanted in
+    """The JSON of an answer, and the binary outputs after it; None without binary outputs. Outputs requested in
     shared memory are put there.
 
     Raises ``PenstockError`` (``invalid``) where there is no room for them.

@@ -63,7 +63,7 @@ class ModelRepository:
     def find(self, name: str, version: str = "") -> Model:
         """The model of a name and version. Raises ``PenstockError`` (``not_found``)."""
         if (model := next((model for model in self if model.name == name), None)) is None:
-            # not by what OpenAI's API calls it: such a name is unknown here, however long is waited
+            # only names of KServe models count: names of the OpenAI API are unknown here, also while a model loads
             self.served_models.check_expected(
                 ours := next((m for m in self.served_models.models if name in m.kserve), None)
             )

@@ -173,9 +173,9 @@ async def _done(what: str, name: str, work: Awaitable[None]) -> None:
 
 
 def log_settings(repository: ModelRepository, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Change the log settings as a client wants them, and return all, as ``/v2/logging`` does.
+    """Change log settings and return all of them, as ``/v2/logging`` does.
 
-    Raises ``PenstockError`` where one of them cannot be so; then none is changed.
+    Raises ``PenstockError`` where one of them is invalid; then none is changed.
     """
     if changes := repository.log.check(requested):
         with repository.shared.update() as state:

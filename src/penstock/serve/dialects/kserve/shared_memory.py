@@ -1,6 +1,6 @@
 """System shared memory: tensors in POSIX shared memory objects instead of requests and responses.
 
-Source: KServe's system shared memory extension, with the words that Triton's errors have. Objects are read and written
+Source: KServe's system shared memory extension, with Triton's error messages. Objects are read and written
 as the files that they are, below ``/dev/shm``, and not mapped: a client that shortens its own then gets an error,
 where a mapping would end this process (SIGBUS).
 """

@@ -129,7 +129,7 @@ class ChatHandler:
             chunk.token_ids = piece.token_ids
         chunks = [chunk]
         if completion.finished:
-            if delta.calls:  # OpenAI's client does not tell the end of a call that begins in the chunk with the reason
+            if delta.calls:  # OpenAI's client misses the end of a call that begins in the chunk with finish_reason
                 chunks.append(ChunkChoice(index=completion.index, delta=ChatDelta()))
                 chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
             chunks[-1].finish_reason = self._reason(completion, cursor.calls > 0)

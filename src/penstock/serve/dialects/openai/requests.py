@@ -71,7 +71,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
     encoding_format: Literal["float", "base64"] | None = None
     """Numbers, or float32 in base64."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    """Keep so many of a vector's first numbers, before it is normalized."""
+    """Number of leading elements of a vector to keep, before it is normalized."""
     normalize: bool | None = None
     """Whether vectors have length 1; by default as the checkpoint says."""
 
