@@ -362,7 +362,7 @@ def test_who_waits_for_a_model_hears_what_became_of_it(tmp_path: Path) -> None:
             lambda: all(now <= then for now, then in zip(files(), counts[0], strict=True))
         )  # some are closed a moment later
         folder.rename(away)
-        assert "an error of the server" in httpx.post(f"{wish}/load", timeout=60).json()["error"]
+        assert "internal error" in httpx.post(f"{wish}/load", timeout=60).json()["error"]
         away.rename(folder)
         while True:
             asking, loading = begin()
