@@ -99,7 +99,7 @@ class Engine:
             pipeline_stages=options.pipeline_parallel_size,
         )
         self.adapters = LoRAManager(
-            self._executor, max_loras=max_loras, slots=lora_slots, keys_in_use=self.scheduler.adapters
+            self._executor, max_loras=max_loras, lora_slots=lora_slots, keys_in_use=self.scheduler.adapters
         )
         for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
             self.adapters.wait(loading)

@@ -46,7 +46,7 @@ class LoRAManager:
 
     Args:
         max_loras: adapters that may be loaded at the same time; 0 refuses all.
-        slots: key → slot of every adapter that requests use, kept up to date here; ``""`` is the base model's.
+        lora_slots: key → LoRA slot of every adapter that requests use, updated by this class; ``""`` is the base model.
         keys_in_use: returns the keys of the adapters that unfinished requests use.
     """
 
@@ -55,7 +55,7 @@ class LoRAManager:
         executor: Executor,
         *,
         max_loras: int,
-        slots: dict[str, int],
+        lora_slots: dict[str, int],
         keys_in_use: Callable[[], set[str]],
     ) -> None:
         self._executor = executor
@@ -67,7 +67,7 @@ class LoRAManager:
         """Unloaded adapters that requests still use."""
         self._free_slots = list(range(max_loras))
         self._num_loads = 0
-        self._slots = slots
+        self._lora_slots = lora_slots
 
     @property
     def paths(self) -> dict[str, str]:
@@ -127,7 +127,7 @@ class LoRAManager:
             in_use = self._keys_in_use()
             for adapter in [adapter for adapter in self._unloading if adapter.key not in in_use]:
                 self._unloading.remove(adapter)
-                del self._slots[adapter.key]
+                del self._lora_slots[adapter.key]
                 self._executor.call(UnloadLoRA(adapter.slot))
                 self._free_slots.append(adapter.slot)
         self._executor.poll()
@@ -145,7 +145,7 @@ class LoRAManager:
                 continue
             self._num_loads += 1
             adapter = self._loaded[name] = LoadedAdapter(load.path, f"{name}#{self._num_loads}", load.slot)
-            self._slots[adapter.key] = load.slot
+            self._lora_slots[adapter.key] = load.slot
             logger.info("adapter %s is loaded from %s", name, load.path)
             load.done.set_result(None)
 
@@ -163,7 +163,7 @@ class LoRAManager:
         Raises ``PenstockError`` where it cannot be loaded.
         """
         if not self._max_loras:
-            words = "this engine takes no adapters: start it with enable_lora"
+            words = "this engine runs without LoRA adapters: start it with enable_lora"
             raise PenstockError(Code.UNSUPPORTED, words, "lora_name")
         if not name or not path:
             raise invalid("lora_path" if name else "lora_name", "must not be empty")

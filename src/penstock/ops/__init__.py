@@ -15,7 +15,7 @@ from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.planning.kv_spec import KVSpec
 
 from . import reference
-from .batch import AttentionMetadata, Batch, Step
+from .batch import AttentionMetadata, Batch, ForwardFn
 from .lora import LoRAWeights
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ __all__ = [
     "AttentionMetadata",
     "Batch",
     "Format",
+    "ForwardFn",
     "KVSpec",
     "LoRAWeights",
     "Ops",
-    "Step",
     "backend",
     "reference",
 ]
@@ -85,13 +85,13 @@ class Ops(Protocol):
     def copy_blocks(self, source: list[Any], target: list[Any], pairs: list[tuple[int, int]]) -> None: ...
     def capture(
         self,
-        step: Step,
+        forward: ForwardFn,
         max_tokens: int,
         max_sequences: int,
         max_blocks: int,
         use_lora: bool = False,
         hidden_states: Tensor | None = None,
-    ) -> Step: ...
+    ) -> ForwardFn: ...
 
 
 def backend(device: torch.device, name: Literal["auto", "reference", "cpu"] = "auto") -> Ops:

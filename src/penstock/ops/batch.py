@@ -45,5 +45,5 @@ class Batch:
     in the first stage."""
 
 
-Step = Callable[[Batch], Tensor]
+ForwardFn = Callable[[Batch], Tensor]
 """A forward pass without the language model head: hidden states of ``Batch.logits_indices``, ``[rows, hidden]``."""

@@ -17,7 +17,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec
 
-from .batch import AttentionMetadata, Step
+from .batch import AttentionMetadata, ForwardFn
 from .lora import LoRAWeights
 
 NAME = "reference"
@@ -345,20 +345,20 @@ def copy_blocks(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) 
 
 
 def capture(
-    step: Step,
+    forward: ForwardFn,
     max_tokens: int,
     max_sequences: int,
     max_blocks: int,
     use_lora: bool = False,
     hidden_states: Tensor | None = None,
-) -> Step:
-    """A step in the form that this backend runs fastest. Its result is valid until the next call.
+) -> ForwardFn:
+    """The forward pass in the form that this backend runs fastest. Its result is valid until the next call.
 
     Args:
-        step: makes the same calls of ops for every batch, and nothing else.
+        forward: makes the same calls of ops for every batch, and nothing else.
         max_tokens, max_sequences: of a batch.
         max_blocks: of a sequence.
         use_lora: whether its batches have ``lora_slots``.
         hidden_states: ``[max_tokens, hidden]``, for batches that have ``hidden_states``: memory for them.
     """
-    return step
+    return forward

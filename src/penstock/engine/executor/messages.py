@@ -73,7 +73,7 @@ class ExecuteStep(msgspec.Struct, tag=True):
 class GrammarBitmask(msgspec.Struct, tag=True):
     """The grammar bitmask of the step before, as in ``Executor.submit``."""
 
-    bits: np.ndarray
+    bitmask: np.ndarray
 
 
 class Call(msgspec.Struct, tag=True):

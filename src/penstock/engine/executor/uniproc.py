@@ -60,7 +60,7 @@ class UniProcExecutor:
 
     def wait(self, future: Future[Any]) -> None:
         while not future.done():
-            wait(self._worker.reading)
+            wait(self._worker.pending_loads)
             self.poll()
 
     def poll(self) -> None:

@@ -121,7 +121,7 @@ class WorkerProcess:
                 future.add_done_callback(
                     lambda done: self._reply(lambda: CallReply(number, done.result()), CallReply(number))
                 )
-                for reading in worker.reading:
+                for reading in worker.pending_loads:
                     reading.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
 
     def _execute(self, step: StepInput) -> StepOutput:
@@ -163,7 +163,7 @@ class _IncomingBitmask(Future[np.ndarray]):
         if not self.done():
             message = to_worker.decode(self._reader.receive())
             assert isinstance(message, GrammarBitmask)
-            self.set_result(message.bits)
+            self.set_result(message.bitmask)
         return super().result()
 
 

@@ -11,8 +11,8 @@ from penstock.core import EngineRequest, Failure, ReasoningSpan
 from .backend import Grammar, Guide
 
 
-class Stage(Enum):
-    """Position of a sequence's next token."""
+class ReasoningPhase(Enum):
+    """The part of the output that a sequence's next token belongs to."""
 
     BEFORE = auto()  # the first token begins the reasoning, or the answer
     REASONING = auto()
@@ -37,41 +37,41 @@ class ReasoningGuide(Guide):
         self._reasoning_left = reasoning_limit
         self._answer = answer
         self._answer_left = answer_limit
-        self._stage = Stage.REASONING if span.begun else Stage.BEFORE
+        self._phase = ReasoningPhase.REASONING if span.begun else ReasoningPhase.BEFORE
         self._num_separators = 0
         """Separator tokens (``span.answer``) generated so far."""
 
     def copy(self) -> ReasoningGuide:
         answer = self._answer.copy() if self._answer else None
         copy = ReasoningGuide(self._span, self._reasoning_left, answer, self._answer_left)
-        copy._stage, copy._num_separators = self._stage, self._num_separators
+        copy._phase, copy._num_separators = self._phase, self._num_separators
         return copy
 
     @property
     def is_unconstrained(self) -> bool:
-        return not self._forced() and (self._answer is None or self._stage is Stage.REASONING)
+        return not self._forced() and (self._answer is None or self._phase is ReasoningPhase.REASONING)
 
     def replace_eos(self, eos_token_id: int) -> int:
         """EOS within the reasoning ends the reasoning where a grammar has to follow."""
-        return self._span.end if self._answer and self._stage is Stage.REASONING else eos_token_id
+        return self._span.end if self._answer and self._phase is ReasoningPhase.REASONING else eos_token_id
 
     def accept_token(self, token: int) -> bool:
         span = self._span
-        if self._stage is Stage.BEFORE:
-            self._stage = Stage.REASONING if token == span.begin else Stage.ANSWER
-            if self._stage is Stage.REASONING:
+        if self._phase is ReasoningPhase.BEFORE:
+            self._phase = ReasoningPhase.REASONING if token == span.begin else ReasoningPhase.ANSWER
+            if self._phase is ReasoningPhase.REASONING:
                 return True
-        if self._stage is Stage.REASONING:
+        if self._phase is ReasoningPhase.REASONING:
             if token == span.end:
                 separated = span.answer and (self._answer or self._reasoning_left == 0)
-                self._stage = Stage.SEPARATOR if separated else Stage.ANSWER
+                self._phase = ReasoningPhase.SEPARATOR if separated else ReasoningPhase.ANSWER
             elif self._reasoning_left:
                 self._reasoning_left -= 1
             return True
-        if self._stage is Stage.SEPARATOR:
+        if self._phase is ReasoningPhase.SEPARATOR:
             self._num_separators += 1
             if self._num_separators == len(span.answer):
-                self._stage = Stage.ANSWER
+                self._phase = ReasoningPhase.ANSWER
             return True
         if self._answer_left:
             self._answer_left -= 1
@@ -83,7 +83,7 @@ class ReasoningGuide(Guide):
 
     @property
     def is_terminated(self) -> bool:
-        return self._stage is Stage.ANSWER and self._answer is not None and self._answer.is_terminated
+        return self._phase is ReasoningPhase.ANSWER and self._answer is not None and self._answer.is_terminated
 
     @property
     def token_limit_reached(self) -> bool:
@@ -93,7 +93,7 @@ class ReasoningGuide(Guide):
         state = self.copy()
         for i, token in enumerate(tokens):
             forced = state._forced()
-            begins = state._stage is Stage.BEFORE and token == self._span.begin
+            begins = state._phase is ReasoningPhase.BEFORE and token == self._span.begin
             if state._answer and not (forced or state.is_unconstrained or begins):
                 return i + state._answer.validate_tokens(tokens[i:])
             if forced and token != forced[0]:
@@ -105,21 +105,21 @@ class ReasoningGuide(Guide):
         if forced := self._forced():
             row[:] = 0
             _allow(row, forced[0])
-        elif self._answer and self._stage is not Stage.REASONING:
+        elif self._answer and self._phase is not ReasoningPhase.REASONING:
             self._answer.fill_bitmask(row)
-            if self._stage is Stage.BEFORE:
+            if self._phase is ReasoningPhase.BEFORE:
                 _allow(row, self._span.begin)
 
     def jump_forward_tokens(self) -> list[int]:
-        if self._stage is Stage.ANSWER and self._answer:
+        if self._phase is ReasoningPhase.ANSWER and self._answer:
             return self._answer.jump_forward_tokens()
         return self._forced()
 
     def _forced(self) -> list[int]:
         """Tokens that are forced next: the end-of-reasoning token at the limit, and the separator."""
-        if self._stage is Stage.REASONING and self._reasoning_left == 0:
+        if self._phase is ReasoningPhase.REASONING and self._reasoning_left == 0:
             return [self._span.end]
-        return list(self._span.answer[self._num_separators :]) if self._stage is Stage.SEPARATOR else []
+        return list(self._span.answer[self._num_separators :]) if self._phase is ReasoningPhase.SEPARATOR else []
 
 
 def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:

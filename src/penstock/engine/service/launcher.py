@@ -38,9 +38,13 @@ class RestartLimit:
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=MAX_DEATHS)
 
-    def record_death(self) -> bool:
-        """Record a death now; returns whether it was one too many to restart the process."""
+    def record_exit(self) -> None:
+        """Record that the process has died now."""
         self._times.append(time.monotonic())
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the process has died too often to be restarted."""
         return len(self._times) == MAX_DEATHS and self._times[-1] - self._times[0] < DEATH_WINDOW
 
 
@@ -79,7 +83,8 @@ class EngineProcess:
             if self.closing:
                 return
             logger.error("the engine (process %d) ended: %s", self._process.pid, exit_reason(status))
-            if self._restart_limit.record_death():
+            self._restart_limit.record_exit()
+            if self._restart_limit.is_exceeded:
                 logger.error(
                     "it has died %d times within %d seconds and is not started again", MAX_DEATHS, DEATH_WINDOW
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..step import RowUpdates, SampledTokens
-from .drafter import Drafts, StepResult
+from .drafter import DraftBuilder, VerifiedStep
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 
@@ -58,7 +58,7 @@ class DraftModel:
             self._computed[row] = self._computed[parent]
 
     def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
-        drafts = Drafts(len(rows))
+        drafts = DraftBuilder(len(rows))
         budget, drafting = self._max_tokens, list[int]()
         np.minimum.at(self._computed, rows, lengths - 1)  # the last token's hidden state is needed
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
@@ -74,20 +74,20 @@ class DraftModel:
                 break
             own = rows[drafting]
             ends = lengths[drafting] + place
-            draws = self._compute(own, ends - self._computed[own], lengths[drafting], sample=True)
+            sampled = self._compute(own, ends - self._computed[own], lengths[drafting], sample=True)
             going = list[int]()
-            for i, row, end, draw in zip(drafting, own, ends, draws, strict=True):
-                if (token := drafts.add(i, draw)) is not None:
+            for i, row, end, result in zip(drafting, own, ends, sampled, strict=True):
+                if (token := drafts.add(i, result)) is not None:
                     self._batch.tokens[row, end] = token
                     going.append(i)
             drafting = going
         return drafts.token_ids
 
-    def after_step(self, result: StepResult) -> None:
+    def after_step(self, step: VerifiedStep) -> None:
         """Forget the keys and values of draft tokens that were not accepted."""
-        rows, draws = result.rows, result.draws
-        accepted = np.array([len(draws[row].token_ids) - 1 if row in draws else 0 for row in rows.tolist()])
-        ends = result.starts + result.lengths + np.maximum(accepted, 0)
+        rows, sampled = step.rows, step.sampled
+        accepted = np.array([len(sampled[row].token_ids) - 1 if row in sampled else 0 for row in rows.tolist()])
+        ends = step.starts + step.lengths + np.maximum(accepted, 0)
         self._computed[rows] = np.minimum(self._computed[rows], ends)
 
     def reset(self) -> None:
@@ -101,7 +101,7 @@ class DraftModel:
 
         Args:
             known: tokens of each row that are not draft tokens.
-            sample: whether to sample the token after them; else there are no draws.
+            sample: whether to sample the token after them; otherwise returns an empty list.
         """
         rows, counts = np.asarray(rows), np.asarray(counts)
         starts = self._computed[rows]

@@ -12,9 +12,9 @@ from penstock.core import Code
 from ..step import RowUpdates, SampledTokens
 
 
-class StepResult(NamedTuple):
-    """A step that was computed, after the sampled tokens were written to the batch. Items are those of ``StepInput``,
-    and its arrays are int32."""
+class VerifiedStep(NamedTuple):
+    """A computed step, whose draft tokens are verified and whose sampled tokens are written to the batch. Items are
+    those of ``StepInput``; arrays are int32."""
 
     rows: np.ndarray
     """``[items]``"""
@@ -24,7 +24,7 @@ class StepResult(NamedTuple):
     """``[items]``: tokens computed, draft tokens not counted."""
     drafts: np.ndarray
     """``[items]``: number of draft tokens, 0 where there were none."""
-    draws: dict[int, SampledTokens]
+    sampled: dict[int, SampledTokens]
     """What each row sampled, by row; rows that did not sample are missing."""
     forks: dict[int, list[int]]
     """Rows that were forked in this step, by parent row."""
@@ -33,8 +33,8 @@ class StepResult(NamedTuple):
     included, where the drafter ``needs_all_hidden_states``; else only those that sampling needed."""
 
 
-class Drafts:
-    """Draft tokens of some rows, which are added one at a time.
+class DraftBuilder:
+    """Builds the drafts of some rows, one token at a time.
 
     Args:
         count: number of rows.
@@ -44,45 +44,47 @@ class Drafts:
         self.token_ids: list[list[int] | None] = [[] for _ in range(count)]
         """The answer to ``Propose``."""
 
-    def add(self, index: int, draw: SampledTokens) -> int | None:
-        """Add a draw to the draft of row ``index``; returns its token. None where the draw failed: the draft has to end
-        there. Where the drafter's logits are not finite, the row's draft becomes None."""
-        if not draw.failure:
-            (token,) = draw.token_ids
+    def add(self, index: int, sampled: SampledTokens) -> int | None:
+        """Append a sampled token to the draft of row ``index``, and return it. Returns None where sampling failed: the
+        draft ends there. Where the drafter's logits are not finite, the row's draft becomes None."""
+        if not sampled.failure:
+            (token,) = sampled.token_ids
             draft = self.token_ids[index]
             assert draft is not None
             draft.append(token)
             return token
-        if draw.failure.code is Code.INTERNAL:
+        if sampled.failure.code is Code.INTERNAL:
             self.token_ids[index] = None
         return None
 
 
-class ModelDrafter(Protocol):
-    """Drafts tokens for rows of the worker's batch.
+class WorkerDrafter(Protocol):
+    """A drafter that runs a model in the worker, for rows of its batch.
 
-    The worker calls ``apply`` before each step, ``propose`` where drafts are wanted, and ``after_step``.
+    The worker calls ``apply`` before each step, ``propose`` for each ``Propose`` message, and ``after_step`` after each
+    step.
     """
 
     needs_all_hidden_states: bool
     """Whether ``after_step`` reads the hidden states of all tokens of a step."""
 
     def init_cache(self, blocks: int) -> None:
-        """Allocate the drafter's KV cache, of as many blocks as the model's; a sequence has the same in both."""
+        """Allocate the drafter's KV cache, of as many blocks as the model's; a sequence has the same block numbers in
+        both."""
         ...
 
     def apply(self, updates: RowUpdates) -> None:
-        """Take in changes of rows, which the batch has already."""
+        """Apply changes of rows, which are applied to the batch already."""
         ...
 
     def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
-        """Draft tokens (``step.Propose``, which has the arguments and the answer)."""
+        """Draft tokens: arguments and result are those of the message ``step.Propose``."""
         ...
 
-    def after_step(self, result: StepResult) -> None:
-        """Take in a computed step."""
+    def after_step(self, step: VerifiedStep) -> None:
+        """Update the drafter's state after a step."""
         ...
 
     def reset(self) -> None:
-        """Forget what was computed, after an error: ranks may have come to different places."""
+        """Forget what was computed; called after an error, since ranks may have computed different parts of the step."""
         ...

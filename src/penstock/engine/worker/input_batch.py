@@ -63,10 +63,10 @@ class InputBatch:
                 counts.rewind(first)
         for number, first, values in updates.segments(updates.tables):
             self.tables[number, first : first + len(values)] = values
-        for twin, parent, index in updates.forks.reshape(-1, 3).tolist():
-            self.tokens[twin], self.tables[twin] = self.tokens[parent], self.tables[parent]
-            self.lora_slots[twin], self.prompt_outputs[twin] = self.lora_slots[parent], False
-            self.rows[twin] = self.row(parent).fork(index, self.tokens[twin])
+        for child, parent, index in updates.forks.reshape(-1, 3).tolist():
+            self.tokens[child], self.tables[child] = self.tokens[parent], self.tables[parent]
+            self.lora_slots[child], self.prompt_outputs[child] = self.lora_slots[parent], False
+            self.rows[child] = self.row(parent).fork(index, self.tokens[child])
 
     def flatten(
         self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_states: np.ndarray, shift: int = 0

@@ -122,42 +122,44 @@ class ModelRunner:
         return (self._forward if batch.lora_slots is None else self._forward_lora)(batch)
 
     def sample(
-        self, hidden: Tensor, positions: Sequence[Position], allowed: np.ndarray | None = None
+        self, hidden: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None
     ) -> list[SampledTokens]:
-        """Sample the next token at each position; a draw does not depend on other positions.
+        """Sample the next token at each position, independently of other positions.
 
         Args:
             hidden: ``[positions, hidden]``: the last hidden state before each position.
-            allowed: grammar bitmask, ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled;
-                None allows all.
+            grammar_bitmask: ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None
+                allows all.
         """
-        if all([position.argmax for position in positions]):
-            return self._argmax(hidden, allowed)
-        draws: list[SampledTokens | None] = [None] * len(positions)
-        plain = [i for i, position in enumerate(positions) if position.argmax]
-        others = [i for i, position in enumerate(positions) if not position.argmax]
+        if all([position.is_plain_greedy for position in positions]):
+            return self._argmax(hidden, grammar_bitmask)
+        sampled: list[SampledTokens | None] = [None] * len(positions)
+        plain = [i for i, position in enumerate(positions) if position.is_plain_greedy]
+        others = [i for i, position in enumerate(positions) if not position.is_plain_greedy]
         if plain:
-            for i, draw in zip(plain, self._argmax(hidden[plain], _rows(allowed, plain)), strict=True):
-                draws[i] = draw
+            for i, result in zip(plain, self._argmax(hidden[plain], _select_rows(grammar_bitmask, plain)), strict=True):
+                sampled[i] = result
         logits = self.model.logits(hidden[others] if plain else hidden)
-        sampled = sample(logits, [positions[i] for i in others], self._bits(_rows(allowed, others)))
-        for i, draw in zip(others, sampled, strict=True):
-            draws[i] = draw
-        return [draw for draw in draws if draw is not None]
+        bitmask = self._bitmask_tensor(_select_rows(grammar_bitmask, others))
+        rest = sample(logits, [positions[i] for i in others], bitmask)
+        for i, result in zip(others, rest, strict=True):
+            sampled[i] = result
+        return [result for result in sampled if result is not None]
 
-    def _argmax(self, hidden: Tensor, allowed: np.ndarray | None) -> list[SampledTokens]:
-        """Sample the argmax, for which no logits are stored."""
+    def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None) -> list[SampledTokens]:
+        """Sample the argmax, without storing logits."""
         finite = [True] * len(hidden)
         if not math.isfinite(hidden.sum(dtype=torch.float32).item()):  # check all at once, then each
             finite = hidden.isfinite().all(-1).tolist()
-        draws = [SampledTokens([token]) for token in self.model.argmax(hidden, self._bits(allowed)).tolist()]
+        token_ids = self.model.argmax(hidden, self._bitmask_tensor(grammar_bitmask)).tolist()
+        sampled = [SampledTokens([token]) for token in token_ids]
         if not all(finite):
             failed = SampledTokens([], failure=NON_FINITE_LOGITS)
-            draws = [draw if own else failed for draw, own in zip(draws, finite, strict=True)]
-        if allowed is not None:
-            for i in np.flatnonzero(~allowed.any(1)).tolist():
-                draws[i] = SampledTokens([], failure=NOTHING_ALLOWED)
-        return draws
+            sampled = [result if own else failed for result, own in zip(sampled, finite, strict=True)]
+        if grammar_bitmask is not None:
+            for i in np.flatnonzero(~grammar_bitmask.any(1)).tolist():
+                sampled[i] = SampledTokens([], failure=NOTHING_ALLOWED)
+        return sampled
 
     def prompt_logprobs(self, hidden: Tensor, token_ids: np.ndarray, alternatives: int) -> list[list[Logprob]]:
         """Logprobs of prompt tokens.
@@ -179,14 +181,15 @@ class ModelRunner:
         for start in range(0, len(hidden), TOKENS_AT_ONCE):
             yield self.model.logits(hidden[start : start + TOKENS_AT_ONCE]).numpy(force=True).tobytes()
 
-    def _bits(self, allowed: np.ndarray | None) -> Tensor | None:
-        if allowed is None:
+    def _bitmask_tensor(self, grammar_bitmask: np.ndarray | None) -> Tensor | None:
+        if grammar_bitmask is None:
             return None
-        return torch.from_numpy(np.require(allowed, requirements="W")).to(self._device)  # messages are read-only
+        writable = np.require(grammar_bitmask, requirements="W")  # arrays of messages are read-only
+        return torch.from_numpy(writable).to(self._device)
 
 
-def _rows(allowed: np.ndarray | None, rows: list[int]) -> np.ndarray | None:
-    return None if allowed is None else allowed[rows]
+def _select_rows(grammar_bitmask: np.ndarray | None, rows: list[int]) -> np.ndarray | None:
+    return None if grammar_bitmask is None else grammar_bitmask[rows]
 
 
 def _one_row(tokens: int, blocks: int, block_size: int, num_states: int, device: torch.device) -> Batch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..step import RowUpdates, SampledTokens
-from .drafter import Drafts, StepResult
+from .drafter import DraftBuilder, VerifiedStep
 from .input_batch import InputBatch
 from .model_runner import ModelRunner
 
@@ -19,7 +19,7 @@ class FirstDraft(NamedTuple):
 
     length: int
     """Tokens of the row before the draft token."""
-    draw: SampledTokens
+    sampled: SampledTokens
     state: Tensor
     """``[hidden]`` of the MTP layer at position ``length - 2``."""
 
@@ -54,12 +54,12 @@ class MTPDrafter:
             self._first.pop(row, None)
 
     def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
-        drafts = Drafts(len(rows))
+        drafts = DraftBuilder(len(rows))
         states: dict[int, Tensor] = {}
         """By index, of the rows whose drafts may go on."""
 
-        def add(i: int, draw: SampledTokens, state: Tensor, position: int) -> None:
-            if (token := drafts.add(i, draw)) is None:
+        def add(i: int, result: SampledTokens, state: Tensor, position: int) -> None:
+            if (token := drafts.add(i, result)) is None:
                 states.pop(i, None)
             else:
                 states[i] = state
@@ -68,7 +68,7 @@ class MTPDrafter:
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             first = self._first.get(row)
             if first and first.length == length:
-                add(i, first.draw, first.state, length)
+                add(i, first.sampled, first.state, length)
         for place in range(1, int(counts.max(initial=0))):
             states = {i: state for i, state in states.items() if counts[i] > place}
             if not states:
@@ -76,35 +76,36 @@ class MTPDrafter:
             at = list(states)
             starts = lengths[at] + place - 2
             layer = min(place, len(self._layers) - 1)
-            last, draws = self._run(layer, rows[at], starts, np.ones_like(starts), torch.stack(list(states.values())))
-            for i, state, draw in zip(at, last, draws, strict=True):
-                add(i, draw, state, lengths[i] + place)
+            last, sampled = self._run(layer, rows[at], starts, np.ones_like(starts), torch.stack(list(states.values())))
+            for i, state, result in zip(at, last, sampled, strict=True):
+                add(i, result, state, lengths[i] + place)
         return drafts.token_ids
 
-    def after_step(self, result: StepResult) -> None:
+    def after_step(self, step: VerifiedStep) -> None:
         """Compute the keys and values of the step's tokens, and the first draft token of each row that sampled."""
-        draws = result.draws
+        sampled = step.sampled
         items: list[tuple[int, int, int]] = []
         states: list[int] = []
         end = 0
-        columns = (result.rows, result.starts, result.lengths, result.drafts)
+        columns = (step.rows, step.starts, step.lengths, step.drafts)
         for row, start, length, drafted in zip(*(column.tolist() for column in columns), strict=True):
             begin, end = end, end + length + drafted
-            for own in (row, *result.forks.get(row, ())):
-                draw = draws.get(own)
-                if self._batch.row(own).num_candidates or (draw and draw.failure):
+            for own in (row, *step.forks.get(row, ())):
+                result = sampled.get(own)
+                if self._batch.row(own).num_candidates or (result and result.failure):
                     continue
-                count = length + (len(draw.token_ids) - 1 if draw else 0)
+                count = length + (len(result.token_ids) - 1 if result else 0)
                 first = 0 if own == row else count - 1  # forked rows share the blocks of all tokens but the last
                 items.append((own, start + first, count - first))
                 states += range(begin + first, begin + count)
         if not items:
             return
         rows, starts, counts = np.array(items).T
-        last, drafted = self._run(0, rows, starts, counts, result.hidden[states])
-        for row, length, state, draw in zip(rows.tolist(), (starts + counts + 1).tolist(), last, drafted, strict=True):
-            if row in draws:
-                self._first[row] = FirstDraft(length, draw, state)
+        last, drafted = self._run(0, rows, starts, counts, step.hidden[states])
+        lengths = (starts + counts + 1).tolist()
+        for row, length, state, result in zip(rows.tolist(), lengths, last, drafted, strict=True):
+            if row in sampled:
+                self._first[row] = FirstDraft(length, result, state)
 
     def reset(self) -> None:
         self._first.clear()

@@ -35,7 +35,7 @@ class Row:
         self.pooling = new.pooling
         self.counts: TokenCounts | None = None
         """Token counts for penalties; None until the first ``Position.counts``."""
-        self.argmax = _wants_argmax(self.params, self.num_candidates)
+        self.is_plain_greedy = _is_plain_greedy(self.params, self.num_candidates)
         """Whether the next token is the argmax of the unadjusted logits, and nothing but the token is returned."""
 
     def fork(self, index: int, tokens: np.ndarray) -> Row:
@@ -45,11 +45,11 @@ class Row:
             index: of the sequence in its request.
             tokens: the new row's tokens in the batch, a copy of this row's.
         """
-        twin = Row.__new__(Row)
-        twin.__dict__ |= self.__dict__
-        twin.tokens, twin.index, twin.counts = tokens, index, None
-        twin.prompt_logprobs, twin.context_logits = None, False
-        return twin
+        child = Row.__new__(Row)
+        child.__dict__ |= self.__dict__
+        child.tokens, child.index, child.counts = tokens, index, None
+        child.prompt_logprobs, child.context_logits = None, False
+        return child
 
     def num_prompt_logprobs(self, start: int, length: int) -> int:
         """Number of prompt logprobs that a step returns which computes ``length`` tokens from ``start`` on: those of
@@ -69,18 +69,18 @@ class Row:
 
     def position(self, length: int) -> Position:
         """The position after the first ``length`` tokens."""
-        return Position(self, length, self.params, self.argmax)
+        return Position(self, length, self.params, self.is_plain_greedy)
 
     def draft_position(self, length: int) -> Position:
         """The position after the first ``length`` tokens, for drafting: sampled with the row's parameters, but without
         logprobs, logits and grammar, which a draft does not need."""
-        params, argmax = self._draft_params
-        return Position(self, length, params, argmax)
+        params, is_plain_greedy = self._draft_params
+        return Position(self, length, params, is_plain_greedy)
 
     @cached_property
     def _draft_params(self) -> tuple[SamplingParams, bool]:
         params = self.params.replace(logprobs=None, return_generation_logits=False, guided_decoding=None)
-        return params, _wants_argmax(params, self.num_candidates)
+        return params, _is_plain_greedy(params, self.num_candidates)
 
 
 class Position(NamedTuple):
@@ -89,8 +89,8 @@ class Position(NamedTuple):
     row: Row
     length: int
     params: SamplingParams
-    argmax: bool
-    """Whether the token is the argmax of the unadjusted logits (``Row.argmax``)."""
+    is_plain_greedy: bool
+    """As ``Row.is_plain_greedy``."""
 
     @property
     def generated(self) -> int:
@@ -106,7 +106,7 @@ class Position(NamedTuple):
         return self.row.counts
 
 
-def _wants_argmax(params: SamplingParams, num_candidates: int) -> bool:
+def _is_plain_greedy(params: SamplingParams, num_candidates: int) -> bool:
     needs_logits = num_candidates or params.logprobs is not None or params.return_generation_logits
     adjusted = (
         params.allowed_token_ids is not None

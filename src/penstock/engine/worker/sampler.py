@@ -26,23 +26,23 @@ BIN_SHIFT = 20
 """Low bits of a float32 that its bin (``_truncate``) leaves out: eight bins for each power of two."""
 
 
-def sample(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None = None) -> list[SampledTokens]:
+def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tensor | None = None) -> list[SampledTokens]:
     """Sample the next token at each position.
 
-    A draw depends on the position's logits, tokens, sampling parameters and seed alone, not on other positions.
+    What is sampled depends on the position's logits, tokens, sampling parameters and seed, not on other positions.
 
     Args:
         logits: ``[positions, vocabulary]`` float32, not overwritten.
         positions: where the tokens are sampled.
-        allowed: grammar bitmask, ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None
-            allows all.
+        grammar_bitmask: ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None allows
+            all.
 
     Returns:
-        A draw for each position: a token, or for a beam its candidates; with logprobs and logits where its parameters
-        ask for them. Where no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``),
-        the draw has that failure and nothing else.
+        For each position a token, or for a beam its candidates; with logprobs and logits where its parameters ask for
+        them. Where no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``), that
+        failure and nothing else.
     """
-    adjusted = adjust(logits, positions, allowed)
+    adjusted = adjust(logits, positions, grammar_bitmask)
     token_ids = adjusted.argmax(-1)  # of NaN and numbers, argmax takes NaN
     largest = adjusted.gather(-1, token_ids[:, None])[:, 0].tolist()
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
@@ -50,37 +50,37 @@ def sample(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None
         some = random[start : start + ROWS_AT_ONCE]
         token_ids[some] = sample_random(adjusted[some], [positions[i] for i in some])
     beams = [i for i, position in enumerate(positions) if position.row.num_candidates]
-    of_beams = dict(zip(beams, beam_candidates(logits, beams, positions, allowed), strict=True))
+    of_beams = dict(zip(beams, beam_candidates(logits, beams, positions, grammar_bitmask), strict=True))
     listed = [i for i, position in enumerate(positions) if position.params.logprobs is not None]
     scaled = logprob_logits(logits[listed], [positions[i].params for i in listed])
     counts = [positions[i].params.logprobs or 0 for i in listed]
     of_listed = dict(zip(listed, logprobs(scaled, token_ids[listed], counts), strict=True)) if listed else {}
 
-    def draw(i: int, position: Position, token_id: int) -> SampledTokens:
+    def result(i: int, position: Position, token_id: int) -> SampledTokens:
         if not math.isfinite(largest[i]):
             excluded = largest[i] == EXCLUDED and bool(logits[i].amax().isfinite())
-            if not (excluded and i in of_beams):  # where a beam cannot go on, the search's others may
+            if not (excluded and i in of_beams):  # a beam without candidates ends, and its search goes on
                 return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
         if i in of_beams:
             return SampledTokens([], candidates=of_beams[i])
         raw = [logits[i].numpy(force=True).tobytes()] if position.params.return_generation_logits else None
         return SampledTokens([token_id], [of_listed[i]] if i in of_listed else None, raw)
 
-    return [draw(i, *each) for i, each in enumerate(zip(positions, token_ids.tolist(), strict=True))]
+    return [result(i, *each) for i, each in enumerate(zip(positions, token_ids.tolist(), strict=True))]
 
 
 def beam_candidates(
-    logits: Tensor, rows: Sequence[int], positions: Sequence[Position], allowed: Tensor | None
+    logits: Tensor, rows: Sequence[int], positions: Sequence[Position], grammar_bitmask: Tensor | None
 ) -> Iterator[Candidates]:
     """The ``num_candidates`` likeliest next tokens of each beam. As in transformers, it is their log probabilities that
     are adjusted, and not the logits.
 
     Args:
-        logits, positions, allowed: as in ``sample``.
+        logits, positions, grammar_bitmask: as in ``sample``.
         rows: indices of the beams among the positions.
     """
     for row in rows:
-        own = None if allowed is None else allowed[row : row + 1]
+        own = None if grammar_bitmask is None else grammar_bitmask[row : row + 1]
         table = adjust(logits[row : row + 1].log_softmax(-1), [positions[row]], own)[0]
         values, ids = table.topk(min(positions[row].row.num_candidates, len(table)))
         possible = values > EXCLUDED
@@ -90,11 +90,11 @@ def beam_candidates(
 # --- Adjusting --------------------------------------------------------------------------------------------------------
 
 
-def adjust(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None = None) -> Tensor:
+def adjust(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tensor | None = None) -> Tensor:
     """Logits after grammar bitmask, penalties, biases and excluded tokens; temperature and truncation come later.
 
     Args:
-        logits, positions, allowed: as in ``sample``.
+        logits, positions, grammar_bitmask: as in ``sample``.
 
     Returns:
         ``[positions, vocabulary]``: ``logits`` itself where nothing is adjusted, else a copy.
@@ -106,19 +106,20 @@ def adjust(logits: Tensor, positions: Sequence[Position], allowed: Tensor | None
                 if adjusted is logits:
                     adjusted = logits.clone()
                 apply(adjusted[i], position)
-        if allowed is not None and not (allowed[i] == -1).all():
+        if grammar_bitmask is not None and not (grammar_bitmask[i] == -1).all():
             if adjusted is logits:
                 adjusted = logits.clone()
-            bits = np.unpackbits(allowed[i].cpu().numpy().view(np.uint8), count=logits.shape[1], bitorder="little")
-            adjusted[i].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), EXCLUDED)
+            packed = grammar_bitmask[i].cpu().numpy().view(np.uint8)
+            is_allowed = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
+            adjusted[i].masked_fill_(torch.from_numpy(is_allowed == 0).to(logits.device), EXCLUDED)
     return adjusted
 
 
 def _allowed_token_ids(row: Tensor, position: Position) -> None:
-    allowed = list(position.params.allowed_token_ids or ())
-    kept = row[allowed]
+    token_ids = list(position.params.allowed_token_ids or ())
+    kept = row[token_ids]
     row.fill_(EXCLUDED)
-    row[allowed] = kept
+    row[token_ids] = kept
 
 
 def _bad_words(row: Tensor, position: Position) -> None:
@@ -175,7 +176,8 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
 def sample_random(logits: Tensor, positions: Sequence[Position]) -> Tensor:
     """Sample with temperature, min-p, top-k and top-p.
 
-    A draw inverts the cumulative distribution in the order of token ids, summed in float64.
+    A random number is mapped to a token by the inverse of the cumulative distribution in the order of token ids, summed
+    in float64.
 
     Args:
         logits: ``[positions, vocabulary]`` float32, adjusted.
@@ -189,7 +191,7 @@ def sample_random(logits: Tensor, positions: Sequence[Position]) -> Tensor:
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
     if any(p.min_p > 0 for p in params):
         weights.masked_fill_(weights < torch.tensor([p.min_p for p in params], device=logits.device)[:, None], 0)
-    valid = weights.sum(-1).isfinite().tolist()  # not where nothing is allowed, or a logit is not finite
+    valid = weights.sum(-1).isfinite().tolist()  # not where nothing is grammar_bitmask, or a logit is not finite
     for i, p in enumerate(params):
         if not valid[i]:
             continue

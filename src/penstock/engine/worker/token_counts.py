@@ -20,9 +20,9 @@ class TokenCounts:
 
     def copy(self) -> TokenCounts:
         """A copy, for a beam that continues from this row."""
-        twin = TokenCounts(self._prompt_length)
-        twin._counted, twin._all, twin._output = self._counted.copy(), self._all.copy(), self._output.copy()
-        return twin
+        copy = TokenCounts(self._prompt_length)
+        copy._counted, copy._all, copy._output = self._counted.copy(), self._all.copy(), self._output.copy()
+        return copy
 
     def rewind(self, length: int) -> None:
         """Remove all but the first ``length`` tokens from the counts: to be called where later ones were replaced, or
@@ -74,9 +74,9 @@ class _Table:
         """Token and count in each column; columns beyond ``len(_columns)`` are spare."""
 
     def copy(self) -> _Table:
-        twin = _Table()
-        twin._columns, twin._held = self._columns.copy(), self._held.copy()
-        return twin
+        copy = _Table()
+        copy._columns, copy._held = self._columns.copy(), self._held.copy()
+        return copy
 
     def add(self, token: int) -> None:
         column = self._columns.setdefault(token, len(self._columns))
@@ -86,7 +86,7 @@ class _Table:
         self._held[1, column] += 1
 
     def remove(self, token: int) -> None:
-        """Undo the last ``add``, which was of ``token``."""
+        """Undo the last ``add``, whose token was ``token``."""
         column = self._columns[token]
         self._held[1, column] -= 1
         if not self._held[1, column]:  # its first occurrence was the last one of all: it is in the last column

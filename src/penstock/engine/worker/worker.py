@@ -35,7 +35,7 @@ from ..step import (
     UnloadLoRA,
 )
 from .draft_model import DraftModel
-from .drafter import ModelDrafter, StepResult
+from .drafter import VerifiedStep, WorkerDrafter
 from .input_batch import InputBatch
 from .loading import LoadedModels, load_models
 from .model_runner import ModelRunner
@@ -45,7 +45,7 @@ from .row import Position, Row
 logger = logging.getLogger(__name__)
 
 MAX_DRAFTER_ERRORS = 8
-"""Once ``ModelDrafter.after_step`` has raised this many errors, it is not called any more."""
+"""Number of errors of ``WorkerDrafter.after_step`` after which it is not called any more."""
 
 
 class Worker:
@@ -65,10 +65,10 @@ class Worker:
         self._stage = stage
         self._loaded: LoadedModels | None = None
         self._forks: dict[int, list[int]] = defaultdict(list)
-        self._drafter: ModelDrafter | None = None
+        self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
-        self._reader = ThreadPoolExecutor(1, "read-adapter")
-        self._reading: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
+        self._adapter_loader = ThreadPoolExecutor(1, "read-adapter")
+        self._pending_loads: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
         self._adapters: dict[int, LoRAAdapter] = {}
 
     # --- The start --------------------------------------------------------------------------------------------------
@@ -140,14 +140,14 @@ class Worker:
             grammar_bitmask: grammar bitmask as in ``Executor.submit``, waited for after the forward pass.
         """
         with self._stage.step() if len(step.rows) else nullcontext(), self._step():
-            output, result = self._execute(step, grammar_bitmask)
-        if result:
-            self._after_step(result)
+            output, verified = self._execute(step, grammar_bitmask)
+        if verified:
+            self._after_step(verified)
         return output
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Around what all ranks compute or none does."""
+        """Context of a computation that fails on all ranks where it fails on one."""
         try:
             with torch.inference_mode(), self._group.step():
                 yield
@@ -158,8 +158,8 @@ class Worker:
 
     def _execute(
         self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None
-    ) -> tuple[StepOutput, StepResult | None]:
-        """The step's output, and what the drafter is to know of it."""
+    ) -> tuple[StepOutput, VerifiedStep | None]:
+        """The step's output, and the drafter's input; None without a drafter."""
         self.poll()
         self._apply(step.updates)
         forks = dict(self._forks)
@@ -182,20 +182,20 @@ class Worker:
             self._collect_prompt_outputs(
                 output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
             )
-        draws = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
-        output.sampled.extend(draws.values())
+        sampled = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
+        output.sampled.extend(sampled.values())
         if not self._drafter:
             return output, None
         drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
-        return output, StepResult(step.rows, step.starts, step.lengths, drafts, draws, forks, hidden)
+        return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, hidden)
 
     def call(self, op: Op) -> Future[Any]:
-        """Do something between two steps. The future is done when this returns, except for ``LoadLoRA``: there ``poll``
-        completes it once the adapter has been read."""
+        """Execute a call between two steps. The future is done when this returns, except for ``LoadLoRA``: there
+        ``poll`` completes it once the adapter has been loaded."""
         done: Future[Any] = Future()
         match op:
             case LoadLoRA():
-                self._reading.append((op, self._reader.submit(self._load_lora, op.path), done))
+                self._pending_loads.append((op, self._adapter_loader.submit(self._load_lora, op.path), done))
                 return done
             case UnloadLoRA(slot):
                 self._empty_slot(slot)
@@ -207,17 +207,17 @@ class Worker:
         return done
 
     @property
-    def reading(self) -> list[Future[LoRAAdapter]]:
-        """Futures of the adapters that are being read; once one is done, ``poll`` has to be called."""
-        return [reading for _, reading, _ in self._reading]
+    def pending_loads(self) -> list[Future[LoRAAdapter]]:
+        """Futures of the adapters that are being loaded; once one is done, ``poll`` has to be called."""
+        return [load for _, load, _ in self._pending_loads]
 
     def poll(self) -> None:
-        """Put adapters that have been read into their slots, and complete the futures of their ``LoadLoRA``."""
-        for entry in [entry for entry in self._reading if entry[1].done()]:
-            self._reading.remove(entry)
-            op, reading, done = entry
+        """Put adapters that have been loaded into their slots, and complete the futures of their ``LoadLoRA``."""
+        for entry in [entry for entry in self._pending_loads if entry[1].done()]:
+            self._pending_loads.remove(entry)
+            op, load, done = entry
             try:
-                adapter = reading.result()
+                adapter = load.result()
                 self._empty_slot(op.slot)  # where a load has failed on another rank, its adapter is there still
                 self._adapters[op.slot] = adapter
                 adapter.activate(op.slot)
@@ -303,7 +303,7 @@ class Worker:
         hidden: Tensor,
         grammar_bitmask: np.ndarray | None,
     ) -> dict[int, SampledTokens]:
-        """Sample for each row, and write the tokens to the batch. Returns draws by row, in the order of
+        """Sample for each row, and write the tokens to the batch. Returns what each row sampled, in the order of
         ``StepOutput.sampled``.
 
         Args:
@@ -330,16 +330,16 @@ class Worker:
             return {}
         if states != list(range(len(hidden))):
             hidden = hidden[states]
-        draws = self._runner.sample(hidden, positions, grammar_bitmask)
+        sampled = self._runner.sample(hidden, positions, grammar_bitmask)
         tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
-            draw = draws[at]
+            result = sampled[at]
             if drafted:
-                draw = _verify(draws[at : at + drafted + 1], tokens[row_number, length : length + drafted].tolist())
+                result = _verify(sampled[at : at + drafted + 1], tokens[row_number, length : length + drafted].tolist())
                 if counts := self._batch.row(row_number).counts:
                     counts.rewind(length)
-            tokens[row_number, length : length + len(draw.token_ids)] = draw.token_ids
-            by_row[row_number] = draw
+            tokens[row_number, length : length + len(result.token_ids)] = result.token_ids
+            by_row[row_number] = result
             at += drafted + 1
         return by_row
 
@@ -361,14 +361,14 @@ class Worker:
                 if counts := self._batch.row(row).counts:
                     counts.rewind(length)
 
-    def _after_step(self, result: StepResult) -> None:
+    def _after_step(self, step: VerifiedStep) -> None:
         """Pass a step to the drafter. An error is logged: it costs drafts, and must not end the step's requests."""
         assert self._drafter is not None
         if self._drafter_errors >= MAX_DRAFTER_ERRORS:
             return
         try:
             with self._step():
-                self._drafter.after_step(result)
+                self._drafter.after_step(step)
         except Exception:
             self._drafter_errors += 1
             logger.exception("the drafter has failed after a step (%d times now)", self._drafter_errors)
@@ -384,26 +384,26 @@ class Worker:
         return load_lora(Path(path), model.lora_targets, model.dtype, self._models.device, self._options.max_lora_rank)
 
 
-def _verify(draws: list[SampledTokens], draft: list[int]) -> SampledTokens:
-    """Accept the longest beginning of a draft that equals what the row sampled.
+def _verify(sampled: list[SampledTokens], draft: list[int]) -> SampledTokens:
+    """Accept the leading draft tokens that equal what the row sampled.
 
     Args:
-        draws: what was sampled after the row's tokens, and after each draft token.
+        sampled: what was sampled after the row's tokens, and after each draft token.
         draft: the draft tokens.
 
     Returns:
         The accepted tokens, and the one sampled after them.
     """
-    first, *later = draws
+    first, *later = sampled
     if first.failure:
         return first
     token_ids, logprobs, logits = list(first.token_ids), list(first.logprobs or []), list(first.logits or [])
-    for drafted, draw in zip(draft, later, strict=True):
-        if token_ids[-1] != drafted or draw.failure:  # a failure comes again where it belongs, in the next step
+    for drafted, result in zip(draft, later, strict=True):
+        if token_ids[-1] != drafted or result.failure:  # the next step samples there again, and reports the failure
             break
-        token_ids += draw.token_ids
-        logprobs += draw.logprobs or []
-        logits += draw.logits or []
+        token_ids += result.token_ids
+        logprobs += result.logprobs or []
+        logits += result.logits or []
     return SampledTokens(
         token_ids, None if first.logprobs is None else logprobs, None if first.logits is None else logits
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _kernels, pages
-from ..batch import AttentionMetadata, Batch, Step
+from ..batch import AttentionMetadata, Batch, ForwardFn
 
 MAX_CAPTURED_TOKENS = 4096
 """Tokens of the largest batch that a graph has buffers for."""
@@ -81,11 +81,11 @@ def _allocating_from(arena: Arena) -> Iterator[None]:
 
 
 class CapturedGraph:
-    """A step as one native call; arguments as of ``capture``."""
+    """A forward pass as one native call; arguments as of ``capture``."""
 
     def __init__(
         self,
-        step: Step,
+        forward: ForwardFn,
         max_tokens: int,
         max_sequences: int,
         max_blocks: int,
@@ -99,7 +99,7 @@ class CapturedGraph:
             starts, lengths = zeros(max_sequences + 1, dtype=torch.int32), zeros(max_sequences, dtype=torch.int32)
             return AttentionMetadata(starts, lengths, zeros(max_sequences, max_blocks, dtype=torch.int32))
 
-        self._step = step
+        self._forward = forward
         self._max_tokens = max_tokens
         self._batch = Batch(
             token_ids=zeros(max_tokens),
@@ -116,7 +116,7 @@ class CapturedGraph:
         with _allocating_from(self._arena):
             self._native.record()
             try:
-                self._out = step(self._batch)
+                self._out = forward(self._batch)
             finally:
                 self._native.stop()
 
@@ -128,7 +128,7 @@ class CapturedGraph:
     def __call__(self, batch: Batch) -> Tensor:
         tokens, rows = batch.token_ids.shape[0], batch.logits_indices.shape[0]
         if tokens > self._max_tokens:
-            return self._step(batch)
+            return self._forward(batch)
         own = self._batch
         own.token_ids[:tokens] = batch.token_ids
         own.positions[:tokens] = batch.positions
@@ -159,13 +159,13 @@ def _copy_metadata(own: AttentionMetadata, given: AttentionMetadata) -> int:
 
 
 def capture(
-    step: Step,
+    forward: ForwardFn,
     max_tokens: int,
     max_sequences: int,
     max_blocks: int,
     use_lora: bool = False,
     hidden_states: Tensor | None = None,
-) -> Step:
+) -> ForwardFn:
     """As ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs call by call.
 
     Limits PyTorch to one thread from now on: its threads spin for a while after each call, on cores that the kernels
@@ -173,4 +173,4 @@ def capture(
     """
     torch.set_num_threads(1)
     tokens = min(max_tokens, MAX_CAPTURED_TOKENS)
-    return CapturedGraph(step, tokens, max_sequences, max_blocks, use_lora, hidden_states)
+    return CapturedGraph(forward, tokens, max_sequences, max_blocks, use_lora, hidden_states)

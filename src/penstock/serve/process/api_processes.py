@@ -144,7 +144,8 @@ class ApiProcesses:
             logger.error(
                 "API process %d (process %d) ended: %s", start.number, process.os_process.pid, exit_reason(status)
             )
-            if restart_limit.record_death():
+            restart_limit.record_exit()
+            if restart_limit.is_exceeded:
                 logger.error("API processes have died too often and are not started again")
                 return
 
