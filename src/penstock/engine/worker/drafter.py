@@ -86,5 +86,5 @@ class WorkerDrafter(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget what was computed; called after an error, since ranks may have computed different parts of the step."""
+        """Forget what was computed; called after an error, since ranks may have computed different parts."""
         ...
