@@ -397,7 +397,7 @@ def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     sequence.guide = make_guide(sequence.request, grammar)
 
 
-def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) -> Executor:
+def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
     """The executor that the options name; nothing is loaded yet."""
     several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
     if several and options.distributed_executor_backend == "uni":
@@ -408,7 +408,7 @@ def start_executor(options: EngineOptions, depth: int, logs: LogOptions | None) 
         return MultiprocExecutor(options, logs)
     from .executor.uniproc import UniProcExecutor  # which brings PyTorch
 
-    return UniProcExecutor(options, depth)
+    return UniProcExecutor(options, max_in_flight)
 
 
 def _validate_for_vocabulary(request: EngineRequest, vocabulary: int) -> None:

@@ -70,7 +70,7 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
     ``position``, as they were before this update, followed by ``token``."""
     new: list[NewRow] = []
     tokens: np.ndarray = EMPTY
-    """Segments of tokens from position ``first`` on, which replace or follow what the row sampled."""
+    """Segments of tokens from position ``first`` on. They replace the row's tokens there."""
     tables: np.ndarray = EMPTY
     """Segments of block numbers, from index ``first`` of the row's block table on."""
     forks: np.ndarray = EMPTY

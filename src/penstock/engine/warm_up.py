@@ -1,4 +1,4 @@
-"""The longest inputs, run once before requests are accepted: memory that they need is then allocated, or the start
+"""Warm-up: runs the longest inputs before requests are accepted, so that their memory is allocated, or the start
 fails."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from .step import ModelInfo
 
 
 def warm_up_requests(options: SchedulerOptions, info: ModelInfo) -> list[EngineRequest]:
-    """The longest prompt, and beside it as many short ones as may run with it, each for two tokens where there is
-    room."""
-    longest = min(options.max_model_len - 1, options.max_prompt_len or options.max_model_len)
+    """The warm-up's requests: the longest prompt, and as many prompts of one token as may run beside it. Each generates
+    two tokens if the limits allow."""
+    max_len = min(options.max_model_len - 1, options.max_prompt_len or options.max_model_len)
     return [
         EngineRequest(
             request_id=f"warm-up-{number}",
@@ -25,5 +25,5 @@ def warm_up_requests(options: SchedulerOptions, info: ModelInfo) -> list[EngineR
             cache_salt="warm-up",
             pooling=None if info.has_lm_head else PoolingParams(),
         )
-        for number, length in enumerate([longest, *[1] * (options.max_num_seqs - 1)])
+        for number, length in enumerate([max_len, *[1] * (options.max_num_seqs - 1)])
     ]

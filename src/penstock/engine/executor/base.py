@@ -11,11 +11,12 @@ from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput
 
 
 class StepFailedError(RuntimeError):
-    """A step raised an error in the workers, which can compute the next one all the same."""
+    """A step raised an error in the workers. They can compute the next step."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker has ended or stopped answering: nothing can be computed any more. The message names it and the cause."""
+    """A worker has ended or stopped answering, so no step can be computed. The message names the worker and the
+    cause."""
 
 
 class Executor(Protocol):
@@ -58,7 +59,8 @@ class Executor(Protocol):
         ...
 
     def call(self, op: Op) -> Future[Any]:
-        """Have something done after the steps submitted so far. The future completes in ``wait`` or ``poll``."""
+        """Send a call, which is executed after the steps submitted so far. Its future completes in ``wait`` or
+        ``poll``."""
         ...
 
     def wait(self, future: Future[Any]) -> None:

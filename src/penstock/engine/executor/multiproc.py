@@ -254,7 +254,7 @@ class MultiprocExecutor:
             self._lost(error)
 
     def _lost(self, error: Exception) -> NoReturn:
-        """Name the rank that has ended, or keeps the others waiting, and end all."""
+        """Kill all workers, and raise ``WorkerLostError`` that names the rank that has ended or is the slowest."""
         ended = [rank for rank in self._ranks if rank.end_reason is not None]
         if ended:
             words = f"{ended[0]} ended: {ended[0].end_reason}"
@@ -292,7 +292,7 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
 
 
 def _settle(pending: _PendingCall) -> None:
-    """All ranks have answered: with rank 0's answer, or what went wrong on one of them."""
+    """Complete a call that all ranks have answered, with rank 0's answer, or the error of a rank that failed."""
     if failed := next((answer.failed for answer in pending.answers if answer.failed), None):
         pending.future.set_exception(_error(failed))
     else:
@@ -304,7 +304,7 @@ def _error(failed: Failed) -> Exception:
 
 
 def _shut_down_workers(ranks: list[RankProcess], ended: select.epoll, memory: int | None) -> None:
-    """End the workers, and close what connects them."""
+    """End the workers, and close the descriptors of their rings and shared memory."""
     for rank in ranks:
         rank.ask_to_end()
     for rank in ranks:

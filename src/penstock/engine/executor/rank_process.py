@@ -93,14 +93,14 @@ class RankProcess:
         self._process.wait()
 
     def ask_to_end(self) -> None:
-        """Tell it to end where it can read that."""
+        """Send ``Close``, or kill the process where it does not read it."""
         try:
             self.send(encoder.encode(Close()), time.monotonic() + CLOSE_TIMEOUT)
         except (TimeoutError, PeerLostError):  # it computes a long step, hangs, or is gone
             self._process.kill()
 
     def close(self) -> None:
-        """Wait for its end, which it has been asked for, and close what connects it."""
+        """Wait until the process has ended after ``ask_to_end``, and close its rings."""
         try:
             self._process.wait(CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:

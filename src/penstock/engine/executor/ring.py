@@ -16,7 +16,7 @@ import time
 import msgspec
 
 MAX_POLL = 3600.0
-"""Most seconds of one ``poll``, whose timeout must be finite."""
+"""Maximum seconds of one ``poll``, whose timeout must be finite."""
 HEADER = 8
 """Bytes of a message's length, which precedes it, little-endian."""
 

@@ -15,16 +15,16 @@ from ..worker.worker import Worker
 
 
 class UniProcExecutor:
-    """Computes steps in ``submit`` itself where ``depth`` is 1, else in a thread.
+    """Computes steps in ``submit`` itself where ``max_in_flight`` is 1, else in a thread.
 
     Args:
         options: of the engine.
-        depth: most steps in flight at the same time.
+        max_in_flight: maximum number of steps in flight at the same time.
     """
 
-    def __init__(self, options: EngineOptions, depth: int = 1) -> None:
+    def __init__(self, options: EngineOptions, max_in_flight: int = 1) -> None:
         self._worker = Worker(options)
-        self._thread = ThreadPoolExecutor(1, "worker") if depth > 1 else None
+        self._thread = ThreadPoolExecutor(1, "worker") if max_in_flight > 1 else None
         self._steps: deque[Future[StepOutput] | StepOutput | Exception] = deque()
 
     def load(self) -> ModelInfo:

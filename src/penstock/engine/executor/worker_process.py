@@ -130,7 +130,7 @@ class WorkerProcess:
             return self._worker.execute(step, grammar_bitmask)
         finally:
             if grammar_bitmask:
-                grammar_bitmask.result()  # a step that failed before reading them must not leave them behind
+                grammar_bitmask.result()  # a step that failed before reading it must not leave it in the ring
 
     def _reply(self, make: Callable[[], FromWorker], otherwise: FromWorker) -> None:
         """Send the message that ``make`` returns. Where it cannot be made, or not be encoded since a value in it has
@@ -153,7 +153,7 @@ class WorkerProcess:
 
 
 class _IncomingBitmask(Future[np.ndarray]):
-    """Grammar bitmask, which are the next message after their step. ``result`` reads it."""
+    """The grammar bitmask, which is the next message after its step. ``result`` reads it."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__()

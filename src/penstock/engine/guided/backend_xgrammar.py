@@ -1,4 +1,5 @@
-"""The xgrammar backend. It refuses what xgrammar is not known to enforce (``json_schema.py``, ``regex_to_ebnf.py``)."""
+"""The xgrammar backend. It refuses grammars whose keywords xgrammar is not known to enforce (``json_schema.py``,
+``regex_to_ebnf.py``)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from .xgrammar_process import CompileRequest, CompileResult, TokenizerTable
 MAX_TOKEN_TIME = 0.25
 """Seconds of processor time for one token of one sequence; a grammar that takes longer fails its sequence, as it would
 delay the others, and takes longer with every token."""
-DEAD_END = "no token can come next"
+DEAD_END = "it allows no next token"
 
 
 class XGrammarGuide(Guide):

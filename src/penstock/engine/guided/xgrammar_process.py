@@ -73,7 +73,7 @@ class CompileResult(msgspec.Struct):
     compiled: str = ""
     """Serialized by xgrammar."""
     error: str = ""
-    """Why there is no grammar."""
+    """Why compilation failed; empty where it succeeded."""
     supported: bool = True
     """With ``error``: False where the grammar is right but not supported."""
 

@@ -42,7 +42,7 @@ class Admission:
         running: RunningBatch,
     ) -> None:
         self.prerequisites = Prerequisites()
-        """First sequences of accepted requests that are not queued yet, and what they need."""
+        """First sequences of accepted requests that are not queued yet, with the futures that they wait for."""
         self._options = options
         self._device_pool = device_pool
         self._kv = kv

@@ -24,7 +24,7 @@ class Pooled:
         return self._params.pooling_type == "mean"
 
     def reset(self) -> None:
-        """Forget all states: the prompt is recomputed."""
+        """Reset the sum, since the prompt is recomputed."""
         self._sum: np.ndarray | float = 0.0
         self._count = 0
 

@@ -1,4 +1,4 @@
-"""The engine's heartbeat: when its loop last came round, in memory that its owner and its clients map.
+"""The engine's heartbeat: the time of its loop's last iteration, in memory that its launcher and its clients map.
 
 A process that hangs in native code or was stopped sends no messages, and one whose queue is long sends them late. The
 time in this memory depends on neither: whoever maps it knows at any moment how old the last heartbeat is.
@@ -31,12 +31,12 @@ class Heartbeat:
         self._values = memoryview(self._memory).cast("d")
 
     def beat(self, expected: float = 0.0) -> None:
-        """The engine's loop has come round; the next time will be in ``expected`` seconds or soon after."""
+        """Record an iteration of the engine's loop. The next is due in ``expected`` seconds."""
         self._values[1] = expected
         self._values[0] = time.monotonic()
 
     def reset(self) -> None:
-        """There is no engine now; one may be about to start."""
+        """Clear the heartbeat before an engine starts."""
         self._values[0] = 0.0
 
     @property

@@ -100,7 +100,7 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves; what clients need to know of its model and KV cache."""
+    """Report that the engine serves, with the properties of its model and KV cache that clients need."""
 
     pid: int
     max_model_len: int
@@ -110,7 +110,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     block_size: int
     """Tokens in a KV block."""
     fingerprint: str
-    """``Engine.info.fingerprint``: what decides the bits of results."""
+    """``Engine.info.fingerprint``: equal for engines whose results are equal to the bit."""
     batch_invariant: bool
     adapters: dict[str, str]
     """As in ``Adapters``."""

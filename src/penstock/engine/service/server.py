@@ -200,7 +200,8 @@ class Server:
         return False
 
     def _send_error(self, client: bytes, data: bytes, error: Exception) -> None:
-        """Answer a message that could not be decoded or handled with the error, as far as it says what to answer."""
+        """Answer a message that could not be decoded or handled with its error, if its request id or call id can be
+        decoded."""
         if isinstance(error, PenstockError):
             failure = error.failure
         elif isinstance(error, msgspec.MsgspecError):

@@ -20,7 +20,7 @@ class DraftModel:
         runner: of the draft model.
         batch: the worker's rows.
         block_size: tokens of a KV block.
-        max_tokens: most tokens of a forward pass.
+        max_tokens: maximum number of tokens of a forward pass.
     """
 
     needs_all_hidden_states = False

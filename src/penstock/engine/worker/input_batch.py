@@ -16,8 +16,8 @@ class InputBatch:
     """The rows of a worker.
 
     Args:
-        rows: number of rows: most running sequences.
-        max_len: most tokens of a sequence.
+        rows: number of rows, at least the maximum number of running sequences.
+        max_len: maximum number of tokens of a sequence.
         block_size: tokens of a KV block.
         device: of the tensors that ``flatten`` returns.
     """
@@ -30,7 +30,7 @@ class InputBatch:
         self.tables = np.zeros((rows, -(-max_len // block_size)), np.int32)
         """``[rows, blocks]``: block tables."""
         self.rows: list[Row | None] = [None] * rows
-        """By number; None before a row's first sequence."""
+        """By row number; None before a row's first sequence."""
         self.lora_slots = np.full(rows, -1, np.int32)
         """``[rows]``: slot of each row's adapter, -1 for none."""
         self._any_lora = False
@@ -41,11 +41,11 @@ class InputBatch:
     def row(self, number: int) -> Row:
         """The row of that number, which must have a sequence."""
         row = self.rows[number]
-        assert row is not None, "a step names a row without a sequence"
+        assert row is not None, "the step refers to a row without a sequence"
         return row
 
     def apply(self, updates: RowUpdates) -> None:
-        """Apply what concerns rows; blocks are copied by ``ModelRunner.move_blocks``."""
+        """Apply the updates of rows. Blocks are copied by ``ModelRunner.move_blocks``."""
         if len(updates.beam_steps):
             self._reorder_beams(updates.beam_steps.reshape(-1, 4))
         for new in updates.new:

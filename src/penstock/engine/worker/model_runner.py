@@ -30,9 +30,9 @@ class ModelRunner:
     Args:
         ops: the kernels.
         specs: KV cache of each layer.
-        max_tokens: most tokens of a step.
-        max_rows: most sequences of a step.
-        max_len: most tokens of a sequence.
+        max_tokens: maximum number of tokens of a step.
+        max_rows: maximum number of sequences of a step.
+        max_len: maximum number of tokens of a sequence.
         lora: whether rows may have adapters.
     """
 

@@ -20,8 +20,8 @@ EXCLUDED = float("-inf")
 NON_FINITE_LOGITS = Failure(Code.INTERNAL, "the model's logits of the next token are not finite (NaN or infinity)")
 NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
 ROWS_AT_ONCE = 4
-"""Rows that are sampled together: the distributions of more would not stay in the processor's caches, and their memory
-would go back to the system each time."""
+"""Number of rows that are sampled together. The distributions of more rows would not fit into the processor's caches,
+and their memory would be returned to the system after each step."""
 BIN_SHIFT = 20
 """Low bits of a float32 that its bin (``_truncate``) leaves out: eight bins for each power of two."""
 
@@ -167,7 +167,8 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     (lambda p: p.repetition_penalty != 1, _repetition),
     (lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence),
 )
-"""Each adjustment: whether parameters need it, and what applies it to a row of logits in place. In this order."""
+"""The adjustments in the order in which they are applied: each a predicate whether sampling parameters need it, and a
+function that applies it to a row of logits in place."""
 
 
 # --- Random sampling --------------------------------------------------------------------------------------------------

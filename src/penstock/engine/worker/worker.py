@@ -137,7 +137,7 @@ class Worker:
         it, there is none.
 
         Args:
-            grammar_bitmask: grammar bitmask as in ``Executor.submit``, waited for after the forward pass.
+            grammar_bitmask: as in ``Executor.submit``; waited for after the forward pass.
         """
         with self._stage.step() if len(step.rows) else nullcontext(), self._step():
             output, verified = self._execute(step, grammar_bitmask)
@@ -244,7 +244,8 @@ class Worker:
             self._drafter.apply(updates)
 
     def _forward(self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray) -> Tensor:
-        """Hidden states of each item's last ``num_states`` tokens, or what the next stage needs of them."""
+        """Compute the step's tokens with this stage's layers. Returns the hidden states of each item's last
+        ``num_states`` tokens; before the last stage, the input of the next stage for them."""
         batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states)
         if not self._stage.is_first:
             model = self._runner.model
