@@ -651,8 +651,8 @@ def test_a_call_that_cannot_be_made_is_refused(client: openai.OpenAI) -> None:
     unknown = {"type": "function", "function": {"name": "fly"}}
     for fields, words in (
         ({"tool_choice": unknown}, "fly.*get_weather, roll"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another form"),
-        ({"tool_choice": "required", "tools": []}, "with tools only"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another constraint"),
+        ({"tool_choice": "required", "tools": []}, "requires tools"),
         ({"tool_choice": "required", "tools": [tool("f", x={"not": {}})]}, "not"),
         ({"tool_choice": "required", "tools": [tool("f", x={"minProperties": 2})]}, "tools.0.*minProperties"),
         ({"tool_choice": "required", "tools": [tool("f", x={"const": "a\0b"})]}, "control characters"),
