@@ -3,10 +3,12 @@ is named, and ends all."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import signal
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -33,6 +35,8 @@ from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
+from penstock.engine.executor import multiproc
+from penstock.engine.executor.base import WorkerLostError
 from penstock.engine.executor.multiproc import MultiprocExecutor
 from penstock.engine.step import Propose
 from penstock.ops.cores import cores_of_rank
@@ -354,6 +358,46 @@ def test_no_failed_step_is_missed() -> None:
     os.close(memory)
 
 
+def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def once(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(popen(*args, **options))
+        return started[0]
+
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch, pytest.raises(BlockingIOError):
+        patch.setattr(subprocess, "Popen", once)
+        MultiprocExecutor(EngineOptions(model=str(checkpoint), tensor_parallel_size=2, pipeline_parallel_size=2))
+    assert started[0].poll() is not None
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def test_a_fork_of_the_engine_does_not_end_its_ranks(checkpoint: Path) -> None:
+    with ranks(checkpoint) as (engine, _):
+        child = os.fork()
+        if not child:
+            engine.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert tokens(engine, 2)
+        assert engine.failure is None
+
+
+def test_a_rank_that_hangs_while_it_reads_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks(checkpoint, enable_lora=True) as (engine, pids):
+        monkeypatch.setattr(multiproc, "LOAD_TIMEOUT", 5.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        loading = engine.adapters.load("adapter", str(checkpoint / "adapter"))
+        with pytest.raises(WorkerLostError, match=f"the worker of rank 1 .process {pids[1]}. has not answered"):
+            engine.adapters.wait(loading)
+
+
 def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
@@ -366,6 +410,11 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
     draft = {"model": str(checkpoint), "num_speculative_tokens": 2}
     with pytest.raises(PenstockError, match="no draft model"):
         LLM(checkpoint, pipeline_parallel_size=2, speculative_config=draft, **OPTIONS)
+    with pytest.raises(PenstockError, match="several ranks compute on the CPU only"):
+        LLM(checkpoint, tensor_parallel_size=2, device="meta", **OPTIONS)
+    for binding in ("1-0|0", "0-|0", "²|0", "|0"):
+        with pytest.raises(PenstockError, match="neither a core nor a range"):
+            cores_of_rank(binding, 0, 2)
     with pytest.raises(PenstockError, match="processes of their own"):
         LLM(checkpoint, tensor_parallel_size=2, distributed_executor_backend="uni", **OPTIONS)
     with pytest.raises(PenstockError, match="has cores for 1 ranks, and there are 2"):

@@ -70,12 +70,16 @@ def _describe(cores: set[int]) -> str:
 
 
 def _range(text: str) -> set[int]:
-    first, _, last = text.strip().partition("-")
-    if not first.isdigit() or not (last or first).isdigit():
+    first, dash, last = text.strip().partition("-")
+    try:
+        cores = set(range(int(first), int(last if dash else first) + 1))
+    except ValueError:
+        cores = set()
+    if not cores:
         raise invalid(
             FIELD, f"{text!r} is neither a core nor a range of them: write 0-15,16-31, or 0-7,16-23|8-15,24-31"
         )
-    return set(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def _node_of(core: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
-from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, StepInput, StepOutput, encoder
+from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, Propose, StepInput, StepOutput, encoder
 from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import StepFailedError, WorkerLostError
 from .messages import (
@@ -95,25 +95,23 @@ class MultiprocExecutor:
             for stage in range(self._stages + 1)
         ]
         """To each rank of each stage from the stage before; none at the pipeline's ends."""
-        self._ranks = [
-            RankProcess(
-                options,
-                logs,
-                Place(rank, self._size, stage, self._stages),
-                self._memory,
-                ended,
-                rings[stage][rank],
-                rings[stage + 1][rank],
-            )
-            for stage in range(self._stages)
-            for rank in range(self._size)
-        ]
+        self._ranks: list[RankProcess] = []
+        self._finalizer = weakref.finalize(self, _shut_down_workers, self._ranks, ended, self._memory, os.getpid())
+        """Ends the workers; called by ``close``, and when this object is garbage-collected."""
+        try:
+            for stage in range(self._stages):
+                for rank in range(self._size):
+                    place = Place(rank, self._size, stage, self._stages)
+                    own = rings[stage][rank], rings[stage + 1][rank]
+                    self._ranks.append(RankProcess(options, logs, place, self._memory, ended, *own))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for ring in [ring for stage_rings in rings for ring in stage_rings if ring]:
+                ring.close()  # the workers have them
         self._last_stage = self._ranks[-self._size]
         """Its first rank, which replies to steps."""
-        for ring in [ring for stage in rings for ring in stage if ring]:
-            ring.close()  # the workers have them
-        self._finalizer = weakref.finalize(self, _shut_down_workers, self._ranks, ended, self._memory)
-        """Ends the workers; called by ``close``, and when this object is garbage-collected."""
 
     @property
     def pids(self) -> list[int]:
@@ -227,7 +225,7 @@ class MultiprocExecutor:
             for rank in self._ranks:
                 rank.send(encoded, deadline)
         except (TimeoutError, PeerLostError) as error:
-            self._lost(error)
+            self._lost(error, rank)
         except KeyboardInterrupt:  # parts of the message may have been written
             self._kill()
             raise
@@ -251,15 +249,16 @@ class MultiprocExecutor:
         try:
             return rank.receive(deadline)
         except (TimeoutError, PeerLostError) as error:
-            self._lost(error)
+            self._lost(error, rank)
 
-    def _lost(self, error: Exception) -> NoReturn:
+    def _lost(self, error: Exception, awaited: RankProcess) -> NoReturn:
         """Kill all workers, and raise ``WorkerLostError`` that names the rank that has ended or is the slowest."""
         ended = [rank for rank in self._ranks if rank.end_reason is not None]
         if ended:
             words = f"{ended[0]} ended: {ended[0].end_reason}"
         else:
-            late = self._ranks[self._slowest()]
+            computes = self._steps or any(isinstance(call.op, Propose) for call in self._calls.values())
+            late = self._ranks[self._slowest()] if computes else awaited
             words = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
         self._kill()
         lost = WorkerLostError(words)
@@ -303,8 +302,10 @@ def _error(failed: Failed) -> Exception:
     return PenstockError.of(failed.failure) if failed.failure else StepFailedError(failed.words)
 
 
-def _shut_down_workers(ranks: list[RankProcess], ended: select.epoll, memory: int | None) -> None:
+def _shut_down_workers(ranks: list[RankProcess], ended: select.epoll, memory: int | None, owner: int) -> None:
     """End the workers, and close the descriptors of their rings and shared memory."""
+    if os.getpid() != owner:  # a fork of the process that has started them
+        return
     for rank in ranks:
         rank.ask_to_end()
     for rank in ranks:

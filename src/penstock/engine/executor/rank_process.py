@@ -52,7 +52,12 @@ class RankProcess:
         if memory is not None:
             inherited.append(memory)
         command = [sys.executable, "-m", "penstock.engine.executor.worker_process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
+        except OSError:
+            for ring in self._rings:
+                ring.close()
+            raise
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(start))

@@ -172,10 +172,11 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     if start.memory is None:
         return start.options, SINGLE_RANK
     place, usable = start.place, usable_cores()
-    threads = start.options.threads or max(1, usable // place.world_size)
-    options = msgspec.structs.replace(start.options, threads=threads)
-    if cores := cores_of_rank(options.cpu_binding, place.world_rank, place.world_size):
+    threads = max(1, usable // place.world_size)
+    if cores := cores_of_rank(start.options.cpu_binding, place.world_rank, place.world_size):
         os.sched_setaffinity(0, cores)
+        threads = min(threads, usable_cores())
+    options = msgspec.structs.replace(start.options, threads=start.options.threads or threads)
     spins = SPINS if usable >= place.world_size else 0
     return options, SharedMemoryGroup(start.memory, place.rank, place.size, spins=spins, stage=place.stage)
 

@@ -45,6 +45,8 @@ def load_models(
     """
     folder = Path(options.model) if options.model else demo.CHAT
     device = _device(options.device)
+    if group.size > 1 and device.type != "cpu":
+        raise invalid("tensor_parallel_size", f"several ranks compute on the CPU only, and the device is {device}", 1)
     backend = ops.backend(device, options.ops)
     config = read_config(folder)
     if options.quantization == "none":
