@@ -200,6 +200,19 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             le=32,
         ),
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        option("Engines with the whole model, behind one address; each request is computed by one.", ge=1, le=64),
+    ] = 1
+    data_parallel_request_cost: Annotated[
+        int,
+        option(
+            "Load of an open request, added to the prompts that an engine has still to compute. A request goes to the "
+            "engine where its own uncached prompt and that load are the least together.",
+            "tokens",
+            ge=0,
+        ),
+    ] = 32
     pipeline_parallel_layers: Annotated[
         str,
         option(

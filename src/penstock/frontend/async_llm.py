@@ -12,7 +12,7 @@ from typing import Any, Self
 from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.engine.service.launcher import EngineProcess
+from penstock.engine.service.launcher import EngineProcesses
 from penstock.engine.service.messages import Ready
 
 from .gateway import Gateway
@@ -40,15 +40,15 @@ class AsyncLLM:
         self._logs = LogOptions(log_level=log_level)
         model_options, self.options = read_options(model, compat, options)
         self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
-        self._process: EngineProcess | None = None
+        self._process: EngineProcesses | None = None
         self._gateway: Gateway | None = None
 
     async def __aenter__(self) -> Self:
         """Raises ``PenstockError`` with one sentence where the engine cannot start."""
-        self._process = EngineProcess(self.options, self._logs)
+        self._process = EngineProcesses(self.options, self._logs)
         self.ready: Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
-        self._gateway = Gateway(self._process.address, self._input_processor)
+        self._gateway = Gateway(self._process.addresses, self._input_processor, self.options.data_parallel_request_cost)
         self._watch.add_done_callback(self._on_watch_end)
         try:
             await self._gateway.engine_client.ready()

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core import Code, Failure, PenstockError, PoolingParams, SamplingParams, TokenDelta
 from penstock.core.errors import invalid, too_long
-from penstock.engine.service.client import EngineClient
+from penstock.engine.service.pool import EnginePool
 from penstock.text.template_process import RenderRequest
 
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
@@ -36,17 +36,20 @@ DEADLINE_PASSED = Failure(Code.TIMEOUT, "the deadline has passed")
 
 
 class Gateway:
-    """Sends requests to one engine and streams their outputs. Create and use it in one event loop.
+    """Sends requests to the engines of a model and streams their outputs. Create and use it in one event loop.
 
     Args:
-        address: ZeroMQ address of the engine process.
-        input_processor: the tokenizer, chat template and defaults of its model.
+        addresses: ZeroMQ addresses of the engine processes, one for each data-parallel replica.
+        input_processor: the tokenizer, chat template and defaults of the model.
+        request_cost: as of ``EnginePool``.
     """
 
-    def __init__(self, address: str, input_processor: InputProcessor) -> None:
+    def __init__(self, addresses: Sequence[str], input_processor: InputProcessor, request_cost: int = 0) -> None:
         self.input_processor = input_processor
         vocabulary = input_processor.vocabulary
-        self.engine_client = EngineClient(address, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel)
+        self.engine_client = EnginePool(
+            addresses, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel, request_cost
+        )
         self.fair_queue = FairQueue()
         """Shares the event loop among requests with long work."""
         self._open: dict[str, DeltaQueue] = {}
@@ -190,8 +193,7 @@ class Gateway:
             if timer:
                 timer.cancel()
             del self._open[name], self._outputs[name]
-            if not output.finished:
-                self.engine_client.abort(name)
+            self.engine_client.release(name, cancel=not output.finished)
 
     def running(self) -> dict[str, int]:
         """Open requests: request id → number of tokens generated."""
@@ -236,10 +238,10 @@ class Gateway:
             self.engine_client.abort(name)
             self._open[name].put(CANCELLED)
 
-    def _on_engine_lost(self, failure: Failure) -> None:
-        for name, inbox in self._open.items():
+    def _on_engine_lost(self, failure: Failure, lost: Collection[str]) -> None:
+        for name in lost:
             self.engine_client.abort(name)
-            inbox.put(failure)
+            self._open[name].put(failure)
 
 
 def _is_prompt_logprobs_part(delta: TokenDelta | Failure) -> bool:

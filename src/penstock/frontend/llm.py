@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from penstock.core import LoRARequest, PoolingParams, SamplingParams
+from penstock.core import Code, LoRARequest, PenstockError, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
 from penstock.engine.engine import Engine
 
@@ -51,6 +51,9 @@ class LLM:
 
     def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
         model_options, self.options = read_options(model, compat, options)
+        if self.options.data_parallel_size > 1:
+            words = "is of servers and AsyncLLM: an LLM has one engine, in this process"
+            raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size")
         self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
         self.engine = Engine(self.options)
         self._ids = itertools.count()

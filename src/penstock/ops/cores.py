@@ -44,6 +44,29 @@ def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
     return set.union(*(_range(text) for text in lists[rank].split(",")))
 
 
+def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
+    """Bind this process, the engine of a data-parallel replica, to its share of the cores.
+
+    Args:
+        binding: the option ``cpu_binding``, for the ranks of all replicas.
+        ranks: number of ranks of each replica.
+
+    Returns:
+        ``cpu_binding`` for the replica's own ranks, within its share.
+
+    Raises ``PenstockError`` as ``cores_of_rank``.
+    """
+    if binding in ("auto", "none"):
+        cores = cores_of_rank(binding, replica, replicas)
+    else:
+        own = range(replica * ranks, (replica + 1) * ranks)
+        each = [cores_of_rank(binding, rank, replicas * ranks) for rank in own]
+        cores, binding = set.union(*each), "|".join(map(_describe, each)) if ranks > 1 else "none"
+    if cores:
+        os.sched_setaffinity(0, cores)
+    return binding
+
+
 def describe_placement(binding: str, size: int) -> str:
     """The cores of each of so many ranks, as ``cpu_binding`` may be written: ``0-15|16-31``; "not bound"
     where they are bound to none. Raises as ``cores_of_rank``."""

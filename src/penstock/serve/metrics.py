@@ -334,6 +334,14 @@ class _EngineMetrics:
             for model, (stats, _) in self._engines.items():
                 gauge.add_metric([model], figure(stats))
             yield gauge
+            replicas = GaugeMetricFamily(
+                f"penstock:replica_{name}", f"Of each data-parallel replica: {about}", labels=[*LABELS, "engine"]
+            )
+            for model, (stats, _) in self._engines.items():
+                for replica, own in enumerate(stats.replicas):
+                    replicas.add_metric([model, str(replica)], figure(own))
+            if replicas.samples:
+                yield replicas
         cache = [*CACHE_OPTIONS, "num_gpu_blocks"]
         info = GaugeMetricFamily(
             "penstock:cache_config_info",

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from penstock.config.options import Configuration, EngineOptions
 from penstock.core.errors import invalid
-from penstock.engine.service.launcher import EngineProcess
+from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.hub import resolve
 from penstock.frontend.input_processor import InputProcessor
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def max_concurrency(options: EngineOptions) -> int:
     """Number of concurrent requests that keeps the engine busy within its queue."""
-    return options.max_num_seqs + min(options.max_num_seqs, options.max_waiting)
+    return options.data_parallel_size * (options.max_num_seqs + min(options.max_num_seqs, options.max_waiting))
 
 
 async def _answer(configuration: Configuration, path: Path, results: Results, state: BatchState, at_once: int) -> bool:
@@ -100,9 +100,9 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
         model, revision=source.revision, token=source.hf_token or None, cache_dir=source.download_dir or None
     )
     input_processor = InputProcessor(folder, source, configuration.engine.max_output_len)
-    process = EngineProcess(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
+    process = EngineProcesses(msgspec.structs.replace(configuration.engine, model=str(folder)), configuration.log)
     await process.start()
-    gateway = Gateway(process.address, input_processor)
+    gateway = Gateway(process.addresses, input_processor, configuration.engine.data_parallel_request_cost)
     watch = asyncio.create_task(process.watch())
     names = configuration.server.served_model_name or (model or DEMO,)
     try:

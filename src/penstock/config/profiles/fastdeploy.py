@@ -76,7 +76,7 @@ PROFILE = Profile(
         "cache_queue_port": ignored("the KV cache is in the engine process"),
         "max_model_len": Alias("max_model_len"),
         "tensor_parallel_size": Alias("tensor_parallel_size"),
-        "data_parallel_size": only_value("1", ONE_DEVICE),
+        "data_parallel_size": Alias("data_parallel_size"),
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),

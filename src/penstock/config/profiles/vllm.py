@@ -99,7 +99,7 @@ FLAGS: Mapping[str, Alias] = {
     "allowed_origins": Alias("allowed_origins", origins),
     "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
     "pipeline_parallel_size": Alias("pipeline_parallel_size", short="-pp"),
-    "data_parallel_size": only_value("1", ONE_DEVICE, short="-dp"),
+    "data_parallel_size": Alias("data_parallel_size", short="-dp"),
     "decode_context_parallel_size": only_value("1", ONE_DEVICE, short="-dcp"),
     "nnodes": only_value("1", ONE_DEVICE),
     "cpu_offload_gb": only_value("0", "weights are not offloaded"),

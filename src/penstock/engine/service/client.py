@@ -66,7 +66,7 @@ class EngineClient:
         """The connected engine; None while there is none."""
         self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
-        """Name → folder of the LoRA adapters; they are loaded again into an engine that is restarted."""
+        """Name → folder of the LoRA adapters; they are loaded into an engine that connects without them."""
         self._had_engine = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[None]] = {}
@@ -265,11 +265,11 @@ class EngineClient:
         if self._had_engine:  # a restarted engine has the adapters of its options, not those loaded or unloaded since
             for name in engine.adapters.keys() - self.adapters.keys():
                 self._send(messages.UnloadAdapter(0, name))
-            for name, path in self.adapters.items():
-                if name not in engine.adapters:
-                    self._send(messages.LoadAdapter(0, name, path))
         else:
-            self._had_engine, self.adapters = True, engine.adapters
+            self._had_engine, self.adapters = True, engine.adapters | self.adapters
+        for name, path in self.adapters.items():
+            if name not in engine.adapters:
+                self._send(messages.LoadAdapter(0, name, path))
         self._engine_changed.set()
 
     def _on_engine_exit(self) -> None:

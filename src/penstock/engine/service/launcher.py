@@ -49,10 +49,18 @@ class RestartLimit:
 
 
 class EngineProcess:
-    """Starts, watches and stops an engine process, which clients reach at ``address``."""
+    """Starts, watches and stops an engine process, which clients reach at ``address``.
 
-    def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
-        self._start = msgspec.json.encode(messages.Start(options, logs or LogOptions(), os.getpid()))
+    Args:
+        replica: of ``data_parallel_size``.
+    """
+
+    def __init__(self, options: EngineOptions, logs: LogOptions | None = None, replica: int = 0) -> None:
+        self.options = options
+        """Of the next process that is started."""
+        self._logs = logs or LogOptions()
+        self._replica = replica
+        self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
         self._drain_timeout = options.drain_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self.address = f"ipc://{self._folder}/engine"
@@ -82,7 +90,7 @@ class EngineProcess:
             self.ready = None
             if self.closing:
                 return
-            logger.error("the engine (process %d) ended: %s", self._process.pid, exit_reason(status))
+            logger.error("%s (process %d) ended: %s", self._name, self._process.pid, exit_reason(status))
             self._restart_limit.record_exit()
             if self._restart_limit.is_exceeded:
                 logger.error(
@@ -92,7 +100,7 @@ class EngineProcess:
             try:
                 await self._launch()
             except PenstockError as error:
-                logger.error("the engine could not be started again: %s", error)
+                logger.error("%s could not be started again: %s", self._name, error)
 
     @property
     def pid(self) -> int:
@@ -129,7 +137,8 @@ class EngineProcess:
             last_check = now
             if self.ready and not self.closing and min(self._heartbeat.overdue, now - since) > self._iteration_timeout:
                 age = self._heartbeat.age
-                logger.error("the engine (process %d) has not answered for %.0f seconds: killed", process.pid, age)
+                words = "%s (process %d) has not answered for %.0f seconds: killed"
+                logger.error(words, self._name, process.pid, age)
                 process.kill()
                 return
 
@@ -139,7 +148,8 @@ class EngineProcess:
         self._process = process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(self._start)
+        start = messages.Start(self.options, self._logs, os.getpid(), self._replica)
+        process.stdin.write(msgspec.json.encode(start))
         process.stdin.close()
         line = await process.stdout.readline()
         if not line:
@@ -151,6 +161,60 @@ class EngineProcess:
             raise PenstockError.of(report.failure)
         self.ready = report
         return report
+
+
+class EngineProcesses:
+    """Starts, watches and stops the engine processes of a model: one, or its data-parallel replicas.
+
+    The first sizes its KV cache by the memory that is there, of which each replica gets the same share; the others have
+    as many blocks as the first, also when they are started again.
+    """
+
+    def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
+        self._engines = [EngineProcess(options, logs, replica) for replica in range(options.data_parallel_size)]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of each engine."""
+        return tuple(engine.address for engine in self._engines)
+
+    @property
+    def closing(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._engines[0].closing
+
+    @property
+    def pids(self) -> list[int]:
+        return [engine.pid for engine in self._engines]
+
+    async def start(self) -> messages.Ready:
+        """Start the processes and wait until they have loaded the model; returns the first one's report. Raises
+        ``PenstockError`` where one cannot start."""
+        first, *others = self._engines
+        try:
+            ready = await first.start()
+            if others:
+                for engine in self._engines:
+                    engine.options = msgspec.structs.replace(engine.options, num_gpu_blocks_override=ready.num_blocks)
+                await asyncio.gather(*(engine.start() for engine in others))
+        except BaseException:
+            await self.close()
+            raise
+        return ready
+
+    async def watch(self) -> None:
+        """Restart processes that die or hang; returns after ``close``, or when all have died too often."""
+        await asyncio.gather(*(engine.watch() for engine in self._engines))
+
+    async def close(self) -> int:
+        """Stop the engines as ``EngineProcess.close``; returns the first exit status that is not 0, or 0."""
+        statuses = await asyncio.gather(*(engine.close() for engine in self._engines))
+        return next((status for status in statuses if status), 0)
+
+    def kill(self) -> None:
+        """Kill the processes."""
+        for engine in self._engines:
+            engine.kill()
 
 
 async def terminate(process: Process, timeout: float, kill: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -118,6 +119,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The option ``engine_iteration_timeout``, seconds."""
 
 
+LISTS = ("accepted_at", "replicas")
+
+
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """Statistics of the engine; counters count from its start."""
 
@@ -159,6 +163,18 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of draft tokens that were accepted."""
     accepted_at: list[int] = []
     """``accepted_tokens`` by position in the draft."""
+    replicas: list[Stats] = []
+    """Of several data-parallel replicas: each one's; filled in by the client."""
+
+    @classmethod
+    def total(cls, replicas: list[Stats]) -> Stats:
+        """The statistics of several replicas together."""
+        sums = {
+            name: sum(getattr(one, name) for one in replicas) for name in cls.__struct_fields__ if name not in LISTS
+        }
+        sums |= {name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age")}
+        accepted_at = [sum(counts) for counts in zip_longest(*(one.accepted_at for one in replicas), fillvalue=0)]
+        return cls(**sums, accepted_at=accepted_at, replicas=replicas)
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):
@@ -215,6 +231,8 @@ class Start(msgspec.Struct, frozen=True):
     logs: LogOptions
     parent: int
     """Process id of the parent; the engine is killed when it dies."""
+    replica: int = 0
+    """Of ``data_parallel_size``."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

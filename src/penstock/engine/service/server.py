@@ -58,13 +58,16 @@ class Server:
         report: where ``messages.StartReport`` is written.
     """
 
-    def __init__(self, address: str, options: EngineOptions, logs: LogOptions, report: BinaryIO) -> None:
+    def __init__(
+        self, address: str, options: EngineOptions, logs: LogOptions, report: BinaryIO, replica: int = 0
+    ) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._options = options
+        self._replica = replica
         self._logs = logs
         self._report = report
         self._heartbeat = Heartbeat(address)
@@ -91,6 +94,8 @@ class Server:
         try:
             from ..engine import Engine
 
+            if self._options.data_parallel_size > 1:
+                self._options = _share_cores(self._options, self._replica)
             self._engine = Engine(self._options, self._logs)
             self._engine.before_step = self._before_step
             gc.collect()
@@ -342,6 +347,17 @@ class Server:
             self._report.write(msgspec.json.encode(report) + b"\n")
 
 
+def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
+    """Bind this process to its replica's cores; returns the options within them. Raises ``PenstockError`` as
+    ``bind_replica``."""
+    from penstock.ops.cores import bind_replica, usable_cores  # which brings PyTorch
+
+    replicas, ranks = options.data_parallel_size, options.tensor_parallel_size * options.pipeline_parallel_size
+    threads = options.threads or max(1, usable_cores() // (replicas * ranks))
+    binding = bind_replica(options.cpu_binding, replica, replicas, ranks)
+    return msgspec.structs.replace(options, cpu_binding=binding, threads=threads)
+
+
 def _resident_bytes() -> int:
     """Resident memory of this process, bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -398,7 +414,7 @@ def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Start)
     kill_with_parent(start.parent)
     logs.set_up(start.logs, "engine")
-    Server(sys.argv[1], start.options, start.logs, report).run()
+    Server(sys.argv[1], start.options, start.logs, report, start.replica).run()
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ class ModelManager:
             message = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
             self._send(Failed(model.engine, Failure(Code.INVALID, message, "model")))
             return
-        gateway = self._gateways[model.engine] = Gateway(model.engine, input_processor)
+        cost = model.configuration.engine.data_parallel_request_cost
+        gateway = self._gateways[model.engine] = Gateway(model.engines, input_processor, cost)
         if model.required:
             self._served_models.add(model, gateway)
             gc.freeze()  # long-lived objects need not be traversed by every collection

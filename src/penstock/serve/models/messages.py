@@ -31,8 +31,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Models of the KServe v2 protocol over it: name → kind (``ensemble``, ``tensorrt_llm`` …)."""
     required: bool = True
     """Whether the server is ready only with it: it was loaded at the start or by a client, and not unloaded since."""
-    engine: str = ""
-    """Address of its engine; empty while it is not loaded."""
+    engines: tuple[str, ...] = ()
+    """Addresses of its engines, one for each data-parallel replica; empty while it is not loaded."""
     draining: bool = False
     """Whether it is being unloaded: open requests finish, new ones are refused."""
     reason: str = "not loaded"
@@ -41,6 +41,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def engine(self) -> str:
+        """Address of the first engine, by which messages name the loaded model; empty while it is not loaded."""
+        return self.engines[0] if self.engines else ""
 
     @property
     def expected(self) -> bool:

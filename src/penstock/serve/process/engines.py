@@ -15,7 +15,7 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
-from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcess
+from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
 
 from ..models.messages import Models, ServedModel
@@ -44,7 +44,7 @@ class Engines:
         self._models = {model.name: model for model in models}
         self._fetch = fetch
         self._api_processes = api_processes
-        self._running: dict[str, EngineProcess] = {}
+        self._running: dict[str, EngineProcesses] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._locks = {model.name: asyncio.Lock() for model in models}
         self._starting = asyncio.Lock()
@@ -88,10 +88,10 @@ class Engines:
             self._update(name, required=False, draining=True, reason="it is being unloaded")
             with contextlib.suppress(TimeoutError):  # an API process may be stopped or hang
                 async with asyncio.timeout(self._models[name].configuration.engine.drain_timeout + EXIT_TIMEOUT):
-                    await self._api_processes.wait_drained(engine.address)
+                    await self._api_processes.wait_drained(self._models[name].engine)
             await engine.close()
             del self._running[name]
-            self._update(name, engine="", draining=False, reason="unloaded")
+            self._update(name, engines=(), draining=False, reason="unloaded")
 
     async def close(self) -> None:
         self._closing = True
@@ -107,22 +107,22 @@ class Engines:
     async def _start(self, name: str, configuration: Configuration) -> Ready:
         if self._closing:
             raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
-        engine = self._running[name] = EngineProcess(configuration.engine, configuration.log)
-        self._update(name, configuration=configuration, engine=engine.address)
+        engine = self._running[name] = EngineProcesses(configuration.engine, configuration.log)
+        self._update(name, configuration=configuration, engines=engine.addresses)
         starting = asyncio.create_task(engine.start())
         try:
-            ready, _ = await asyncio.gather(starting, self._api_processes.wait_ready(engine.address))
+            ready, _ = await asyncio.gather(starting, self._api_processes.wait_ready(engine.addresses[0]))
         except BaseException as error:  # also where an API process cannot use the tokenizer
             starting.cancel()
             await asyncio.gather(starting, engine.close(), return_exceptions=True)
             del self._running[name]
-            self._update(name, engine="", reason=str(error) or "not loaded")
+            self._update(name, engines=(), reason=str(error) or "not loaded")
             raise
         self._update(name, required=True)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
         return ready
 
-    async def _watch(self, name: str, engine: EngineProcess) -> None:
+    async def _watch(self, name: str, engine: EngineProcesses) -> None:
         await engine.watch()
         async with self._locks[name]:
             if engine.closing:
@@ -130,7 +130,7 @@ class Engines:
             logger.error("%s is not served any more", name)
             await engine.close()
             del self._running[name]
-            self._update(name, required=False, engine="", reason="its engine has died too often")
+            self._update(name, required=False, engines=(), reason="its engine has died too often")
         if not self._running:
             self.lost.set()
 

@@ -110,7 +110,7 @@ class PaddleNLPHandler:
 
     async def _generated(self) -> AsyncGenerator[RequestOutput, None]:
         prompt = await self._prompt()
-        options: dict[str, Any] = {"external_id": self._req_id, "adapter": self._adapter or ""}
+        options: dict[str, Any] = {"external_id": self._request.req_id or "", "adapter": self._adapter or ""}
         async with aclosing(generate(self._service, self._record, prompt, self._sampling, **options)) as outputs:
             async for output in outputs:
                 yield output

@@ -1,0 +1,75 @@
+"""An estimate of the prefixes that each replica has in its cache, from the requests that were sent to it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from penstock.core import EngineRequest
+
+from .messages import Ready
+
+
+class PrefixIndex:
+    """The replicas that have computed a block of tokens after the blocks before it, by a hash of all of them. There are
+    as many as fit into the replicas' caches together; the least recently used ones are forgotten.
+
+    Args:
+        replicas: number of replicas.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._block_size = 1
+        self._capacity = 0
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+        """Hash → bits of the replicas."""
+
+    def set_capacity(self, engines: Sequence[Ready | None]) -> None:
+        """Set block size and capacity to those of the engines."""
+        known = [engine for engine in engines if engine]
+        if known and known[0].block_size != self._block_size:
+            self._blocks.clear()
+            self._block_size = known[0].block_size
+        self._capacity = sum(engine.num_blocks for engine in known)
+
+    def cached_tokens(self, request: EngineRequest) -> list[int]:
+        """Leading tokens of a request's prompt that each replica has in its cache."""
+        counts, left = [0] * self._replicas, -1
+        for number, block in enumerate(
+            self._hashes(request, request.prompt[:-1]), 1
+        ):  # the last one is computed always
+            left &= self._blocks.get(block, 0)
+            if not left:
+                break
+            for replica in range(self._replicas):
+                if left >> replica & 1:
+                    counts[replica] = number * self._block_size
+        return counts
+
+    def insert(self, request: EngineRequest, output: list[int], replica: int) -> None:
+        """A replica has computed a request's prompt and these tokens after it."""
+        for block in self._hashes(request, [*request.prompt, *output]):
+            self._blocks[block] = self._blocks.pop(block, 0) | 1 << replica
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost its cache."""
+        for block, replicas in list(self._blocks.items()):
+            if left := replicas & ~(1 << replica):
+                self._blocks[block] = left
+            else:
+                del self._blocks[block]
+
+    def clear(self) -> None:
+        """All replicas have."""
+        self._blocks.clear()
+
+    def _hashes(self, request: EngineRequest, tokens: Sequence[int]) -> Iterator[int]:
+        size = self._block_size * array("i").itemsize
+        data, before = array("i", tokens).tobytes(), hash((request.adapter, request.cache_salt))
+        for start in range(0, len(data) - size + 1, size):
+            before = hash((before, data[start : start + size]))
+            yield before

@@ -1,0 +1,176 @@
+"""Several engines with the same model behind one address: the answers of one, prefixes found again, one that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from checkpoints import SMALL, save
+from peft import LoraConfig, get_peft_model
+from serving import Served
+from transformers import Qwen3Config
+
+from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams
+from penstock.cli.main import main
+
+OPTIONS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "120", "--engine-iteration-timeout", "20")
+LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+STORIES = [f"{topic}. " + f"This is a story about {topic} and nothing else at all. " * 12 for topic in "abcdefgh"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(*OPTIONS, "--api-server-count", "1") as served:
+        until(lambda: metric(served, "penstock:replica_kv_blocks") == {"0": 120, "1": 120})
+        yield served
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def complete(served: Served, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{served.url}/completions", json={"max_tokens": 20, "logprobs": 3, **body})
+    found: dict[str, Any] = answer.json()
+    assert answer.status_code == 200, found
+    return found
+
+
+def choices(answer: dict[str, Any]) -> Any:
+    """What does not depend on the request's id and time."""
+    return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+
+
+def metric(served: Served, name: str) -> dict[str, float]:
+    """Of each engine."""
+    page = httpx.get(f"{served.root}/metrics").text
+    return {engine: float(value) for engine, value in re.findall(rf'{name}{{engine="(\d)".*}} (\S+)', page)}
+
+
+def engines(served: Served) -> list[int]:
+    """Process ids, by replica: they are started in this order."""
+    return sorted(served.pids["engine"])
+
+
+def num_open(served: Served) -> int:
+    """Number of open requests."""
+    (count,) = re.findall(r"penstock:num_requests_open{.*} (\S+)", httpx.get(f"{served.root}/metrics").text)
+    return int(float(count))
+
+
+class Stream:
+    """A long completion, of which the first piece has come."""
+
+    def __init__(self, served: Served) -> None:
+        self._response = httpx.stream("POST", f"{served.url}/completions", json={**LONG, "stream": True})
+        self._lines = (line for line in self._response.__enter__().iter_lines() if line)
+        self._first = next(self._lines)
+
+    def rest(self) -> list[Any]:
+        """Its pieces, and an error where it has one."""
+        data = [line.removeprefix("data: ") for line in (self._first, *self._lines)]
+        self._response.__exit__(None, None, None)
+        return [json.loads(piece) for piece in data if piece != "[DONE]"]
+
+
+def test_answers_are_those_of_one_engine(served: Served) -> None:
+    asked = [{"prompt": f"The story of {i}:", "temperature": i % 2, "seed": i, "n": 1 + i % 3} for i in range(24)]
+    with Served("--num-gpu-blocks-override", "120") as one:
+        expected = [choices(complete(one, **body)) for body in asked]
+    with ThreadPoolExecutor(24) as threads:
+        found = list(threads.map(lambda body: choices(complete(served, **body)), asked))
+    assert found == expected
+    cores = [os.sched_getaffinity(pid) for pid in engines(served)]
+    assert not set.intersection(*cores) or len(os.sched_getaffinity(0)) < 2
+
+
+def test_a_request_goes_where_its_prefix_is_cached(served: Served) -> None:
+    """Prompts are spread over both engines by what they compute; then each is found again."""
+    with ThreadPoolExecutor(len(STORIES)) as threads:
+        list(threads.map(lambda story: complete(served, prompt=story), STORIES))
+    for story in STORIES:
+        usage = complete(served, prompt=story + "It ends")["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.6 * usage["prompt_tokens"]
+    httpx.post(f"{served.root}/reset_prefix_cache").raise_for_status()
+    for story in STORIES[:2]:
+        details = complete(served, prompt=story)["usage"]["prompt_tokens_details"]
+        assert not details or not details["cached_tokens"]
+
+
+def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> None:
+    """Its stream gets an error, what waited for it is computed by the other, and it comes back."""
+    expected = choices(complete(served, prompt="The sea", temperature=0))
+    whole = complete(served, **LONG)["choices"][0]["text"]
+    first, second = engines(served)
+    begun = Stream(served)
+    os.kill(first, signal.SIGSTOP)
+    other = Stream(served)
+    os.kill(second, signal.SIGSTOP)
+    with ThreadPoolExecutor(4) as threads:
+        waiting: list[Future[Any]] = [
+            threads.submit(complete, served, prompt="The sea", temperature=0) for _ in range(4)
+        ]
+        until(lambda: num_open(served) == 6)
+        after = len(served.lines)
+        os.kill(first, signal.SIGKILL)
+        served.find(rf"engine 0 \(process {first}\) ended: killed by SIGKILL", after)
+        os.kill(second, signal.SIGCONT)
+        assert [choices(future.result()) for future in waiting] == [expected] * 4
+    error = begun.rest()[-1]["error"]
+    assert "the engine died" in error["message"] and error["code"] == 503
+    assert "".join(piece["choices"][0]["text"] for piece in other.rest()) == whole
+    assert httpx.get(f"{served.root}/health").status_code == 200
+    until(lambda: len(engines(served)) == 2 and first not in engines(served))
+    assert choices(complete(served, prompt="The sea", temperature=0)) == expected
+
+
+def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
+    model = save(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), tmp_path)
+    get_peft_model(model, LoraConfig(r=3, init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[2 + (7 * i + j) % 50 for j in range(9)] for i in range(8)]
+    options: dict[str, Any] = {"num_gpu_blocks_override": 60, "enable_lora": True, "max_model_len": 128}
+    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    expected = LLM(tmp_path, **options).generate(prompts, params, lora_request=adapter, use_tqdm=False)
+
+    async def last(outputs: AsyncGenerator[Any, None]) -> list[int]:
+        async for output in outputs:
+            token_ids: list[int] = output.outputs[0].token_ids
+        return token_ids
+
+    async def found() -> list[list[int]]:
+        async with AsyncLLM(tmp_path, data_parallel_size=2, **options) as llm:
+            await llm.load_lora_adapter("adapter", tmp_path / "adapter")
+            named = LoRARequest("adapter", 1, "")
+            return await asyncio.gather(*(last(llm.generate(p, params, lora_request=named)) for p in prompts))
+
+    assert asyncio.run(found()) == [output.outputs[0].token_ids for output in expected]
+
+
+def test_an_llm_has_one_engine() -> None:
+    with pytest.raises(PenstockError, match="an LLM has one engine"):
+        LLM(data_parallel_size=2)
+
+
+@pytest.mark.row("vllm", "--data-parallel-size", "-dp")
+@pytest.mark.row("fastdeploy", "data_parallel_size")
+@pytest.mark.parametrize(
+    ("profile", "flag"),
+    [("vllm", "-dp"), ("ascend-vllm", "--data-parallel-size"), ("fastdeploy", "--data-parallel-size")],
+)
+def test_engines_are_asked_for_as_elsewhere(capsys: pytest.CaptureFixture[str], profile: str, flag: str) -> None:
+    assert main(["config", "--json", "--compat", profile, flag, "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["data_parallel_size"]["value"] == 3
