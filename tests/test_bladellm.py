@@ -276,13 +276,12 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     assert settings_of("--decode_algo", "normal")["speculative_config"] == ""
 
 
-@pytest.mark.row("bladellm", "--tensor_parallel_size", "--pipeline_parallel_size", "--kv_cache_quant", "other flags")
+@pytest.mark.row("bladellm", "--kv_cache_quant", "other flags")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--max_gpu_memory 1", "unknown argument --max_gpu_memory; did you mean --max_gpu_memory_utilization?"),
         ("--tensor_parallel_size 0", "tensor_parallel_size: "),
-        ("--pipeline_parallel_size=4", "--pipeline_parallel_size: '4' is wrong"),
         ("--kv_cache_quant fp8_e4m3", "--kv_cache_quant: 'fp8_e4m3' is wrong: it is not one of no_quant, int8"),
         ("--gamma 4", "--gamma: cannot be combined with --decode_algo normal"),
         ("--decode_algo look_ahead --draft.model x", "--draft.model: cannot be combined with --decode_algo look_ahead"),

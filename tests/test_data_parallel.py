@@ -165,7 +165,7 @@ def test_an_llm_has_one_engine() -> None:
         LLM(data_parallel_size=2)
 
 
-@pytest.mark.row("vllm", "--data-parallel-size", "-dp")
+@pytest.mark.row("vllm", "--data-parallel-size", "-tp", "-pp", "-dp")
 @pytest.mark.row("fastdeploy", "data_parallel_size")
 @pytest.mark.parametrize(
     ("profile", "flag"),

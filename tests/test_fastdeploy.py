@@ -162,12 +162,11 @@ def test_what_has_no_meaning_here_is_said() -> None:
 
 
 @pytest.mark.row("fastdeploy", "dynamic_load_weight", "other parameters")
-@pytest.mark.row("fastdeploy", "tensor_parallel_size", "data_parallel_size", "splitwise_role", "innode_prefill_ports")
+@pytest.mark.row("fastdeploy", "splitwise_role", "innode_prefill_ports")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--tensor-parallel-size 0", "tensor_parallel_size: "),
-        ("--data-parallel-size 2", "--data_parallel_size: '2' is wrong"),
         ("--splitwise-role prefill", "--splitwise_role: 'prefill' is wrong: separate prefill and decode instances"),
         ("--innode-prefill-ports 8004", "--innode_prefill_ports: '8004' is wrong: separate prefill"),
         ("--dynamic-load-weight 1", "--dynamic_load_weight: '1' is wrong: weights are loaded once"),

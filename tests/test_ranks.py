@@ -433,6 +433,8 @@ def test_ranks_are_bound_to_cores_of_their_own(checkpoint: Path) -> None:
         assert [os.sched_getaffinity(pid) for pid in pids] == [{first}, {first}]
 
 
+@pytest.mark.row("bladellm", "--tensor_parallel_size", "--pipeline_parallel_size")
+@pytest.mark.row("fastdeploy", "tensor_parallel_size")
 @pytest.mark.row("vllm", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 @pytest.mark.parametrize(
     ("profile", "flag", "setting"),

@@ -189,7 +189,7 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> No
     assert said.stderr == "penstock serve: unknown argument --max-log-lens; did you mean --max-log-len?\n"
 
 
-@pytest.mark.row("vllm", "--pipeline-parallel-size", "--tokenizer-mode", "--response-role")
+@pytest.mark.row("vllm", "--tokenizer-mode", "--response-role")
 @pytest.mark.row("vllm", "--quantization", "other flags", "--load-format", "--kv-cache-dtype")
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
@@ -201,7 +201,6 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> No
         ({}, "--tensor-parallel-size=0", "tensor_parallel_size: "),
         ({}, "--num-speculative-tokens 3", "--num_speculative_tokens: requires --speculative-model"),
         ({}, "--allowed-origins [here", "--allowed-origins: '[here' is wrong"),
-        ({}, "--pipeline-parallel-size=2", "--pipeline_parallel_size: '2' is wrong: a model runs on one device"),
         ({}, "--tokenizer-mode slow", "--tokenizer_mode: 'slow' is wrong: there is one tokenizer mode"),
         ({}, "--response-role user", "--response_role: 'user' is wrong: answers are the assistant's"),
         ({}, "--quantization awq", "argument --quantization: invalid choice: 'awq'"),

@@ -44,6 +44,7 @@ class EngineClient:
         on_lost: called with the reason when the engine is gone; its requests are lost.
         get_vocabulary: returns the model's vocabulary, which is sent to every new engine.
         on_cancel: called with external ids of requests to abort, of which some may be this client's.
+        on_stats: called with the engine's statistics, every ``KEEP_ALIVE_INTERVAL``.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class EngineClient:
         on_lost: Callable[[Failure], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
+        on_stats: Callable[[messages.Stats], None] = lambda stats: None,
     ) -> None:
         self._address = address
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._get_vocabulary = get_vocabulary
         self._on_cancel = on_cancel
+        self._on_stats = on_stats
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
         """The error for requests while there is no engine."""
@@ -67,6 +70,8 @@ class EngineClient:
         self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
         """Name → folder of the LoRA adapters; they are loaded into an engine that connects without them."""
+        self._reloads: dict[int, str] = {}
+        """Adapters that the connected engine is still loading as it came without them, by call id."""
         self._had_engine = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[None]] = {}
@@ -105,6 +110,10 @@ class EngineClient:
         """The engine's last statistics, which it sends every ``KEEP_ALIVE_INTERVAL``, with the heartbeat's age now."""
         age = self._heartbeat.age if self._heartbeat else 0.0
         return msgspec.structs.replace(self._stats, heartbeat_age=age)
+
+    def is_loading(self, adapter: str) -> bool:
+        """Whether the connected engine came without this adapter, and has not loaded it yet."""
+        return adapter in self._reloads.values()
 
     def add(self, request: EngineRequest) -> None:
         """Send a request. Raises ``PenstockError`` (``unavailable``) as ``require_engine`` does."""
@@ -241,11 +250,13 @@ class EngineClient:
                     self._on_deltas(deltas)
                 case messages.Stats():
                     self._stats = message
+                    self._on_stats(message)
                 case messages.Cancel(request_ids):
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):
                     self.adapters = paths
                 case messages.CallResult(call_id, failure):
+                    self._reloads.pop(call_id, None)
                     if (call := self._calls.get(call_id)) is not None and not call.done():
                         call.set_exception(PenstockError.of(failure)) if failure else call.set_result(None)
                 case messages.Ready() if self._pidfd < 0 and not self._refusing:
@@ -267,9 +278,12 @@ class EngineClient:
                 self._send(messages.UnloadAdapter(0, name))
         else:
             self._had_engine, self.adapters = True, engine.adapters | self.adapters
+        self._reloads.clear()
         for name, path in self.adapters.items():
             if name not in engine.adapters:
-                self._send(messages.LoadAdapter(0, name, path))
+                call_id = next(self._call_ids)
+                self._reloads[call_id] = name
+                self._send(messages.LoadAdapter(call_id, name, path))
         self._engine_changed.set()
 
     def _on_engine_exit(self) -> None:

@@ -64,6 +64,8 @@ class EnginePool:
         self._on_lost = on_lost
         self._request_cost = request_cost
         self._open: dict[str, _OpenRequest] = {}
+        self._others = [0] * len(addresses)
+        """Requests that each replica had of other processes when it last told its statistics."""
         self._refusing = False
         self._clients = [
             EngineClient(
@@ -72,6 +74,7 @@ class EnginePool:
                 partial(self._on_replica_lost, replica),
                 get_vocabulary,
                 on_cancel,
+                partial(self._on_replica_stats, replica),
             )
             for replica, address in enumerate(addresses)
         ]
@@ -206,6 +209,8 @@ class EnginePool:
         working, length = self._working(), len(request.prompt)
         if self._prefixes is None:
             return 0, length
+        if request.adapter:
+            working = [one for one in working if not self._clients[one].is_loading(request.adapter)] or working
         self._prefixes.set_capacity([client.engine for client in self._clients])
         cached = self._prefixes.cached_tokens(request)
         if request.external_id:
@@ -217,16 +222,11 @@ class EnginePool:
         return replica, length - cached[replica]
 
     def _loads(self) -> list[int]:
-        """Of each replica: tokens of prompts that it has not computed, and of its open requests what they cost."""
-        own = [0] * len(self._clients)
-        counts = [0] * len(self._clients)
+        """Of each replica: tokens of prompts that it has still to compute, and ``request_cost`` for each request."""
+        loads = [self._request_cost * count for count in self._others]
         for entry in self._open.values():
-            own[entry.replica] += entry.cost
-            counts[entry.replica] += 1
-        for replica, client in enumerate(self._clients):
-            known = client.stats.running + client.stats.waiting  # of all API processes, up to a second ago
-            own[replica] += self._request_cost * max(known, counts[replica])
-        return own
+            loads[entry.replica] += self._request_cost + entry.cost
+        return loads
 
     # --- From the replicas ------------------------------------------------------------------------------------------
 
@@ -238,7 +238,12 @@ class EnginePool:
                     entry.output += delta.token_ids
         self._on_deltas(deltas)
 
+    def _on_replica_stats(self, replica: int, stats: messages.Stats) -> None:
+        own = sum(entry.replica == replica for entry in self._open.values())
+        self._others[replica] = max(0, stats.running + stats.waiting - own)
+
     def _on_replica_lost(self, replica: int, failure: Failure) -> None:
+        self._others[replica] = 0
         if self._prefixes:
             self._prefixes.forget(replica)
         lost = [name for name, entry in self._open.items() if entry.replica == replica]
