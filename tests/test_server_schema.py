@@ -31,7 +31,7 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.models.manager import ModelManager
 from penstock.serve.models.served_models import ServedModels
 
-EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "4"))
 """Drawn requests for each of the document's operations, besides those that cover what it says."""
 LIMIT = 60.0
 """Seconds after which a request counts as lost."""

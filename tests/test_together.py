@@ -21,7 +21,7 @@ from test_lora import adapter
 from penstock import demo
 from penstock.core.sampling import EXCLUSIVE
 
-HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "40"))
+HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "20"))
 """Drawn combinations of three to seven features, besides all pairs."""
 ASKED = {"role": "user", "content": "Tell me about Anna, who lives in Paris."}
 CITY = {
