@@ -91,7 +91,7 @@ def log_probabilities(model: Model, cache: list[Any], ids: list[int], own: int) 
         logits_indices=torch.arange(len(ids) - own - 1, len(ids) - 1),
         logits_attention=queries(own, len(ids) - 1),
     )
-    return model.logits(model.hidden(batch, cache)).log_softmax(-1)
+    return model.logits(model.forward(batch, cache)).log_softmax(-1)
 
 
 def divergence(expected: list[Tensor], found: Iterator[Tensor]) -> dict[str, float]:

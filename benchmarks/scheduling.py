@@ -51,7 +51,7 @@ def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[floa
         at = [time.perf_counter()]
         plan = scheduler.schedule()
         at.append(time.perf_counter())
-        message = encoder.encode(scheduler.builder.step(plan))
+        message = encoder.encode(scheduler.builder.build(plan))
         step = decode(message)
         batch.apply(step.updates)
         at.append(time.perf_counter())

@@ -245,8 +245,8 @@ def differing(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = T
         sequences += sum(r.sampling.best_of or r.sampling.n for r in chosen)
         left -= 1
         if not left:
-            preempted += engine.scheduler.preempted_sequences
-            preemptions += engine.scheduler.preemptions
+            preempted += engine.scheduler.num_preempted_sequences
+            preemptions += engine.scheduler.num_preemptions
             engine.close()
     return Counts(schedules, over_ranks, total, sequences, preempted, preemptions, wrong)
 

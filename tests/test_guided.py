@@ -261,7 +261,7 @@ def test_company_changes_nothing(llm: LLM, backend: str) -> None:
     small: dict[str, Any] = {"block_size": 16, "max_model_len": 256, "guided_decoding_backend": backend}
     tight = LLM(num_gpu_blocks_override=16, max_num_seqs=8, max_num_batched_tokens=64, **small)
     pressed = [output.outputs[0] for output in tight.chat([ASKED] * len(params) * 3, params * 3)][-len(params) :]
-    assert tight.engine.scheduler.preemptions > 0
+    assert tight.engine.scheduler.num_preemptions > 0
     guess = {"model": str(demo.DRAFT), "num_speculative_tokens": 3, "adaptive": False}
     guessing = LLM(num_gpu_blocks_override=400, speculative_config=guess, **small)
     guessed = [output.outputs[0] for output in guessing.chat([ASKED] * len(params), params)]

@@ -153,7 +153,7 @@ def test_ranks_draft_and_swap_together(method: str, checkpoint: Path, tmp_path: 
     llm = LLM(folder, tensor_parallel_size=2, swap_space=0.001, speculative_config=config, **options)
     found = llm.generate(prompts, asked, use_tqdm=False)
     assert [output.outputs for output in found] == [output.outputs for output in expected]
-    assert llm.engine.scheduler.preemptions > 0
+    assert llm.engine.scheduler.num_preemptions > 0
     assert llm.engine.speculation and llm.engine.speculation.stats.draft_tokens > 0
     llm.engine.close()
 

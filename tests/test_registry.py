@@ -45,7 +45,9 @@ def as_architecture(folder: Path, name: str, **fields: Any) -> None:
 
 def every_other_window(raw: Mapping[str, Any]) -> ModelConfig:
     layers = int(raw["num_hidden_layers"])
-    return dense_config(raw, windows=tuple(0 if i % raw["global_every"] == 0 else raw["local"] for i in range(layers)))
+    return dense_config(
+        raw, sliding_windows=tuple(0 if i % raw["global_every"] == 0 else raw["local"] for i in range(layers))
+    )
 
 
 def fewer_kv_heads_later(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:

@@ -109,7 +109,7 @@ class Machine:
             self.tokens[row], self.tables[row] = [*self.tokens[parent]], [*self.tables[parent]]
 
     def run(self, scheduler: Scheduler, plan: Plan) -> StepOutput:
-        message = scheduler.builder.step(plan)
+        message = scheduler.builder.build(plan)
         add_drafts(message, plan)
         step = decoder(StepInput).decode(encoder.encode(message))
         self.apply(step.updates)
@@ -184,12 +184,12 @@ def serve(
     """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas. Steps
     fail where ``fails`` says so, before they are sent or when they are collected."""
     under_way = deque[tuple[Plan, StepOutput]]()
-    while scheduler.unfinished or under_way:
+    while scheduler.num_unfinished_requests or under_way:
         plan = scheduler.schedule() if len(under_way) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)
             if fails():
-                scheduler.builder.step(plan)
+                scheduler.builder.build(plan)
                 yield scheduler.fail(plan, FAILED)
                 continue
             under_way.append((plan, machine.run(scheduler, plan)))
@@ -288,7 +288,7 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     got: dict[tuple[str, int], list[TokenDelta]] = {}
     cancelled = set()
     arrive()
-    while scheduler.unfinished or coming:
+    while scheduler.num_unfinished_requests or coming:
         for deltas in serve(scheduler, machine, depth, lambda: rng.random() < failing):
             if asked and rng.random() < 0.1:
                 cancelled.add(request_id := rng.choice(sorted(asked)))
@@ -303,9 +303,9 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     assert scheduler.device_pool.num_free == scheduler.device_pool.total
     assert scheduler.host_pool is None or scheduler.host_pool.num_free == scheduler.host_pool.total
     if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
-        assert scheduler.preemptions == 0
-    assert bool(scheduler.preempted_sequences) == bool(scheduler.preemptions)
-    assert scheduler.preempted_sequences <= sum(request.sampling.num_sequences for request in asked.values())
+        assert scheduler.num_preemptions == 0
+    assert bool(scheduler.num_preempted_sequences) == bool(scheduler.num_preemptions)
+    assert scheduler.num_preempted_sequences <= sum(request.sampling.num_sequences for request in asked.values())
     for request in asked.values():
         for index, (tokens, finished) in enumerate(alone(request, LONGEST)):
             deltas = got[request.request_id, index]
@@ -455,7 +455,7 @@ def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
     for name in names:
         assert engine.abort(name)
     assert sequences_of(names) == 0
-    assert engine.requests() == ["0", "1"] and engine.num_waiting == 1 and not engine.admission._deadlines
+    assert engine.request_ids() == ["0", "1"] and engine.num_waiting == 1 and not engine.admission._deadlines
     assert form.cancelled() and running
 
 
@@ -472,7 +472,7 @@ def test_who_waits_too_long_for_a_first_step_fails() -> None:
     assert [delta.request_id for delta in failed] == [str(number) for number in range(1, 1001) if number != 500]
     for delta in failed:
         assert delta.failure and (delta.failure.code, delta.failure.field) == ("overloaded", "max_queue_time")
-    assert engine.requests() == ["0"] and first, "who runs is let run"
+    assert engine.request_ids() == ["0"] and first, "who runs is let run"
     engine.add(request(1001, 5))
     assert len(engine.waiting) == 1 and engine.expire(last + 10.001) == []
 
@@ -518,12 +518,12 @@ def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
     plan = engine.schedule()
     engine.update(plan, machine.run(engine, plan))
     engine.pause("0", True)
-    while not engine.preemptions:
+    while not engine.num_preemptions:
         plan = engine.schedule()
-        if not engine.preemptions:
+        if not engine.num_preemptions:
             engine.update(plan, machine.run(engine, plan))
     assert plan.swap_out and {item.sequence.request.request_id for item in plan.scheduled} == {"1"}
-    engine.builder.step(plan)
+    engine.builder.build(plan)
     engine.pause("1", True)
     engine.abort("0")
     assert not engine.schedule(), "there is room for the swapped sequence, whose copy may not exist"
@@ -547,7 +547,7 @@ def test_beams_survive_the_failure_of_a_step_that_they_are_not_in() -> None:
     engine.pause("0", True)
     plan = engine.schedule()
     assert {item.sequence.request.request_id for item in plan.scheduled} == {"1"}
-    engine.builder.step(plan)
+    engine.builder.build(plan)
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
     engine.pause("0", False)
     assert finish(engine, machine)["0"] == alone(beams, LONGEST)[0][0]

@@ -95,8 +95,8 @@ def test_the_same_beams_as_transformers(config: str, tmp_path_factory: pytest.Te
         together = pressed.generate([prompt for prompt, _ in drawn], [params for _, params in drawn], use_tqdm=False)
         assert [output.outputs for output in together] == alone
         assert pressed.engine.scheduler.device_pool.num_free == pressed.engine.scheduler.device_pool.total
-        preemptions += pressed.engine.scheduler.preemptions
-        assert "batch_scheduler_policy" not in more or pressed.engine.scheduler.preemptions == 0
+        preemptions += pressed.engine.scheduler.num_preemptions
+        assert "batch_scheduler_policy" not in more or pressed.engine.scheduler.num_preemptions == 0
     assert preemptions
 
 

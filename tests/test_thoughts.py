@@ -162,7 +162,7 @@ def test_company_changes_no_thought() -> None:
     told = run(llm, [(question, own.replace(logprobs=1)) for question, own in cases])
     siblings = run(llm, [(question, own.replace(n=3)) for question, own in cases])
     pressed = run(tight, cases * 3)[-len(cases) :]
-    assert tight.engine.scheduler.preemptions > 0
+    assert tight.engine.scheduler.num_preemptions > 0
     guessed = run(guessing, cases)
     assert guessing.engine.scheduler.speculation.stats.accepted_tokens > 0
     for (_, own), one, *others in zip(cases, alone, told, siblings, pressed, guessed, strict=True):

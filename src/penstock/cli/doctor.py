@@ -75,13 +75,13 @@ def collect_facts() -> dict[str, Any]:
 
 def _weight_cache() -> str:
     """The weight cache: folder, size and limit."""
-    from penstock.models.weights.cache_folder import cache_folder, usage
+    from penstock.models.weights.cache_folder import cache_folder, disk_usage
 
     options = read({}, None).configuration.engine
     folder = cache_folder(options.weight_cache_dir)
     if folder is None:
         return "not kept (weight_cache_dir none)"
-    held = usage(folder, options.weight_cache_size)
+    held = disk_usage(folder, options.weight_cache_size)
     return f"{folder}: {held.files} files, {held.used / 2**30:.1f} of at most {held.limit / 2**30:.1f} GiB"
 
 

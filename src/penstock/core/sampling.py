@@ -165,7 +165,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid("allowed_token_ids", "must name at least one token")
         if not all(self.bad_word_ids):
             raise invalid("bad_word_ids", "must not hold an empty sequence")
-        if self.allowed_token_ids is not None and self.never_tokens.issuperset(self.allowed_token_ids):
+        if self.allowed_token_ids is not None and self.banned_token_ids.issuperset(self.allowed_token_ids):
             raise invalid("allowed_token_ids", "are all excluded by bad_word_ids; allow at least one more token")
         if not all(self.stop):
             raise invalid("stop", "must not hold an empty string")
@@ -218,8 +218,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0
 
     @property
-    def never_tokens(self) -> set[int]:
-        """Tokens that are bad words on their own."""
+    def banned_token_ids(self) -> set[int]:
+        """Tokens that are never sampled: the entries of ``bad_word_ids`` with a single token."""
         return {word[0] for word in self.bad_word_ids if len(word) == 1}
 
     def replace(self, **changes: object) -> Self:

@@ -245,7 +245,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there are requests that have not ended, or steps in flight."""
-        return self.scheduler.unfinished > 0 or bool(self._in_flight)
+        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
 
     def step(self) -> list[TokenDelta]:
         """Submit steps until ``max_concurrent_batches`` are in flight, then collect the oldest. Returns its deltas, and
@@ -285,7 +285,7 @@ class Engine:
         self._in_flight.append((plan, time.perf_counter()))
         try:
             self.before_step(self._tokens_in_flight)
-            step = self.scheduler.builder.step(plan)
+            step = self.scheduler.builder.build(plan)
             if self.speculation:
                 step.updates = self.speculation.fill_placeholders(plan, step.updates, self._propose)
                 add_drafts(step, plan)
@@ -348,7 +348,7 @@ class Engine:
         deltas = [delta for plan, _ in self._in_flight for delta in self.scheduler.fail(plan, failure)]
         self._in_flight.clear()
         return deltas + [
-            d for request_id in self.scheduler.requests() for d in self.scheduler.abort(request_id, failure)
+            d for request_id in self.scheduler.request_ids() for d in self.scheduler.abort(request_id, failure)
         ]
 
     def _probe_workers(self) -> bool:
@@ -406,7 +406,7 @@ def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions 
         from .executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor(options, logs)
-    from .executor.uniproc import UniProcExecutor  # which brings PyTorch
+    from .executor.uniproc import UniProcExecutor  # imports PyTorch
 
     return UniProcExecutor(options, max_in_flight)
 
@@ -427,7 +427,7 @@ def _validate_for_vocabulary(request: EngineRequest, vocabulary: int) -> None:
     for field, token_ids in given.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise invalid(field, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
-    if len(sampling.never_tokens) == vocabulary:
+    if len(sampling.banned_token_ids) == vocabulary:
         raise invalid("bad_word_ids", "exclude every token of the vocabulary; allow at least one")
     size = len(request.prompt) * vocabulary * 4  # float32
     if sampling.return_context_logits and size > MAX_VALUE_BYTES:

@@ -81,7 +81,7 @@ class BuildContext:
     ) -> Tensor:
         """Read a tensor, or some of its rows, onto the device.
 
-        Arguments as of ``Weights.read``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
+        Arguments as for ``Weights.read``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
         """
         tensor = self.weights.read(name, *shape, rows=rows, as_stored=as_stored)
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)

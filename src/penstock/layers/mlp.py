@@ -16,7 +16,7 @@ class MLPLayer(Protocol):
     """The interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots`` as of ``ColumnParallelLinear``."""
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots`` as for ``ColumnParallelLinear``."""
         ...
 
 

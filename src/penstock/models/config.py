@@ -38,7 +38,7 @@ class ModelConfig:
     """Dtype of the checkpoint."""
     quantization: str
     """Quantization in ``config.json``, a name of ``SCHEMES``; the option ``quantization`` overrides it."""
-    windows: tuple[int, ...]
+    sliding_windows: tuple[int, ...]
     """Sliding window of each layer; 0 is full attention."""
     raw: Mapping[str, Any]
     """``config.json`` itself."""
@@ -49,12 +49,12 @@ class ModelConfig:
     """Whether queries and keys of each head are normed."""
 
 
-def dense_config(raw: Mapping[str, Any], **switches: Any) -> ModelConfig:
+def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """The configuration of a dense decoder, by the names that most families share.
 
     Args:
         raw: ``config.json``.
-        switches: fields in place of those read from ``raw``.
+        overrides: fields in place of those read from ``raw``.
 
     Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
     """
@@ -80,13 +80,13 @@ def dense_config(raw: Mapping[str, Any], **switches: Any) -> ModelConfig:
         "num_mtp_layers": int(raw.get("num_nextn_predict_layers") or 0),
         "dtype": getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
         "quantization": quantization_of(raw) or "none",
-        "windows": windows_by_layer_types(raw, layers) or (0,) * layers,
+        "sliding_windows": sliding_windows_by_layer_types(raw, layers) or (0,) * layers,
         "raw": raw,
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": bool(raw.get("mlp_bias", False)),
     }
-    return ModelConfig(**fields | switches)
+    return ModelConfig(**fields | overrides)
 
 
 def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
@@ -97,7 +97,7 @@ def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
     return architecture, True
 
 
-def windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
+def sliding_windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
     """Each layer's sliding window as ``layer_types`` says; None where there are none."""
     window = raw.get("sliding_window") or 0
     if types := raw.get("layer_types"):

@@ -75,7 +75,7 @@ class Decoder:
         return [attention.kv_spec(block_size, quantized) for attention in attentions]
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
+    def forward(self, batch: Batch, cache: list[Any]) -> Tensor:
         x, residual = self._embedding(batch.token_ids) if self._is_first else batch.hidden_states, None
         assert x is not None
         for layer, layer_cache in zip(self._layers, cache, strict=False):  # entries of MTP heads follow
@@ -96,7 +96,7 @@ class Decoder:
 
 
 def _in_layers(names: Iterable[str], layers: Iterable[int]) -> set[str]:
-    """Names as they are in other layers."""
+    """Tensor names of one layer as those of other layers."""
     return {re.sub(r"(?<=^model\.layers\.)\d+", str(layer), name) for name in names for layer in layers}
 
 

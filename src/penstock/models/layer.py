@@ -19,7 +19,7 @@ MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
 
 
 def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """``Attention`` with the switches of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
+    """``Attention`` with the options of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
     return Attention(
         context,
         name,
@@ -28,7 +28,7 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         rope=context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings),
-        window=config.windows[layer] if layer < config.num_layers else 0,
+        window=config.sliding_windows[layer] if layer < config.num_layers else 0,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,

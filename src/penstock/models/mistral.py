@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import ModelConfig, dense_config, windows_by_layer_types
+from .config import ModelConfig, dense_config, sliding_windows_by_layer_types
 from .decoder import build_decoder
 from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     layers, window = int(raw["num_hidden_layers"]), raw.get("sliding_window") or 0
-    return dense_config(raw, windows=windows_by_layer_types(raw, layers) or (window,) * layers)
+    return dense_config(raw, sliding_windows=sliding_windows_by_layer_types(raw, layers) or (window,) * layers)
 
 
 FAMILY = Family(architectures=("MistralForCausalLM",), read_config=read_config, build=build_decoder)

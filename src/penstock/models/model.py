@@ -17,7 +17,7 @@ from .config import ModelConfig
 class MTPHead(Protocol):
     """A layer that predicts the token after the next one (multi-token prediction)."""
 
-    def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
+    def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
         """Hidden states ``[tokens, hidden]`` whose logits are those of the token after the next one.
 
         Args:
@@ -51,7 +51,7 @@ class Model(Protocol):
         """The KV cache entry of each layer, those of ``mtp_heads`` last."""
         ...
 
-    def hidden(self, batch: Batch, cache: list[Any]) -> Tensor:
+    def forward(self, batch: Batch, cache: list[Any]) -> Tensor:
         """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens.
         A pipeline stage before the last returns the residual stream after its layers, ``[tokens, hidden]``; those
         after the first begin with ``batch.hidden_states``."""

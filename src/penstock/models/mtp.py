@@ -43,8 +43,8 @@ class DecoderMTPHead:
         self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``MTPHead.hidden``."""
+    def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
+        """As ``MTPHead.forward``."""
         token = self._token_norm(self._embedding(batch.token_ids))
         x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers change it
         x, residual = self.layer(x, None, cache, batch)

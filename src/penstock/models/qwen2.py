@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import ModelConfig, dense_config, windows_by_layer_types
+from .config import ModelConfig, dense_config, sliding_windows_by_layer_types
 from .decoder import build_decoder
 from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    return dense_config(raw, windows=read_windows(raw), qkv_bias=True, output_bias=False)
+    return dense_config(raw, sliding_windows=read_sliding_windows(raw), qkv_bias=True, output_bias=False)
 
 
-def read_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def read_sliding_windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Each layer's sliding window: by ``layer_types``, or with ``use_sliding_window`` from ``max_window_layers`` on."""
     layers = int(raw["num_hidden_layers"])
-    if windows := windows_by_layer_types(raw, layers):
+    if windows := sliding_windows_by_layer_types(raw, layers):
         return windows
     if not raw.get("use_sliding_window", False):
         return (0,) * layers

@@ -7,12 +7,12 @@ from typing import Any
 
 from .config import ModelConfig, dense_config
 from .decoder import build_decoder
-from .qwen2 import read_windows
+from .qwen2 import read_sliding_windows
 from .registry import Family
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    return dense_config(raw, windows=read_windows(raw), qk_norm=True)
+    return dense_config(raw, sliding_windows=read_sliding_windows(raw), qk_norm=True)
 
 
 FAMILY = Family(architectures=("Qwen3ForCausalLM",), read_config=read_config, build=build_decoder)

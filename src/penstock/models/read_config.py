@@ -40,7 +40,7 @@ def read_config(folder: Path) -> ModelConfig:
     if config.num_heads % config.num_kv_heads:
         message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
         raise invalid("model", message)
-    if len(config.windows) != config.num_layers:
-        message = f"{path} has layer_types for {len(config.windows)} of {config.num_layers} layers"
+    if len(config.sliding_windows) != config.num_layers:
+        message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
         raise invalid("model", message)
     return config

@@ -36,7 +36,7 @@ def split_layers(
 def stage_weight_bytes(
     size: ModelSize, layers: range, quantization: str = "none", dtype: str = "auto", mtp: bool = False
 ) -> int:
-    """Bytes of the matrices of a stage with these layers; arguments as of ``weight_bytes``."""
+    """Bytes of the matrices of a stage with these layers; arguments as for ``weight_bytes``."""
     whole = weight_bytes(size, quantization, dtype, mtp)
     if len(layers) == size.num_layers:
         return whole

@@ -79,7 +79,7 @@ def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         "requests_per_s": args.num_prompts / seconds,
         "output_tokens_per_s": args.num_prompts * args.output_len / seconds,
         "total_tokens_per_s": args.num_prompts * (args.input_len + args.output_len) / seconds,
-        "preemptions": llm.engine.scheduler.preemptions,
+        "preemptions": llm.engine.scheduler.num_preemptions,
     }
 
 

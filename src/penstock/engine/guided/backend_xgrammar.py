@@ -125,7 +125,7 @@ class XGrammarGuide(Guide):
 
 
 class XGrammarGrammar(Grammar):
-    """A grammar that xgrammar has compiled; arguments as of ``XGrammarGuide``."""
+    """A grammar that xgrammar has compiled; arguments as for ``XGrammarGuide``."""
 
     def __init__(self, compiled: Any, eos_mask: np.ndarray, excluded: np.ndarray) -> None:
         self.size = int(compiled.memory_size_bytes)

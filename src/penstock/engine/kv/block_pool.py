@@ -75,20 +75,20 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def cache_block(self, block: int, prefix: bytes) -> None:
-        """Add ``block``, full and computed, to the prefix cache under the hash ``prefix``, unless the cache already has
+    def cache_block(self, block: int, block_hash: bytes) -> None:
+        """Add ``block``, full and computed, to the prefix cache under ``block_hash``, unless the cache already has
         a block under it."""
-        if prefix not in self._block_by_hash:
+        if block_hash not in self._block_by_hash:
             self._evict(block)
-            self._block_by_hash[prefix] = block
-            self._hash_of[block] = prefix
+            self._block_by_hash[block_hash] = block
+            self._hash_of[block] = block_hash
 
-    def find_longest_hit(self, prefixes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix: those of ``prefixes`` up to the first hash that is not cached. Adds
-        no references; call ``incref`` to keep them."""
+    def find_longest_hit(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix: those of ``block_hashes`` up to the first hash that is not cached.
+        Adds no references; call ``incref`` to keep them."""
         blocks = []
-        for prefix in prefixes:
-            if (block := self._block_by_hash.get(prefix)) is None:
+        for block_hash in block_hashes:
+            if (block := self._block_by_hash.get(block_hash)) is None:
                 break
             blocks.append(block)
         return blocks
@@ -108,6 +108,6 @@ class BlockPool:
             self._evict(block)
 
     def _evict(self, block: int) -> None:
-        if (prefix := self._hash_of[block]) is not None:
-            del self._block_by_hash[prefix]
+        if (block_hash := self._hash_of[block]) is not None:
+            del self._block_by_hash[block_hash]
             self._hash_of[block] = None

@@ -9,7 +9,7 @@ from penstock.core import EngineRequest
 from penstock.core.errors import invalid
 
 from ..sequence.sequence import Sequence, State
-from . import prefix
+from .block_hash import extend_block_hashes, root_hash
 from .block_pool import BlockPool
 
 
@@ -95,7 +95,7 @@ class KVCacheManager:
         False, and changes nothing, where too few are free.
 
         Args:
-            alone: whether no other sequence runs; then ``kv_cache_ratio`` does not matter.
+            alone: whether no other sequence runs; ``kv_cache_ratio`` is then not enforced.
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
@@ -114,7 +114,7 @@ class KVCacheManager:
         """The blocks that a waiting sequence needs for ``hit`` and ``count`` tokens after it."""
         pool = self._device_pool
         total = max(pool.blocks_for(hit.num_computed + count), len(sequence.host_blocks))
-        if not sequence.generated:
+        if not sequence.num_output_tokens:
             decode_blocks = self._options.static_decode_blocks
             total = max(total, min(total + decode_blocks, pool.blocks_for(sequence.max_len)))
         from_free = total - len(hit.blocks) + pool.num_free_among(hit.blocks)
@@ -183,7 +183,7 @@ class KVCacheManager:
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 
     def fork(self, first: Sequence, index: int) -> Sequence:
-        """A sibling of ``first`` as sequence ``index``, over the same blocks."""
+        """Fork ``first``: a copy of it as sequence ``index`` of its request, which shares its blocks."""
         shared = first.blocks[: self._device_pool.blocks_for(first.num_scheduled)]
         sibling = first.fork(index, shared)
         self._device_pool.incref(shared)
@@ -218,7 +218,7 @@ class KVCacheManager:
         self._reserve(sequence, 0)
 
     def release(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks on the pool."""
+        """Free a sequence's blocks on the device."""
         self._device_pool.release(sequence.blocks)
         sequence.blocks = []
 
@@ -245,9 +245,9 @@ class KVCacheManager:
     def _update_block_hashes(self, sequence: Sequence, new_token_ids: list[int] | None = None) -> None:
         """Hash the full blocks of a sequence's tokens, followed by ``new_token_ids``."""
         request = sequence.request
-        start = b"" if sequence.block_hashes else prefix.root(self._weights, request.adapter, request.cache_salt)
+        start = b"" if sequence.block_hashes else root_hash(self._weights, request.adapter, request.cache_salt)
         tokens = sequence.tokens + new_token_ids if new_token_ids else sequence.tokens
-        prefix.extend(sequence.block_hashes, start, tokens, self._device_pool.block_size)
+        extend_block_hashes(sequence.block_hashes, start, tokens, self._device_pool.block_size)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
         """Whether the next token would be written to a block that other sequences reference, too."""

@@ -55,7 +55,8 @@ class Admission:
         """With ``max_queue_time``: sequences that had no step yet, as a set in the order of arrival."""
         self._arrivals = 0
         self._free_capacity: FreeCapacity | None = None
-        """What waiting sequences leave free; None where it has to be computed anew."""
+        """Free rows and KV blocks less those that waiting sequences could take; None where it has to be computed
+        anew."""
 
     @property
     def num_waiting(self) -> int:
@@ -88,7 +89,7 @@ class Admission:
         if request.deadline is not None and not math.isfinite(request.deadline):
             raise invalid("deadline", "must be a finite number of seconds")
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
-        allowed = set(sampling.allowed_token_ids or ()) - sampling.never_tokens
+        allowed = set(sampling.allowed_token_ids or ()) - sampling.banned_token_ids
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
             raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
@@ -175,7 +176,7 @@ class Admission:
 
     def record_start(self, sequence: Sequence, cached: int) -> None:
         """Record that a sequence gets its first step now, with ``cached`` of its tokens from the prefix cache."""
-        sequence.cached = cached
+        sequence.num_cached_tokens = cached
         sequence.first_scheduled = time.monotonic()
         sequence.queued = sequence.first_scheduled - sequence.arrived
         self._queue_timeouts.pop(sequence, None)

@@ -7,7 +7,7 @@ from ..sequence.sequence import Sequence
 
 
 class FreeCapacity:
-    """The free rows and KV blocks, from which waiting sequences are taken in their order until one does not fit.
+    """The free rows and KV blocks, which are given to the waiting sequences in their order until one does not fit.
 
     Args:
         num_rows: number of free rows of the batch.
@@ -24,7 +24,8 @@ class FreeCapacity:
         self._full = False
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` could start besides those taken, with all that are to be forked from it."""
+        """Whether ``sequence`` could start beside those given capacity (``take``), with all that are to be forked from
+        it."""
         if self._full or 1 + sequence.num_unforked > self._num_rows:
             return False
         return (self._alone and not self.num_startable) or self._kv.num_blocks_to_start(sequence) <= self._num_blocks

@@ -29,7 +29,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
         sequence.tokens.append(token)
         if guide and (failure := guide.failure):
             finished = FinishReason.ERROR
-        elif token in sequence.stops and sequence.generated > sequence.request.sampling.min_tokens:
+        elif token in sequence.stop_token_ids and sequence.num_output_tokens > sequence.request.sampling.min_tokens:
             finished, stop_token = FinishReason.STOP, token
         elif guide and not guide.accept_token(token):
             finished, failure = FinishReason.ERROR, guide.failure
@@ -56,7 +56,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
         finished=finished,
         failure=failure,
         stop_token=stop_token,
-        cached_tokens=sequence.cached or 0,
+        cached_tokens=sequence.num_cached_tokens or 0,
         queued=sequence.queued,
         perf=sequence.perf,
     )
@@ -66,7 +66,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
 
 
 def _resend_next_token(sequence: Sequence) -> None:
-    """Have the next token that is appended sent to the workers, which have sampled another or none."""
+    """Mark the next token that is appended to be sent to the workers, which have sampled another or none."""
     first = len(sequence.tokens)
     sequence.resend_from = first if sequence.resend_from is None else min(sequence.resend_from, first)
 
@@ -80,15 +80,15 @@ def error_delta(sequence: Sequence, failure: Failure) -> TokenDelta:
 def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
     """Pool hidden states of a prompt, ``[tokens, hidden]`` float32. Returns the delta with the embedding when the whole
     prompt is computed, None before."""
-    assert sequence.pooled is not None
-    sequence.pooled.add(states)
+    assert sequence.pooling_state is not None
+    sequence.pooling_state.add(states)
     if sequence.num_computed < sequence.prompt_length:
         return None
     return TokenDelta(
         request_id=sequence.request.request_id,
-        embedding=sequence.pooled.vector(),
+        embedding=sequence.pooling_state.embedding(),
         finished=FinishReason.STOP,
-        cached_tokens=sequence.cached or 0,
+        cached_tokens=sequence.num_cached_tokens or 0,
         queued=sequence.queued,
     )
 

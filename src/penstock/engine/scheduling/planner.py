@@ -24,7 +24,7 @@ class Planner:
     Args:
         device_pool: blocks of the KV cache.
         groups: the unfinished requests' sequences, by request id.
-        pipeline_stages: as of ``Scheduler``.
+        pipeline_stages: as in ``Scheduler``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Planner:
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``.
 
-        An empty plan: nothing can run before a step in flight is collected, or there is nothing to run.
+        The plan is empty where nothing can run before a step in flight is collected, or there is nothing to run.
         """
         plan, preemptions = Plan(len(self._running)), self._preemption.count
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
@@ -85,7 +85,7 @@ class Planner:
             or sequence.num_candidates  # the next beams are selected only when all have their candidates
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
             or sequence.guide  # the allowed tokens depend on it
-            or drafting  # and so does a draft
+            or drafting  # a draft depends on it, too
         ):
             return 0
         threshold = self._options.long_prefill_token_threshold
@@ -105,7 +105,7 @@ class Planner:
         sequence.num_scheduled += count
         sequence.inflight_steps += 1
         sampling: tuple[Sequence, ...] = ()
-        if sequence.num_scheduled == len(sequence.tokens) + sequence.num_pending and not sequence.pooled:
+        if sequence.num_scheduled == len(sequence.tokens) + sequence.num_pending and not sequence.pooling_state:
             sampling = (sequence, *self._fork(sequence))
             for one in sampling:
                 one.num_pending += 1
@@ -149,7 +149,7 @@ class Planner:
         self._waiting.remove(sequence)
         if sequence.state is State.SWAPPED:
             plan.swap_in += self._kv.swap_in(sequence)
-        if sequence.cached is None:
+        if sequence.num_cached_tokens is None:
             self._admission.record_start(sequence, hit.num_computed)
         sequence.num_computed = sequence.num_scheduled = hit.num_computed
         self._running.start(sequence)
@@ -164,7 +164,7 @@ class Planner:
             if (
                 item.sampling_sequences != (sequence,)
                 or sequence.num_pending > 1
-                or not sequence.generated
+                or not sequence.num_output_tokens
                 or sequence.num_candidates
             ):
                 continue

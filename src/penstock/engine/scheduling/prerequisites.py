@@ -26,7 +26,7 @@ class Prerequisites:
     def __init__(self) -> None:
         self._waiting: dict[Sequence, list[Prerequisite]] = {}
         self._users: dict[Future[Any], int] = {}
-        """Number of sequences that need a future."""
+        """Future → number of sequences that wait for it."""
 
     def __len__(self) -> int:
         return len(self._waiting)

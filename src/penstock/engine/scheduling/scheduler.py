@@ -49,8 +49,8 @@ class Scheduler:
         host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
         weights: version of the weights, part of the prefix cache's hashes.
         lora_slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
-        pipeline_stages: of the workers. Each step computes a share of the running sequences, so that every stage has a
-            step to compute.
+        pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
+            running sequences, so that every stage has a step to compute.
 
     Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
     """
@@ -99,12 +99,12 @@ class Scheduler:
         return self.admission.num_waiting
 
     @property
-    def preemptions(self) -> int:
+    def num_preemptions(self) -> int:
         """Number of preemptions since the engine started; those of a request's beams count once."""
         return self._preemption.count
 
     @property
-    def preempted_sequences(self) -> int:
+    def num_preempted_sequences(self) -> int:
         """Number of sequences that were preempted at least once since the engine started."""
         return self._preemption.num_sequences
 
@@ -112,19 +112,21 @@ class Scheduler:
     def num_preempted_waiting(self) -> int:
         """Number of preempted sequences that wait to run again."""
         sequences = (sequence for group in self._groups.values() for sequence in group.sequences)
-        return sum(one.state in (State.WAITING, State.SWAPPED) and one.cached is not None for one in sequences)
+        return sum(
+            one.state in (State.WAITING, State.SWAPPED) and one.num_cached_tokens is not None for one in sequences
+        )
 
     @property
-    def blocks_reused(self) -> int:
+    def num_hit_blocks(self) -> int:
         """Number of blocks that sequences took from the prefix cache since the engine started."""
         return self._kv.num_hit_blocks
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished_requests(self) -> int:
         """Number of requests that have not ended."""
         return len(self._groups)
 
-    def requests(self) -> list[str]:
+    def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
         return list(self._groups)
 
@@ -227,8 +229,8 @@ class Scheduler:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Plan one step. An empty plan: nothing can run before a step in flight is collected, or there is nothing to
-        run."""
+        """Plan one step. The plan is empty where nothing can run before a step in flight is collected, or there is
+        nothing to run."""
         self.admission.invalidate_free_capacity()
         return self._planner.plan(self.speculation)
 
@@ -267,7 +269,7 @@ class Scheduler:
                 first.prompt_logprobs += output.prompt_logprobs.get(i, [])
             if first.context_logits is not None and i in output.context_logits:
                 first.context_logits.append(output.context_logits[i])
-            if first.pooled and first.state is not State.FINISHED and i in output.pooler_hidden_states:
+            if first.pooling_state and first.state is not State.FINISHED and i in output.pooler_hidden_states:
                 deltas += self._finish_if_done(first, pool_hidden_states(first, output.pooler_hidden_states[i]))
             for sequence, one in zip(item.sampling_sequences, sampled, strict=True):
                 if sequence is not first:

@@ -20,7 +20,8 @@ class StepBuilder:
 
     Args:
         lora_slots: LoRA slot by adapter (``EngineRequest.adapter``).
-        send_sampled: whether sampled tokens are sent with the step that computes them, to workers that do not sample.
+        send_sampled: whether a sampled token is sent with the step that computes it. Workers of pipeline stages before
+            the last do not sample, so they need this.
     """
 
     def __init__(self, lora_slots: Mapping[str, int] | None = None, send_sampled: bool = False) -> None:
@@ -37,8 +38,9 @@ class StepBuilder:
         """Do not send the beam steps of a request: its beams have ended, or start again in other rows."""
         self._beam_steps.pop(request_id, None)
 
-    def step(self, plan: Plan) -> StepInput:
-        """The message of a plan, without drafts (``add_drafts``). Its contents are recorded as sent."""
+    def build(self, plan: Plan) -> StepInput:
+        """Build the message of a plan, without drafts (``add_drafts``), and record its contents as sent: build each
+        plan once, and send the messages in this order."""
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, _ = zip(*plan.scheduled, strict=True)
@@ -91,26 +93,26 @@ class StepBuilder:
         )
 
     def _new_row(self, sequence: Sequence) -> NewRow:
-        sampling, pooled = sequence.request.sampling, sequence.pooled
+        sampling, pooling = sequence.request.sampling, sequence.pooling_state
         return NewRow(
             row=sequence.row,
             token_ids=np.array(sequence.tokens, np.int32),
             prompt_length=sequence.prompt_length,
             num_computed=sequence.num_computed,
             sampling=sampling,
-            stop_token_ids=tuple(sequence.stops),
+            stop_token_ids=tuple(sequence.stop_token_ids),
             seed=sequence.seed,
             index=sequence.index,
             lora_slot=self._lora_slots.get(sequence.request.adapter, -1),
             num_candidates=sequence.num_candidates,
             prompt_logprobs=None if sequence.prompt_logprobs is None else sampling.prompt_logprobs or 0,
             context_logits=sequence.context_logits is not None,
-            pooling="" if pooled is None else "mean" if pooled.needs_all_hidden_states else "last",
+            pooling="" if pooling is None else "mean" if pooling.needs_all_hidden_states else "last",
         )
 
 
 def add_drafts(step: StepInput, plan: Plan) -> None:
-    """Add the draft tokens of a plan to its message. Separate from ``StepBuilder.step``, since the workers may draft
+    """Add the draft tokens of a plan to its message. Separate from ``StepBuilder.build``, since the workers may draft
     them after it."""
     drafts = [item.draft for item in plan.scheduled]
     if any(drafts):

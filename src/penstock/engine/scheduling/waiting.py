@@ -20,7 +20,7 @@ class WaitingQueue:
 
     Args:
         by_priority: whether to sort by priority before arrival (``scheduling_policy``).
-        long_threshold: a sequence with more tokens than this left to compute is long; 0: none is.
+        long_threshold: a sequence with more tokens than this left to compute is long; with 0 none is.
     """
 
     def __init__(self, by_priority: bool, long_threshold: int = 0) -> None:

@@ -65,7 +65,7 @@ class BeamSearch:
         self._num_beams = sampling.num_sequences
         self._length_penalty = sampling.length_penalty
         self._early_stopping = sampling.early_stopping
-        self.num_candidates = max(2, 1 + len(first.stops)) * self._num_beams
+        self.num_candidates = max(2, 1 + len(first.stop_token_ids)) * self._num_beams
         """Number of candidates of each beam: enough to extend all beams when the best candidates are stop tokens."""
         self._beam_logprobs = [np.float32(0), *[DUPLICATE_LOGPROB] * (self._num_beams - 1)]
         self._token_logprobs: list[Logprobs] = [None] * self._num_beams
@@ -86,7 +86,7 @@ class BeamSearch:
         """Select the next beams, the best first; to be called when ``ready``. Returns None where the search has
         ended."""
         first = beams[0]
-        length = first.generated + 1
+        length = first.num_output_tokens + 1
         full = len(first.tokens) + 1 >= first.max_len
         candidates = self._best_candidates()
         self._candidates.clear()
@@ -98,7 +98,7 @@ class BeamSearch:
             guide, complete = beams[parent].guide, False
             if guide and token in first.request.eos_token_ids:
                 token = guide.replace_eos(token)
-            stops = token in first.stops and length > first.request.sampling.min_tokens
+            stops = token in first.stop_token_ids and length > first.request.sampling.min_tokens
             if guide and not stops:
                 guide = guide.copy()
                 complete = not guide.accept_token(token) or guide.is_terminated
@@ -179,7 +179,7 @@ class BeamSearch:
                 context_logits=b"".join(first.context_logits) if first.context_logits and index == 0 else None,
                 finished=FinishReason.STOP if hypothesis.stopped else FinishReason.LENGTH,
                 stop_token=hypothesis.stop_token,
-                cached_tokens=first.cached or 0,
+                cached_tokens=first.num_cached_tokens or 0,
                 queued=first.queued,
                 perf=perf if index == 0 else None,
             )
@@ -203,7 +203,7 @@ class BeamSearch:
 
 
 def _listed(logprobs: Logprobs) -> list[list[Logprob]]:
-    """For each token from the first on, a list of its logprob alone."""
+    """Logprobs as ``TokenDelta.logprobs`` has them: for each token a list, here of its own logprob only."""
     listed: list[list[Logprob]] = []
     while logprobs:
         logprobs, last = logprobs

@@ -10,9 +10,9 @@ MIN_NORM = 1e-12
 """Lower bound of the norm that an embedding is divided by."""
 
 
-class Pooled:
-    """The pooled hidden states of a prompt. The sum is taken token by token, so that the result does not depend on the
-    chunks in which they are added."""
+class PoolingState:
+    """Pools the hidden states of one prompt as they are computed. They are summed token by token, so that the result
+    does not depend on the chunks of a chunked prefill."""
 
     def __init__(self, params: PoolingParams) -> None:
         self._params = params
@@ -34,7 +34,7 @@ class Pooled:
             self._sum = self._sum + state
         self._count += len(states)
 
-    def vector(self) -> bytes:
+    def embedding(self) -> bytes:
         """The embedding, float32; to be called when all states are added."""
         mean = np.asarray(self._sum / self._count)[: self._params.dimensions]
         if self._params.normalize:

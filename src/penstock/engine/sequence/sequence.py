@@ -8,7 +8,7 @@ from enum import Enum, auto
 from penstock.core import EngineRequest, Logprob, PerfMetrics
 
 from ..guided import Guide
-from .pooling import Pooled
+from .pooling import PoolingState
 
 
 class State(Enum):
@@ -22,8 +22,9 @@ class Sequence:
     """One of a request's sequences.
 
     Always ``num_computed <= num_scheduled <= len(tokens) + num_pending``: keys and values of ``num_computed`` tokens
-    are in the blocks; ``num_scheduled`` counts those of the ``inflight_steps``, too, which sample ``num_pending``
-    tokens. Only while ``num_draft_tokens`` are being verified, ``num_scheduled`` counts these, too.
+    are in the blocks; ``num_scheduled`` also counts the tokens that the ``inflight_steps`` steps in flight compute.
+    These steps sample ``num_pending`` tokens. Only while ``num_draft_tokens`` are being verified, ``num_scheduled``
+    counts these, too.
 
     Args:
         index: index of the sequence in its request; all but the first, 0, are created by ``fork``.
@@ -37,7 +38,6 @@ class Sequence:
         "arrived",
         "block_hashes",
         "blocks",
-        "cached",
         "context_logits",
         "draft_len",
         "draft_tokens",
@@ -49,6 +49,7 @@ class Sequence:
         "max_len",
         "ngrams",
         "ngrams_end",
+        "num_cached_tokens",
         "num_candidates",
         "num_computed",
         "num_draft_tokens",
@@ -57,7 +58,7 @@ class Sequence:
         "num_unforked",
         "order",
         "paused",
-        "pooled",
+        "pooling_state",
         "prompt_length",
         "prompt_logprobs",
         "prompt_ngrams",
@@ -69,7 +70,7 @@ class Sequence:
         "seed",
         "sent_blocks",
         "state",
-        "stops",
+        "stop_token_ids",
         "swapping_out",
         "tokens",
     )
@@ -81,7 +82,9 @@ class Sequence:
         self.index = index
         self.seed = seed
         self.order = order
-        self.stops = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids))
+        self.stop_token_ids = frozenset(
+            sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids)
+        )
         """Tokens that end the sequence."""
         self.prompt_length = len(request.prompt)
         self.max_len = self.prompt_length + (0 if request.pooling else sampling.max_tokens)
@@ -121,8 +124,8 @@ class Sequence:
         """Position from which the workers have to be sent the tokens again, as they have other tokens or none there;
         None where they have the right ones."""
         self.block_hashes: list[bytes] = []
-        """Prefix cache hashes of its leading full blocks (``prefix.extend``)."""
-        self.cached: int | None = None
+        """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
+        self.num_cached_tokens: int | None = None
         """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
         self.arrived = time.monotonic()
         """Time of arrival, seconds on the monotonic clock."""
@@ -138,7 +141,7 @@ class Sequence:
         """For a beam: number of likeliest next tokens that its search considers. 0 for a sequence that samples."""
         self.guide: Guide | None = None
         """State of its grammar and its reasoning limit; None where there is neither."""
-        self.pooled = Pooled(request.pooling) if request.pooling else None
+        self.pooling_state = PoolingState(request.pooling) if request.pooling else None
         """For an embedding request: the hidden states pooled so far."""
         self.prompt_logprobs: list[list[Logprob]] | None = None if sampling.prompt_logprobs is None else []
         """Logprobs of the prompt's tokens so far; None where none are returned (any more)."""
@@ -153,13 +156,13 @@ class Sequence:
         return PerfMetrics(self.first_scheduled, self.allocated_blocks, self.draft_tokens, self.accepted_tokens)
 
     @property
-    def generated(self) -> int:
+    def num_output_tokens(self) -> int:
         """Number of output tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def is_partial_prefill(self) -> bool:
-        """Whether a part of its tokens is scheduled, and more than the newest one is not."""
+        """Whether some of its tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
         return 0 < self.num_scheduled < len(self.tokens) - 1
 
     def reset_computed(self) -> None:
@@ -170,21 +173,22 @@ class Sequence:
             self.prompt_logprobs = []
         if self.context_logits is not None:
             self.context_logits = []
-        if self.pooled:
-            self.pooled.reset()
+        if self.pooling_state:
+            self.pooling_state.reset()
 
     @property
     def needs_all_hidden_states(self) -> bool:
         """Whether the hidden states of all prompt tokens are needed, so that none may come from the prefix cache: for
         prompt logprobs, context logits and mean pooling."""
         returned = self.prompt_logprobs is not None or self.context_logits is not None
-        return returned or (self.pooled is not None and self.pooled.needs_all_hidden_states)
+        return returned or (self.pooling_state is not None and self.pooling_state.needs_all_hidden_states)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling with the same tokens, as sequence ``index``, in ``blocks``, whose references the caller counts."""
         sibling = Sequence(self.request, index, self.seed, self.order)
         sibling.tokens, sibling.block_hashes = list(self.tokens), list(self.block_hashes)
-        sibling.num_computed, sibling.num_scheduled, sibling.cached = self.num_computed, self.num_scheduled, self.cached
+        sibling.num_computed, sibling.num_scheduled = self.num_computed, self.num_scheduled
+        sibling.num_cached_tokens = self.num_cached_tokens
         sibling.blocks = blocks
         sibling.prompt_logprobs = sibling.context_logits = None
         sibling.guide = self.guide.copy() if self.guide else None

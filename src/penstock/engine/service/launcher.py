@@ -52,12 +52,12 @@ class EngineProcess:
     """Starts, watches and stops an engine process, which clients reach at ``address``.
 
     Args:
-        replica: of ``data_parallel_size``.
+        replica: index of the data-parallel replica.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, replica: int = 0) -> None:
         self.options = options
-        """Of the next process that is started."""
+        """The options of the next process that is started."""
         self._logs = logs or LogOptions()
         self._replica = replica
         self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
@@ -175,7 +175,7 @@ class EngineProcesses:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of each engine."""
+        """ZeroMQ address of each engine."""
         return tuple(engine.address for engine in self._engines)
 
     @property

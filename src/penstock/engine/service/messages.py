@@ -107,7 +107,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     max_model_len: int
     vocab_size: int
     num_blocks: int
-    """KV blocks on the device."""
+    """Number of KV blocks on the device."""
     block_size: int
     """Tokens in a KV block."""
     fingerprint: str
@@ -195,7 +195,7 @@ class CallResult(msgspec.Struct, tag=True, frozen=True):
 
     call_id: int
     failure: Failure | None = None
-    """None where it succeeded."""
+    """The error; None where the call succeeded."""
 
 
 # --- Messages that cannot be decoded ---------------------------------------------------------------------------------
@@ -225,14 +225,14 @@ class PartialMessage(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What an engine process reads on its standard input: one JSON document."""
+    """The engine's options, which an engine process reads on its standard input as one JSON document."""
 
     options: EngineOptions
     logs: LogOptions
     parent: int
     """Process id of the parent; the engine is killed when it dies."""
     replica: int = 0
-    """Of ``data_parallel_size``."""
+    """Index of the data-parallel replica."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

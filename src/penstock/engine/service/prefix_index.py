@@ -12,8 +12,8 @@ from .messages import Ready
 
 
 class PrefixIndex:
-    """The replicas that have computed a block of tokens after the blocks before it, by a hash of all of them. There are
-    as many as fit into the replicas' caches together; the least recently used ones are forgotten.
+    """Which replicas have a block in their prefix cache, by the hash of its tokens and of all tokens before it. Holds
+    as many blocks as fit into the replicas' caches together; the least recently used ones are removed.
 
     Args:
         replicas: number of replicas.
@@ -24,7 +24,7 @@ class PrefixIndex:
         self._block_size = 1
         self._capacity = 0
         self._blocks: OrderedDict[int, int] = OrderedDict()
-        """Hash → bits of the replicas."""
+        """Block hash → bit mask of the replicas that have the block."""
 
     def set_capacity(self, engines: Sequence[Ready | None]) -> None:
         """Set block size and capacity to those of the engines."""
@@ -49,14 +49,14 @@ class PrefixIndex:
         return counts
 
     def insert(self, request: EngineRequest, output: list[int], replica: int) -> None:
-        """A replica has computed a request's prompt and these tokens after it."""
+        """Record that a replica has cached the blocks of a request's prompt and of the ``output`` tokens after it."""
         for block in self._hashes(request, [*request.prompt, *output]):
             self._blocks[block] = self._blocks.pop(block, 0) | 1 << replica
         while len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """A replica has lost its cache."""
+        """Remove all blocks of a replica, whose engine has died."""
         for block, replicas in list(self._blocks.items()):
             if left := replicas & ~(1 << replica):
                 self._blocks[block] = left
@@ -64,7 +64,7 @@ class PrefixIndex:
                 del self._blocks[block]
 
     def clear(self) -> None:
-        """All replicas have."""
+        """Remove all blocks of all replicas."""
         self._blocks.clear()
 
     def _hashes(self, request: EngineRequest, tokens: Sequence[int]) -> Iterator[int]:

@@ -50,7 +50,7 @@ MAX_PROMPT_LOGPROBS = 64
 CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the API process that sent the request has stopped answering")
 
 
-class Server:
+class EngineServer:
     """Runs an engine and serves its clients.
 
     Args:
@@ -173,7 +173,7 @@ class Server:
         self._stopping = True
         while not self._receive(0):
             pass
-        for request_id in self._engine.scheduler.requests():
+        for request_id in self._engine.scheduler.request_ids():
             self._send(self._engine.scheduler.abort(request_id, Failure(Code.UNAVAILABLE, "the engine has stopped")))
         self._socket.close()
 
@@ -314,7 +314,7 @@ class Server:
         for client in expired:
             logger.warning("client %s has fallen silent: its requests are cancelled", client.hex())
             del self._last_heard[client]
-            for request_id in self._engine.scheduler.requests():
+            for request_id in self._engine.scheduler.request_ids():
                 if _split_internal_id(request_id)[0] == client:
                     self._send(self._engine.scheduler.abort(request_id, CLIENT_SILENT))
 
@@ -328,9 +328,9 @@ class Server:
             waiting=scheduler.num_waiting,
             blocks=scheduler.device_pool.total,
             blocks_used=scheduler.device_pool.num_used,
-            preemptions=scheduler.preemptions,
+            preemptions=scheduler.num_preemptions,
             num_preempted_waiting=scheduler.num_preempted_waiting,
-            blocks_reused=scheduler.blocks_reused,
+            blocks_reused=scheduler.num_hit_blocks,
             steps=self._engine.steps,
             scheduled=len(items),
             in_prefill=len(prefills),
@@ -350,7 +350,7 @@ class Server:
 def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
     """Bind this process to its replica's cores; returns the options within them. Raises ``PenstockError`` as
     ``bind_replica``."""
-    from penstock.ops.cores import bind_replica, usable_cores  # which brings PyTorch
+    from penstock.ops.cores import bind_replica, usable_cores  # imports PyTorch
 
     replicas, ranks = options.data_parallel_size, options.tensor_parallel_size * options.pipeline_parallel_size
     threads = options.threads or max(1, usable_cores() // (replicas * ranks))
@@ -414,7 +414,7 @@ def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Start)
     kill_with_parent(start.parent)
     logs.set_up(start.logs, "engine")
-    Server(sys.argv[1], start.options, start.logs, report, start.replica).run()
+    EngineServer(sys.argv[1], start.options, start.logs, report, start.replica).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Speculative decoding: draft tokens, of which the model can accept several in one step.
 
 The model samples its own token wherever one was drafted, and a draft is accepted as far as it equals these (Leviathan
-et al., 2023, with the sample itself in place of their test): the output is the same with and without drafts.
+et al., 2023, with this comparison in place of rejection sampling): the output is the same with and without drafts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Speculation:
         self.stats = SpecDecodingStats(accepted_at=[0] * max_len)
 
     def should_draft(self, num_running: int) -> bool:
-        """Whether a step that is planned while so many sequences run should have drafts."""
+        """Whether a step should have drafts that is planned while ``num_running`` sequences run."""
         return not self._disabled and (not self._adaptive or self._tuners[num_running.bit_length()].drafting)
 
     def draft_token_ids(self, sequence: Sequence, max_len: int) -> list[int]:
@@ -168,7 +168,7 @@ def _propose_message(items: list[ScheduledSequence], updates: RowUpdates) -> Pro
 def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
     """The leading draft tokens that the sequence can accept: up to the first that would end it, or that its grammar
     does not allow."""
-    stops = sequence.stops | frozenset(
+    stops = sequence.stop_token_ids | frozenset(
         sequence.request.eos_token_ids if sequence.guide else ()
     )  # a guide may replace EOS
     end = next((i for i, token in enumerate(draft) if token in stops), len(draft))

@@ -42,7 +42,7 @@ class DraftBuilder:
 
     def __init__(self, count: int) -> None:
         self.token_ids: list[list[int] | None] = [[] for _ in range(count)]
-        """The answer to ``Propose``."""
+        """The drafts, as ``Propose`` is answered: None for a row whose draft has failed."""
 
     def add(self, index: int, sampled: SampledTokens) -> int | None:
         """Append a sampled token to the draft of row ``index``, and return it. Returns None where sampling failed: the

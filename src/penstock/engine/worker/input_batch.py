@@ -71,7 +71,8 @@ class InputBatch:
     def flatten(
         self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_states: np.ndarray, shift: int = 0
     ) -> Batch:
-        """The flat batch of ``lengths`` tokens from ``starts`` on of each row, at least one token in all.
+        """Build the input of a forward pass: ``lengths`` tokens from ``starts`` on of each row, concatenated without
+        padding; at least one token in all.
 
         Args:
             rows, starts, lengths: ``[items]`` int32 or int64.
@@ -82,36 +83,38 @@ class InputBatch:
         total = starts + lengths
         count = int(ends[-1])
         if count == len(rows):  # one token each, as when all decode
-            own, positions = rows, starts.astype(np.int64)
+            token_rows, positions = rows, starts.astype(np.int64)
         else:
-            own = rows.repeat(lengths)
+            token_rows = rows.repeat(lengths)
             positions = np.arange(count) + (total - ends).repeat(lengths)
         blocks, offsets = np.divmod(positions, self._block_size)
         max_blocks = -(-int(total.max()) // self._block_size)
-        slots = self.tables[own, blocks].astype(np.int64) * self._block_size + offsets
-        queries = logit_queries = self._queries(rows, total, lengths, max_blocks)
+        slot_mapping = self.tables[token_rows, blocks].astype(np.int64) * self._block_size + offsets
+        attention = logits_attention = self._attention_metadata(rows, total, lengths, max_blocks)
         if (num_states == lengths).all():
-            logit_rows = np.arange(count)
+            logits_indices = np.arange(count)
         else:
             some = num_states > 0
-            logit_queries = self._queries(rows[some], total[some], num_states[some], max_blocks)
+            logits_attention = self._attention_metadata(rows[some], total[some], num_states[some], max_blocks)
             state_ends = num_states.cumsum()
-            logit_rows = np.arange(state_ends[-1]) + (ends - state_ends).repeat(num_states)
-        adapters = logit_adapters = None
+            logits_indices = np.arange(state_ends[-1]) + (ends - state_ends).repeat(num_states)
+        lora_slots = logits_lora_slots = None
         if self._any_lora and ((slot := self.lora_slots[rows]) >= 0).any():
-            adapters, logit_adapters = (self._tensor(slot.repeat(counts)) for counts in (lengths, num_states))
+            lora_slots, logits_lora_slots = (self._tensor(slot.repeat(counts)) for counts in (lengths, num_states))
         return Batch(
-            token_ids=self._tensor(self.tokens[own, positions + shift].astype(np.int64)),
+            token_ids=self._tensor(self.tokens[token_rows, positions + shift].astype(np.int64)),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(slots),
-            attention=queries,
-            logits_indices=self._tensor(logit_rows),
-            logits_attention=logit_queries,
-            lora_slots=adapters,
-            logits_lora_slots=logit_adapters,
+            slot_mapping=self._tensor(slot_mapping),
+            attention=attention,
+            logits_indices=self._tensor(logits_indices),
+            logits_attention=logits_attention,
+            lora_slots=lora_slots,
+            logits_lora_slots=logits_lora_slots,
         )
 
-    def _queries(self, rows: np.ndarray, total: np.ndarray, counts: np.ndarray, blocks: int) -> AttentionMetadata:
+    def _attention_metadata(
+        self, rows: np.ndarray, total: np.ndarray, counts: np.ndarray, blocks: int
+    ) -> AttentionMetadata:
         starts = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=starts[1:])
         tables = self.tables[rows, :blocks]

@@ -69,7 +69,7 @@ class ModelRunner:
             hidden = torch.zeros(self._max_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
         capture = partial(
             self._ops.capture,
-            partial(self.model.hidden, cache=self.cache),
+            partial(self.model.forward, cache=self.cache),
             self._max_tokens,
             self._max_rows,
             self._max_blocks,
@@ -117,8 +117,8 @@ class ModelRunner:
             self._ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
 
     def forward(self, batch: Batch) -> Tensor:
-        """Compute a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``, ``[tokens,
-        hidden]``."""
+        """Run the forward pass over a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``,
+        ``[tokens, hidden]``."""
         return (self._forward if batch.lora_slots is None else self._forward_lora)(batch)
 
     def sample(
@@ -176,8 +176,9 @@ class ModelRunner:
             listed += logprobs(logits, chosen, [alternatives] * len(chosen))
         return listed
 
-    def logits(self, hidden: Tensor) -> Iterator[bytes]:
-        """Logits of hidden states ``[tokens, hidden]``, as bytes of ``[some, vocabulary]`` float32 at a time."""
+    def logits_bytes(self, hidden: Tensor) -> Iterator[bytes]:
+        """Logits of hidden states ``[tokens, hidden]`` as bytes, in chunks: each is ``[up to TOKENS_AT_ONCE,
+        vocabulary]`` float32."""
         for start in range(0, len(hidden), TOKENS_AT_ONCE):
             yield self.model.logits(hidden[start : start + TOKENS_AT_ONCE]).numpy(force=True).tobytes()
 

@@ -42,7 +42,7 @@ class MTPDrafter:
         self._batch = batch
         self._layers = runner.model.mtp_heads  # draft tokens beyond their number are drafted by the last one
         self._first: dict[int, FirstDraft] = {}
-        """By row."""
+        """The first draft token of each row, by row number."""
 
     def init_cache(self, blocks: int) -> None:
         """Nothing to do: the layers' cache is part of the model's."""
@@ -56,7 +56,7 @@ class MTPDrafter:
     def propose(self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> list[list[int] | None]:
         drafts = DraftBuilder(len(rows))
         states: dict[int, Tensor] = {}
-        """By index, of the rows whose drafts may go on."""
+        """Hidden states for the next draft token, by index of the rows whose drafts go on."""
 
         def add(i: int, result: SampledTokens, state: Tensor, position: int) -> None:
             if (token := drafts.add(i, result)) is None:
@@ -125,7 +125,7 @@ class MTPDrafter:
         batch = self._batch.flatten(rows, starts, counts, counts.copy(), shift=1)
         model = self._runner.model
         layer = self._layers[number]
-        hidden = layer.hidden(batch, states, self._runner.cache[model.config.num_layers + number])
+        hidden = layer.forward(batch, states, self._runner.cache[model.config.num_layers + number])
         last = hidden[torch.from_numpy(counts.cumsum() - 1).to(hidden.device)]
         own = [self._batch.row(row) for row in rows]
         lengths = (starts + counts + 1).tolist()

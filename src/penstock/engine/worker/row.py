@@ -18,8 +18,8 @@ class Row:
 
     Args:
         new: the message that starts the row.
-        tokens: ``[max_len]`` int32: the row's tokens in the batch, whose number the row does not know. Shared with the
-            batch, which writes to it.
+        tokens: ``[max_len]`` int32: the row of ``InputBatch.tokens``, which the batch writes to. The row does not know
+            how many of them are set.
     """
 
     def __init__(self, new: NewRow, tokens: np.ndarray) -> None:
@@ -52,14 +52,15 @@ class Row:
         return child
 
     def num_prompt_logprobs(self, start: int, length: int) -> int:
-        """Number of prompt logprobs that a step returns which computes ``length`` tokens from ``start`` on: those of
-        the prompt tokens from ``start + 1`` on."""
+        """Number of prompt logprobs returned by a step that computes ``length`` tokens from ``start`` on. The first is
+        that of prompt token ``start + 1``."""
         if self.prompt_logprobs is None:
             return 0
         return max(min(length, self.prompt_length - 1 - start), 0)
 
     def num_context_logits(self, start: int, length: int) -> int:
-        """Number of prompt tokens whose logits a step returns which computes ``length`` tokens from ``start`` on."""
+        """Number of prompt tokens whose logits are returned by a step that computes ``length`` tokens from ``start``
+        on."""
         return max(min(length, self.prompt_length - start), 0) if self.context_logits else 0
 
     @property
@@ -93,7 +94,7 @@ class Position(NamedTuple):
     """As ``Row.is_plain_greedy``."""
 
     @property
-    def generated(self) -> int:
+    def num_output_tokens(self) -> int:
         """Number of output tokens before the position."""
         return self.length - self.row.prompt_length
 

@@ -43,7 +43,7 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tenso
         failure and nothing else.
     """
     adjusted = adjust(logits, positions, grammar_bitmask)
-    token_ids = adjusted.argmax(-1)  # of NaN and numbers, argmax takes NaN
+    token_ids = adjusted.argmax(-1)  # a row with a NaN gets the index of the NaN
     largest = adjusted.gather(-1, token_ids[:, None])[:, 0].tolist()
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
     for start in range(0, len(random), ROWS_AT_ONCE):
@@ -59,7 +59,7 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tenso
     def result(i: int, position: Position, token_id: int) -> SampledTokens:
         if not math.isfinite(largest[i]):
             excluded = largest[i] == EXCLUDED and bool(logits[i].amax().isfinite())
-            if not (excluded and i in of_beams):  # a beam without candidates ends, and its search goes on
+            if not (excluded and i in of_beams):  # a beam without candidates ends; the other beams go on
                 return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
         if i in of_beams:
             return SampledTokens([], candidates=of_beams[i])
@@ -127,13 +127,13 @@ def _bad_words(row: Tensor, position: Position) -> None:
 
     def has_begun(beginning: list[int]) -> bool:
         end = position.row.tokens[position.length - len(beginning) : position.length]
-        return position.generated >= len(beginning) and end.tolist() == beginning
+        return position.num_output_tokens >= len(beginning) and end.tolist() == beginning
 
     row[[last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]] = EXCLUDED
 
 
 def _min_tokens(row: Tensor, position: Position) -> None:
-    if position.generated < position.params.min_tokens:
+    if position.num_output_tokens < position.params.min_tokens:
         row[[token for token in position.row.stop_token_ids if token < len(row)]] = EXCLUDED
 
 
@@ -154,7 +154,7 @@ def _frequency_and_presence(row: Tensor, position: Position) -> None:
     """OpenAI's frequency and presence penalties, over the output."""
     params, counts = position.params, position.counts
     seen = torch.from_numpy(counts.output_ids).to(row.device)
-    times = torch.from_numpy(counts.output_times).to(row.device)
+    times = torch.from_numpy(counts.output_counts).to(row.device)
     row[seen] -= params.frequency_penalty * times + params.presence_penalty
 
 
@@ -184,7 +184,7 @@ def sample_random(logits: Tensor, positions: Sequence[Position]) -> Tensor:
         logits: ``[positions, vocabulary]`` float32, adjusted.
 
     Returns:
-        Token ids, ``[positions]`` int64; of no meaning where the logits have no distribution.
+        Token ids, ``[positions]`` int64; undefined where no token is allowed, or a logit is not finite.
     """
     params = [position.params for position in positions]
     column = torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
@@ -192,7 +192,7 @@ def sample_random(logits: Tensor, positions: Sequence[Position]) -> Tensor:
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
     if any(p.min_p > 0 for p in params):
         weights.masked_fill_(weights < torch.tensor([p.min_p for p in params], device=logits.device)[:, None], 0)
-    valid = weights.sum(-1).isfinite().tolist()  # not where nothing is grammar_bitmask, or a logit is not finite
+    valid = weights.sum(-1).isfinite().tolist()  # False where no token is allowed, or a logit is NaN or infinite
     for i, p in enumerate(params):
         if not valid[i]:
             continue

@@ -34,11 +34,11 @@ class TokenCounts:
                 self._output.remove(token)
 
     def count(self, tokens: np.ndarray, length: int) -> None:
-        """Count exactly the first ``length`` tokens.
+        """Update the counts to be those of the first ``length`` tokens.
 
         Args:
-            tokens: ``[at least length]`` int32: the row's tokens. Those counted before must be the same still, unless
-                ``rewind`` has removed them.
+            tokens: ``[at least length]`` int32: the row's tokens. Tokens that were counted by an earlier call must not
+                have changed, unless ``rewind`` has removed them.
         """
         self.rewind(length)
         done = len(self._counted)
@@ -59,7 +59,7 @@ class TokenCounts:
         return self._output.token_ids
 
     @property
-    def output_times(self) -> np.ndarray:
+    def output_counts(self) -> np.ndarray:
         """How often each of ``output_ids`` occurs in the output, ``[output tokens]`` int64."""
         return self._output.times
 
@@ -69,7 +69,7 @@ class _Table:
 
     def __init__(self) -> None:
         self._columns: dict[int, int] = {}
-        """By token."""
+        """Token → its column in ``_held``."""
         self._held = np.zeros((2, 64), np.int64)
         """Token and count in each column; columns beyond ``len(_columns)`` are spare."""
 

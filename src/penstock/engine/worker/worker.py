@@ -51,7 +51,8 @@ MAX_DRAFTER_ERRORS = 8
 class Worker:
     """Computes steps. Call ``load``, ``profile`` and ``init_cache`` once each, in this order, then ``execute`` and
     ``call``, all in the same thread; only files of adapters are read in another.
-    All ranks of a group make the same calls, and compute the same but for the outputs that their layers share out.
+    All ranks of a group make the same calls. They compute the same, except that each has its shard of the layers'
+    outputs.
 
     Args:
         options: of the engine.
@@ -293,7 +294,7 @@ class Worker:
                 hidden[:count], tokens, row.prompt_logprobs or 0
             )
         if count := row.num_context_logits(start, length):
-            output.context_logits[item] = b"".join(self._runner.logits(hidden[:count]))
+            output.context_logits[item] = b"".join(self._runner.logits_bytes(hidden[:count]))
 
     def _sample(
         self,

@@ -31,20 +31,21 @@ def cache_folder(name: str) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Usage:
+class DiskUsage:
     """The disk usage of a weight cache."""
 
     files: int
+    """Number of files."""
     used: int
     """Bytes."""
     limit: int
     """Bytes."""
 
 
-def usage(folder: Path, limit: float) -> Usage:
+def disk_usage(folder: Path, limit: float) -> DiskUsage:
     """The disk usage of a weight cache; ``limit`` is ``weight_cache_size`` in GiB, 0 for the default."""
     sizes = [status.st_size for _, status in _entries(folder, SUFFIX)]
-    return Usage(len(sizes), sum(sizes), limit_bytes(folder, limit))
+    return DiskUsage(len(sizes), sum(sizes), limit_bytes(folder, limit))
 
 
 def limit_bytes(folder: Path, limit: float) -> int:

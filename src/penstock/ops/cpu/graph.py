@@ -81,7 +81,7 @@ def _allocating_from(arena: Arena) -> Iterator[None]:
 
 
 class CapturedGraph:
-    """A forward pass as one native call; arguments as of ``capture``."""
+    """A forward pass as one native call; arguments as for ``capture``."""
 
     def __init__(
         self,

@@ -10,8 +10,9 @@ HASH_BYTES = 16
 """Length of a hash. 128 bits, since a collision would show one user another's keys and values."""
 
 
-def root(weights: str, adapter: str = "", salt: str = "") -> bytes:
-    """The hash before the first block, ``HASH_BYTES`` long: of all that changes keys and values besides the tokens.
+def root_hash(weights: str, adapter: str = "", salt: str = "") -> bytes:
+    """The parent hash of the first block, ``HASH_BYTES`` long: of everything but the tokens that keys and values depend
+    on.
 
     Args:
         weights: version of the weights.
@@ -25,12 +26,12 @@ def root(weights: str, adapter: str = "", salt: str = "") -> bytes:
     return seed.digest()
 
 
-def extend(block_hashes: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
+def extend_block_hashes(block_hashes: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
     """Append the hashes of the full blocks of ``tokens`` that ``block_hashes`` lacks.
 
     Args:
         block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
-        start: the hash before the first block (``root``); unused where ``block_hashes`` is not empty.
+        start: ``root_hash``, the parent hash of the first block; unused where ``block_hashes`` is not empty.
     """
     for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):
         block = array("I", tokens[begin : begin + block_size]).tobytes()
