@@ -123,7 +123,7 @@ def test_another_process_encodes_the_same(isolated: IsolatedTokenizer) -> None:
     ids = own.encode("the river<|im_end|>")
     assert isolated.decode(ids) == own.decode(ids) and isolated.decode(ids, False) == own.decode(ids, False)
     assert isolated.vocabulary == own.vocabulary and isolated.special_ids == own.special_ids
-    assert [isolated.token(i) for i in (*ids, 10**6)] == [own.token(i) for i in (*ids, 10**6)]
+    assert [isolated.id_to_token(i) for i in (*ids, 10**6)] == [own.id_to_token(i) for i in (*ids, 10**6)]
     assert isolated.token_to_id("<|im_end|>") == own.token_to_id("<|im_end|>")
     assert isolated.token_to_id("no token") is None
     assert isolated.to_json() == own.to_json() and isolated.special == own.special

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from penstock.text import (
     Message,
     ParserConfig,
+    ReasoningStage,
     ResponseParser,
-    Stage,
     initial_stage,
     reasoning_format,
     tool_call_format,
@@ -114,15 +114,15 @@ def test_calls_are_found(form: str, text: str, content: str, calls: list[Any], d
 
 
 ANSWERS = [
-    ("qwen3", Stage.BEFORE, "<think>\nLet me see.\n</think>\n\nIt is 4.\n", "Let me see.", "It is 4.\n"),
-    ("qwen3", Stage.BEFORE, "\nIt is <think>4</think>.", "", "\nIt is <think>4</think>."),
-    ("qwen3", Stage.WITHIN, "Let me see.\n\n</think>It is 4.", "Let me see.", "It is 4."),
-    ("qwen3", Stage.WITHIN, "Let me see.\n", "Let me see.\n", ""),
-    ("qwen3", Stage.WITHIN, "a </think", "a </think", ""),
-    ("qwen3", Stage.AFTER, "\n</think>It is 4.", "", "\n</think>It is 4."),
-    ("qwen3", Stage.BEFORE, "<thin", "", "<thin"),
-    ("deepseek_r1", Stage.WITHIN, "<think>\n<think>a</think>b</think>", "<think>a", "b</think>"),
-    ("ernie", Stage.WITHIN, "a\n</think>\n\n<response>\nb\n\nc\n</response>\n", "a", "b\n\nc"),
+    ("qwen3", ReasoningStage.BEFORE, "<think>\nLet me see.\n</think>\n\nIt is 4.\n", "Let me see.", "It is 4.\n"),
+    ("qwen3", ReasoningStage.BEFORE, "\nIt is <think>4</think>.", "", "\nIt is <think>4</think>."),
+    ("qwen3", ReasoningStage.WITHIN, "Let me see.\n\n</think>It is 4.", "Let me see.", "It is 4."),
+    ("qwen3", ReasoningStage.WITHIN, "Let me see.\n", "Let me see.\n", ""),
+    ("qwen3", ReasoningStage.WITHIN, "a </think", "a </think", ""),
+    ("qwen3", ReasoningStage.AFTER, "\n</think>It is 4.", "", "\n</think>It is 4."),
+    ("qwen3", ReasoningStage.BEFORE, "<thin", "", "<thin"),
+    ("deepseek_r1", ReasoningStage.WITHIN, "<think>\n<think>a</think>b</think>", "<think>a", "b</think>"),
+    ("ernie", ReasoningStage.WITHIN, "a\n</think>\n\n<response>\nb\n\nc\n</response>\n", "a", "b\n\nc"),
 ]
 
 
@@ -130,14 +130,14 @@ ANSWERS = [
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_thoughts_are_told_apart(
-    form: str, stage: Stage, text: str, thought: str, answer: str, data: st.DataObject
+    form: str, stage: ReasoningStage, text: str, thought: str, answer: str, data: st.DataObject
 ) -> None:
     found = read(ParserConfig(THOUGHTS[form], stage), cut(text, data))
     assert (found.reasoning_content, found.content) == (thought, answer)
 
 
 def test_calls_come_after_thoughts() -> None:
-    reading = ParserConfig(THOUGHTS["qwen3"], Stage.BEFORE, tools=TOOLS["hermes"])
+    reading = ParserConfig(THOUGHTS["qwen3"], ReasoningStage.BEFORE, tools=TOOLS["hermes"])
     found = read(reading, [f"<think>\nMaybe {HERMES}?\n</think>\n\nSure. {HERMES}"])
     assert (found.reasoning_content, found.content) == (f"Maybe {HERMES}?", "Sure.")
     assert [(call.name, call.arguments) for call in found.tool_calls] == [CALL]
@@ -155,10 +155,10 @@ FRAGMENTS = [*sorted(MARKS), *PARTS.split(), "</response>", " ", "\n", "\n\n", H
 
 
 @pytest.mark.parametrize("tools", TOOLS)
-@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("stage", list(ReasoningStage))
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_text_in_any_pieces(tools: str, stage: Stage, data: st.DataObject) -> None:
+def test_any_text_in_any_pieces(tools: str, stage: ReasoningStage, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
     reading = ParserConfig(THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools])
@@ -193,9 +193,9 @@ def test_a_form_is_found_in_the_template(template: str) -> None:
 def test_a_prompt_says_where_its_answer_begins() -> None:
     qwen, deepseek = THOUGHTS["qwen3"], THOUGHTS["deepseek_r1"]
     assert qwen and deepseek
-    assert initial_stage(qwen, "user: <think>\nassistant:") is Stage.BEFORE
-    assert initial_stage(qwen, "assistant:\n<think>\n") is Stage.WITHIN
-    assert initial_stage(qwen, "assistant:\n<think>\n\n</think>\n\n") is Stage.AFTER
-    assert initial_stage(deepseek, "assistant:") is Stage.WITHIN
-    assert initial_stage(qwen, "… <think>I was", continued="<think>I was") is Stage.WITHIN
-    assert initial_stage(qwen, "… </think>It", continued="<think>I was</think>It") is Stage.AFTER
+    assert initial_stage(qwen, "user: <think>\nassistant:") is ReasoningStage.BEFORE
+    assert initial_stage(qwen, "assistant:\n<think>\n") is ReasoningStage.WITHIN
+    assert initial_stage(qwen, "assistant:\n<think>\n\n</think>\n\n") is ReasoningStage.AFTER
+    assert initial_stage(deepseek, "assistant:") is ReasoningStage.WITHIN
+    assert initial_stage(qwen, "… <think>I was", continued="<think>I was") is ReasoningStage.WITHIN
+    assert initial_stage(qwen, "… </think>It", continued="<think>I was</think>It") is ReasoningStage.AFTER

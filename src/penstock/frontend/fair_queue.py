@@ -17,17 +17,18 @@ MAX_QUEUED = 2**16
 
 
 class FairQueue:
-    """Grants turns to tasks with long work, round robin, one turn per iteration of the event loop.
+    """Shares the event loop among tasks that do long CPU work in pieces: one piece per iteration of the loop, round
+    robin.
 
-    So an iteration lasts no longer than one piece of long work, however many tasks have some.
+    So an iteration lasts no longer than one piece, however many tasks have long work.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._granting = False
 
-    async def turn(self) -> None:
-        """Wait for a turn; it lasts until the task awaits again."""
+    async def wait_turn(self) -> None:
+        """Wait until this task may do its next piece of work; it has the event loop until its next ``await``."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)

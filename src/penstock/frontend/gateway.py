@@ -41,7 +41,7 @@ class Gateway:
     Args:
         addresses: ZeroMQ addresses of the engine processes, one for each data-parallel replica.
         input_processor: the tokenizer, chat template and defaults of the model.
-        request_cost: as of ``EnginePool``.
+        request_cost: as in ``EnginePool``.
     """
 
     def __init__(self, addresses: Sequence[str], input_processor: InputProcessor, request_cost: int = 0) -> None:
@@ -54,16 +54,11 @@ class Gateway:
         """Shares the event loop among requests with long work."""
         self._open: dict[str, DeltaQueue] = {}
         self._outputs: dict[str, RequestOutput] = {}
-        """Of open requests: the output so far."""
+        """The output so far of each open request, by the engine's request id."""
         self._ids = itertools.count()
         self._template_renderer = TemplateRenderer()
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
         self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
-
-    @property
-    def open(self) -> int:
-        """Number of open requests."""
-        return len(self._open)
 
     async def close(self) -> None:
         self._template_renderer.close()
@@ -75,8 +70,8 @@ class Gateway:
         """The token ids of a prompt.
 
         Args:
-            size: characters that the caller encodes one prompt after the other, this one included; decides whether to
-                encode in a thread.
+            size: number of characters of all prompts that the caller encodes one after the other, this one included;
+                decides whether to encode in a thread.
 
         Raises ``PenstockError`` where the prompt is invalid or far too long, or no engine is ready.
         """
@@ -179,7 +174,7 @@ class Gateway:
             while not output.finished:
                 await inbox.wait()
                 if inbox.size > MAX_INLINE_TOKENS:
-                    await self.fair_queue.turn()
+                    await self.fair_queue.wait_turn()
                 changed = False
                 for delta in inbox.pop(TURN_SIZE):
                     if isinstance(delta, Failure):

@@ -17,7 +17,7 @@ from penstock.core.errors import invalid
 from penstock.text import (
     ParserConfig,
     ReasoningFormat,
-    Stage,
+    ReasoningStage,
     Tokenizer,
     ToolCallFormat,
     initial_stage,
@@ -197,7 +197,7 @@ class InputProcessor:
             template: the chat template that was used; None is the model's own.
         """
         tools, reasoning = self.response_formats(template)
-        stage, continued = Stage.AFTER, bool(options.get("continue_final_message"))
+        stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
         if reasoning:
             stage = initial_stage(reasoning, prompt, str(messages[-1]["content"]) if continued else "")
         return ParserConfig(reasoning, stage, continued, tools if allow_tool_calls else None)
@@ -233,11 +233,11 @@ class InputProcessor:
                 raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {message}", limits[0])
             return None
         assert parser_config and form
-        if parser_config.stage is Stage.AFTER:
+        if parser_config.stage is ReasoningStage.AFTER:
             return None
         between = self.tokenizer.encode(f"{form.end_marker}{REASONING_SEPARATOR}", add_special_tokens=False)
         answer = between[1:] if between[0] == end and self.tokenizer.decode(between[1:]) == REASONING_SEPARATOR else []
-        return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is Stage.WITHIN)
+        return ReasoningSpan(begin, end, tuple(answer), parser_config.stage is ReasoningStage.WITHIN)
 
     def _prompt(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -17,7 +17,7 @@ from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 
 
 class OutputProcessor:
-    """Builds a request's output from its deltas.
+    """Builds a request's output from its deltas: detokenizes, finds stop strings and parses chat answers.
 
     Args:
         tokenizer: None where the request does not want text (``detokenize`` false).

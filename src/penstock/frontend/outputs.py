@@ -56,7 +56,7 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
-class Times:
+class RequestTimes:
     """Times of a request, seconds on the monotonic clock."""
 
     arrived: float = field(default_factory=time.monotonic)
@@ -83,7 +83,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_discarded_tokens: int = 0
     """Tokens of sequences that ``best_of`` generated and did not return."""
-    times: Times = field(default_factory=Times)
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
     def finished(self) -> bool:
@@ -114,12 +114,12 @@ class EmbeddingRequestOutput:
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
         """Raises ``PenstockError`` where the request failed."""
-        vector = EmbeddingOutput(floats_of(output))
+        vector = EmbeddingOutput(embedding_of(output))
         return cls(output.request_id, output.prompt, output.prompt_token_ids, vector, output.num_cached_tokens)
 
 
-def floats_of(output: RequestOutput) -> list[float]:
-    """The embedding of an output; raises ``PenstockError`` where the request failed."""
+def embedding_of(output: RequestOutput) -> list[float]:
+    """The embedding of an output as numbers; raises ``PenstockError`` where the request failed."""
     if failure := output.outputs[0].failure:
         raise PenstockError.of(failure)
     return array("f", output.embedding or b"").tolist()

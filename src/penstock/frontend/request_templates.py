@@ -21,7 +21,7 @@ class TemplateRenderer:
         self._turn = asyncio.Lock()
 
     async def render(self, request: RenderRequest) -> str:
-        """Raises ``PenstockError`` (``invalid``) where the template is wrong, or takes too long."""
+        """Render a chat. Raises ``PenstockError`` (``invalid``) where the template is wrong, or takes too long."""
         try:
             message = msgspec.json.encode(request) + b"\n"
         except (UnicodeEncodeError, RecursionError) as error:

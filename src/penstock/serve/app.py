@@ -148,7 +148,7 @@ def _add_health_routes(app: FastAPI, served_models: ServedModels) -> None:
         return JSONResponse(result)
 
     async def metrics() -> Response:
-        return Response(served_models.metrics.page(served_models.engines), media_type=CONTENT_TYPE_LATEST)
+        return Response(served_models.metrics.page(served_models.engine_stats), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/live", live, summary="This process answers", response_class=Response)
     app.add_api_route("/health", health, summary="The engine serves", response_class=Response)

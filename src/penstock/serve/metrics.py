@@ -29,7 +29,7 @@ CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_m
 SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
 LABELS = ["model_name"]
-Engines = Mapping[str, tuple[Stats, EngineOptions]]
+EngineStats = Mapping[str, tuple[Stats, EngineOptions]]
 """By model: the last statistics of its engine, and its options."""
 
 
@@ -59,7 +59,7 @@ class Metrics:
 
     def __init__(self, others: Mapping[str, str | DerivedMetric] | None = None) -> None:
         self._others = dict(others or {})
-        self.dialect_metrics: list[Callable[[Engines], Iterable[Metric]]] = []
+        self.dialect_metrics: list[Callable[[EngineStats], Iterable[Metric]]] = []
         """Further metrics of dialects, computed from the engines' statistics."""
 
         def counter(name: str, about: str, *more: str) -> Counter:
@@ -155,7 +155,7 @@ class Metrics:
     def record_failure(self, failure: Failure) -> None:
         self.request_failures.labels(code=failure.code.value).inc()
 
-    def page(self, engines: Engines) -> bytes:
+    def page(self, engines: EngineStats) -> bytes:
         """The page of ``/metrics``."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
@@ -242,7 +242,7 @@ class ModelMetrics:
 class _DialectMetrics:
     """Metrics that a dialect computes."""
 
-    def __init__(self, collect: Callable[[Engines], Iterable[Metric]], engines: Engines) -> None:
+    def __init__(self, collect: Callable[[EngineStats], Iterable[Metric]], engines: EngineStats) -> None:
         self._collect = collect
         self._engines = engines
 
@@ -253,7 +253,9 @@ class _DialectMetrics:
 class _AliasedMetrics:
     """Metrics under other systems' names, and those derived from ours."""
 
-    def __init__(self, registry: CollectorRegistry, names: Mapping[str, str | DerivedMetric], engines: Engines) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, names: Mapping[str, str | DerivedMetric], engines: EngineStats
+    ) -> None:
         self._registry = registry
         self._names = names
         self._engines = engines
@@ -289,7 +291,7 @@ def _current_values(families: Mapping[str, Metric], model: str) -> dict[str, flo
 class _EngineMetrics:
     """The engines' statistics as metrics."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EngineStats) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:

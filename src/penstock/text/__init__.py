@@ -3,7 +3,7 @@ torch."""
 
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
-from .reasoning import ReasoningFormat, Stage, initial_stage, reasoning_format
+from .reasoning import ReasoningFormat, ReasoningStage, initial_stage, reasoning_format
 from .response_parser import Message, ParserConfig, ResponseParser
 from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
@@ -15,8 +15,8 @@ __all__ = [
     "Message",
     "ParserConfig",
     "ReasoningFormat",
+    "ReasoningStage",
     "ResponseParser",
-    "Stage",
     "StopStrings",
     "Tokenizer",
     "ToolCall",

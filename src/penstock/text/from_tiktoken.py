@@ -16,7 +16,8 @@ WORDS = (
 
 
 def convert(data: bytes) -> Tokenizer:
-    """The tokenizer of these ranks, with GPT-4's pre-tokenization and digit groups as long as the ranks have them."""
+    """The tokenizer of a tiktoken file, with GPT-4's pre-tokenization. Digits are grouped by up to three where some
+    token is a number of several digits, else not at all."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in data.splitlines() if line)}
     spelled = {byte: character for character, byte in byte_alphabet().items()}
 

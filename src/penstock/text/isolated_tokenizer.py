@@ -147,7 +147,7 @@ class IsolatedTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
-    def token(self, token_id: int) -> str:
+    def id_to_token(self, token_id: int) -> str:
         return self._loaded.tokens[token_id] if token_id < len(self._loaded.tokens) else ""
 
     @cached_property
@@ -236,7 +236,7 @@ def _loaded(load: Load) -> tuple[Tokenizer | None, Loaded]:
             _try_template(tokenizer)
         if not load.keep_running:
             return tokenizer, Loaded()
-        tokens = [tokenizer.token(token_id) for token_id in range(len(vocabulary))]
+        tokens = [tokenizer.id_to_token(token_id) for token_id in range(len(vocabulary))]
         facts = tokenizer.to_json(), vocabulary, tokens, sorted(tokenizer.special_ids)
         return tokenizer, Loaded(None, *facts, tokenizer.special, tokenizer.template_source)
     except PenstockError as error:

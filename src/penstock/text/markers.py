@@ -13,7 +13,7 @@ class MarkerSplit(NamedTuple):
     before: str
     """Without the whitespace before the marker."""
     gap: str
-    """The whitespace before the marker."""
+    """The whitespace before the marker, which is not part of ``before``."""
     marker: str | None
     """None where the text has none."""
     rest: str

@@ -46,15 +46,16 @@ def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
     return next((form for form in REASONING_FORMATS if form.parser == parser), None)
 
 
-class Stage(Enum):
-    """Position in an answer."""
+class ReasoningStage(Enum):
+    """Where the next text of an answer stands with respect to its reasoning. In the engine, ``ReasoningPhase`` is the
+    same for tokens."""
 
-    BEFORE = auto()  # reasoning may begin
+    BEFORE = auto()  # the reasoning, or the answer without any, begins next
     WITHIN = auto()
     AFTER = auto()  # the reasoning has ended, or there is none
 
 
-def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> Stage:
+def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> ReasoningStage:
     """The stage at which the answer to a prompt begins.
 
     Args:
@@ -62,13 +63,17 @@ def initial_stage(form: ReasoningFormat, prompt: str, continued: str = "") -> St
         continued: text of the last message, where the answer continues it.
     """
     if continued:
-        return Stage.WITHIN if continued.rfind(form.start_marker) > continued.rfind(form.end_marker) else Stage.AFTER
+        return (
+            ReasoningStage.WITHIN
+            if continued.rfind(form.start_marker) > continued.rfind(form.end_marker)
+            else ReasoningStage.AFTER
+        )
     end = prompt.rstrip()
     if end.endswith(form.start_marker):
-        return Stage.WITHIN
+        return ReasoningStage.WITHIN
     if end.endswith(form.end_marker):
-        return Stage.AFTER
-    return Stage.WITHIN if form.implicit_start else Stage.BEFORE
+        return ReasoningStage.AFTER
+    return ReasoningStage.WITHIN if form.implicit_start else ReasoningStage.BEFORE
 
 
 class ReasoningSplit(NamedTuple):
@@ -83,15 +88,15 @@ class ReasoningParser:
         continued: whether the answer continues a message, so that no start marker is expected.
     """
 
-    def __init__(self, form: ReasoningFormat, stage: Stage, continued: bool = False) -> None:
+    def __init__(self, form: ReasoningFormat, stage: ReasoningStage, continued: bool = False) -> None:
         self.stage = stage
         self._form = form
         self._held = ""
-        self._expect_start = stage is not Stage.AFTER and not continued
+        self._expect_start = stage is not ReasoningStage.AFTER and not continued
         """Whether the start marker may follow."""
         self._skip_newlines = self._expect_start
         """Whether line breaks are to be removed, as they follow a marker."""
-        self.found = stage is Stage.WITHIN
+        self.found = stage is ReasoningStage.WITHIN
         """Whether there is reasoning."""
 
     def add(self, text: str, last: bool = False) -> ReasoningSplit:
@@ -99,14 +104,14 @@ class ReasoningParser:
         self._held += text
         if self._expect_start and not self._read_start(last):
             return ReasoningSplit("", "")
-        if self.stage is Stage.AFTER:
+        if self.stage is ReasoningStage.AFTER:
             return ReasoningSplit("", self._take_answer())
         self._strip_newlines()
         result = split_at_marker(self._held, [self._form.end_marker], last, space="\n")
         self._held = result.rest
         if result.marker is None:
             return ReasoningSplit(result.before, "")
-        self.stage, self._skip_newlines = Stage.AFTER, True
+        self.stage, self._skip_newlines = ReasoningStage.AFTER, True
         return ReasoningSplit(result.before, self._take_answer())
 
     def _read_start(self, last: bool) -> bool:
@@ -116,10 +121,10 @@ class ReasoningParser:
             return False
         self._expect_start = False
         if ahead.startswith(start_marker):
-            self.stage, self._held = Stage.WITHIN, ahead[len(start_marker) :]
-        elif self.stage is Stage.BEFORE:
-            self.stage, self._skip_newlines = Stage.AFTER, False
-        self.found = self.stage is Stage.WITHIN
+            self.stage, self._held = ReasoningStage.WITHIN, ahead[len(start_marker) :]
+        elif self.stage is ReasoningStage.BEFORE:
+            self.stage, self._skip_newlines = ReasoningStage.AFTER, False
+        self.found = self.stage is ReasoningStage.WITHIN
         return True
 
     def _take_answer(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .markers import split_at_marker
-from .reasoning import ReasoningFormat, ReasoningParser, Stage
+from .reasoning import ReasoningFormat, ReasoningParser, ReasoningStage
 from .tool_calls import ToolCall, ToolCallFormat, ToolCallParser
 
 
@@ -24,7 +24,7 @@ class ParserConfig:
     """How to parse the answer to one prompt."""
 
     reasoning: ReasoningFormat | None = None
-    stage: Stage = Stage.AFTER
+    stage: ReasoningStage = ReasoningStage.AFTER
     """Where the answer begins: before, within or after the reasoning."""
     continued: bool = False
     """Whether the answer continues the last message (``continue_final_message``)."""
@@ -61,7 +61,7 @@ class ResponseParser:
     @property
     def in_reasoning(self) -> bool:
         """Whether the reasoning has not ended."""
-        return self._reasoning is not None and self._reasoning.stage is Stage.WITHIN
+        return self._reasoning is not None and self._reasoning.stage is ReasoningStage.WITHIN
 
     def add(self, text: str, last: bool = False) -> None:
         """Parse a piece. With ``last`` nothing is held back any more."""

@@ -77,8 +77,8 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def token(self, token_id: int) -> str:
-        """The token as its file writes it; empty for an unknown id."""
+    def id_to_token(self, token_id: int) -> str:
+        """The token as the tokenizer's file spells it; empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     @cached_property
@@ -93,7 +93,7 @@ class Tokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Raises ``PenstockError`` (``invalid``) where the checkpoint has none."""
+        """The checkpoint's chat template. Raises ``PenstockError`` (``invalid``) where it has none."""
         if self.template_source is None:
             raise invalid("chat_template", "this model has none: name one, or use plain completions")
         return ChatTemplate(self.template_source, self.special)

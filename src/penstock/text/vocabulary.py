@@ -62,7 +62,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def _types(part: Any) -> Iterator[str]:
-    """The types of a decoder and of all it is made of."""
+    """The types of a decoder and of all decoders nested in it."""
     if isinstance(part, dict):
         yield part["type"]
         for inner in part.get("decoders", ()):

@@ -27,10 +27,10 @@ class Delta:
 
     reasoning: str = ""
     content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    tool_calls: list[CallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.reasoning or self.content or self.tool_calls)
 
 
 class StreamCursor:
@@ -43,7 +43,8 @@ class StreamCursor:
         """For each tool call sent so far: number of characters of its arguments that were sent."""
 
     @property
-    def calls(self) -> int:
+    def num_tool_calls(self) -> int:
+        """Number of tool calls that were sent, the last one perhaps in part."""
         return len(self._arguments)
 
     def delta(self, message: Message) -> Delta:
@@ -51,13 +52,13 @@ class StreamCursor:
         thought, content = message.reasoning_content[self._thought :], message.content[self._content :]
         self._thought += len(thought)
         self._content += len(content)
-        started = max(self.calls - 1, 0)
+        started = max(self.num_tool_calls - 1, 0)
         parts = [self._part(i, call) for i, call in enumerate(message.tool_calls[started:], started)]
         return Delta(thought, content, [part for part in parts if part])
 
     def _part(self, index: int, call: ToolCall) -> CallDelta | None:
         """What was added to the last call, or a new call."""
-        if index == self.calls:
+        if index == self.num_tool_calls:
             self._arguments.append(len(call.arguments))
             return CallDelta(index, call.arguments, call.id, call.name)
         new = call.arguments[self._arguments[index] :]

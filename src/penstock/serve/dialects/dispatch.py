@@ -48,7 +48,7 @@ def add_shared_routes(
     """
 
     async def read(raw_request: Request) -> tuple[Dialect, dict[str, Any], int]:
-        body = await served_models.read(raw_request)
+        body = await served_models.read_body(raw_request)
         result = read_object(body)
         dialect = next(dialect for dialect in dialects if dialect.matches(raw_request, result))
         record_of(raw_request.scope).error_format = dialect.error_format

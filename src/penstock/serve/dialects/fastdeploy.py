@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
 
     async def abort_requests(raw_request: Request) -> Response:
         request = convert(
-            read_object(await served_models.read(raw_request)), Abort, record_of(raw_request.scope).unknown
+            read_object(await served_models.read_body(raw_request)), Abort, record_of(raw_request.scope).unknown
         )
         if not request.abort_all and not request.req_ids:
             raise invalid("req_ids", "is missing; give ids, or abort_all")

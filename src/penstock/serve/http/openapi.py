@@ -17,7 +17,7 @@ FAILURES = {
     "503": "the engine is starting or stopping; try again soon",
 }
 OBJECT: dict[str, Any] = {"type": "object"}
-"""Schema of answers that are described in the dialect's own documentation."""
+"""Schema of responses that only the other system's documentation describes."""
 STRING: dict[str, Any] = {"type": "string"}
 
 

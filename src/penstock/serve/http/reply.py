@@ -27,7 +27,8 @@ class Admission(Protocol):
     """Counts and limits open requests."""
 
     def admit(self) -> AbstractContextManager[None]:
-        """Entered while a request is open. Raises ``PenstockError`` (``overloaded``) where too many are."""
+        """Context manager to be entered while a request is open. Raises ``PenstockError`` (``overloaded``) where too
+        many are."""
         ...
 
 

@@ -39,7 +39,7 @@ class ModelManager:
         self._served_models = served_models
         self._report = report
         self._gateways: dict[str, Gateway] = {}
-        """By engine address."""
+        """Gateway of each loaded model, by the address of its first engine."""
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[None]] = {}
         """Loads and unloads that the supervisor has not answered, by number."""

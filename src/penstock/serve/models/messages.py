@@ -36,7 +36,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     """Whether it is being unloaded: open requests finish, new ones are refused."""
     reason: str = "not loaded"
-    """Why it is not served."""
+    """Why it is not served, for errors and the repository index."""
 
     @property
     def name(self) -> str:

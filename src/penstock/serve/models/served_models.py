@@ -14,12 +14,13 @@ from penstock.engine.service.client import STARTING
 from penstock.frontend.gateway import Gateway
 
 from ..http.body import read_body
-from ..metrics import Engines, Metrics
+from ..metrics import EngineStats, Metrics
 from .messages import ANY_MODEL, ServedModel
 from .service import ModelService
 
 MIN_BODY_SIZE, BYTES_PER_TOKEN = 2**20, 64
-"""Default of ``max_body_size``: bytes for each token of the longest context, JSON syntax included, and its minimum."""
+"""Default of ``max_body_size``: ``BYTES_PER_TOKEN`` (JSON syntax included) times the longest context length in tokens,
+at least ``MIN_BODY_SIZE``."""
 
 
 class ServedModels:
@@ -97,12 +98,12 @@ class ServedModels:
             service.gateway.engine_client.require_engine()
 
     @property
-    def open(self) -> int:
+    def num_open_requests(self) -> int:
         """Number of open requests, of all models."""
         return self._open
 
     @property
-    def engines(self) -> Engines:
+    def engine_stats(self) -> EngineStats:
         """By model: the last statistics of its engine, and its options."""
         serving = [(model, self._services[model.name]) for model in self._models if model.name in self._services]
         return {
@@ -123,7 +124,7 @@ class ServedModels:
             self.check()
         return max([MIN_BODY_SIZE, *(BYTES_PER_TOKEN * length for length in lengths)])
 
-    async def read(self, request: Request) -> bytes:
+    async def read_body(self, request: Request) -> bytes:
         """Read a request's body.
 
         Raises ``PenstockError``: ``too_large``, ``timeout`` where the client stops sending, ``cancelled`` where it

@@ -82,7 +82,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     if start.grpc_address:
         from ..dialects.kserve import grpc_server as over_grpc
 
-        rpc = over_grpc.Server(repository, start.grpc_address, options)
+        rpc = over_grpc.GrpcServer(repository, start.grpc_address, options)
         await rpc.start()
 
     def stop() -> None:

@@ -36,7 +36,7 @@ class Watchdog:
     It measures the processor time of the loop's thread, which does not grow while other processes have the processor.
 
     Args:
-        holds: counter of the iterations that are logged.
+        holds: counter of the blocked iterations, which are logged.
     """
 
     def __init__(self, holds: Metric) -> None:

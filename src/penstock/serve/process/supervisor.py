@@ -68,7 +68,11 @@ class Supervisor:
         raise_file_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        with metrics_folder(), listening(options) as listeners, reserved(options) as self._grpc_address:
+        with (
+            metrics_folder(),
+            listening_sockets(options) as listeners,
+            reserved_grpc_address(options) as self._grpc_address,
+        ):
             starts = [self._api_process_start(i, listeners) for i in range(options.api_server_count)]
             self._api_processes = ApiProcesses(starts, self._handle)
             self._engines = Engines(self._models, self._fetch, self._api_processes)
@@ -145,7 +149,7 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
+def listening_sockets(options: ServerOptions) -> Iterator[list[socket.socket]]:
     """Listening sockets, open before and while API processes start or restart, so that no connection is refused.
 
     The first serves every path (unless ``port`` is -1), the others health and metrics only.
@@ -182,7 +186,7 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
 
 
 @contextlib.contextmanager
-def reserved(options: ServerOptions) -> Iterator[str]:
+def reserved_grpc_address(options: ServerOptions) -> Iterator[str]:
     """The address on which every API process listens for gRPC, with a socket of its own; empty without gRPC.
 
     gRPC does not accept sockets that others have opened. So this one reserves the port: it is bound exclusively first,

@@ -143,16 +143,16 @@ def blocks_of(message: Message) -> list[Block]:
     return blocks
 
 
-class BlockStream:
-    """Builds the events of a streamed message, block by block."""
+class ContentBlockStream:
+    """Builds the events of a streamed message, one content block after the other."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open = ""
         """Type of the open block."""
 
-    def events(self, delta: Delta) -> bytes:
-        """The events for a delta."""
+    def add(self, delta: Delta) -> bytes:
+        """Add a delta to the content blocks; returns its events."""
         events = b""
         if delta.reasoning:
             events += self._ensure_open("thinking", {"thinking": "", "signature": ""})
@@ -160,12 +160,12 @@ class BlockStream:
         if delta.content:
             events += self._ensure_open("text", {"text": ""})
             events += self._delta(type="text_delta", text=delta.content)
-        for part in delta.calls:
+        for part in delta.tool_calls:
             events += self._call(part)
         return events
 
     def end(self) -> bytes:
-        """The event that ends the open block."""
+        """End the open block; returns its event."""
         ended = event("content_block_stop", index=self._index) if self._open else b""
         self._open = ""
         return ended

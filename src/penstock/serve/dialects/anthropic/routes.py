@@ -27,7 +27,7 @@ from .models import add_model_routes, is_anthropic_client
 from .parse import to_chat_request
 from .requests import UNSUPPORTED_FIELDS, CountTokensRequest, MessagesRequest
 from .responses import (
-    BlockStream,
+    ContentBlockStream,
     ErrorResponse,
     MessageResponse,
     TokenCount,
@@ -96,7 +96,7 @@ class MessageHandler:
         yield encode(answer)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        cursor, blocks = StreamCursor(), BlockStream()
+        cursor, blocks = StreamCursor(), ContentBlockStream()
         started = False
         async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:
@@ -105,12 +105,12 @@ class MessageHandler:
                     empty = MessageResponse(id=self._id, model=self._chat.model, content=[], usage=usage_of(output))
                     empty.usage.output_tokens = 0
                     yield event("message_start", message=empty)
-                if events := blocks.events(delta):
+                if events := blocks.add(delta):
                     yield events
                 completion = output.outputs[0]
                 if completion.finished:
                     usage = msgspec.to_builtins(usage_of(output))
-                    ending = stop_reason_of(completion, cursor.calls > 0, self._max_tokens)
+                    ending = stop_reason_of(completion, cursor.num_tool_calls > 0, self._max_tokens)
                     yield blocks.end() + event("message_delta", delta=ending, usage=usage)
         yield event("message_stop")
 
@@ -119,7 +119,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add the routes of Anthropic's API."""
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await served_models.read(raw_request)
+        body = await served_models.read_body(raw_request)
         fields = read_object(body)
         check_supported(fields, UNSUPPORTED_FIELDS)
         record = record_of(raw_request.scope)

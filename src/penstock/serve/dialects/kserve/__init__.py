@@ -1,4 +1,4 @@
-"""The KServe v2 protocol as of Triton Inference Server, with the models of TensorRT-LLM's backend."""
+"""The KServe v2 protocol as in Triton Inference Server, with the models of TensorRT-LLM's backend."""
 
 from .http_routes import ERROR_FORMAT, add_routes
 from .model import Model, ModelCall, ModelResponse

@@ -45,11 +45,11 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
     return InferenceRequest(inputs, str(request_id))
 
 
-async def to_fields(model: Model, infer_request: InferenceRequest, answer: ModelResponse) -> dict[str, Any]:
+async def to_fields(model: Model, infer_request: InferenceRequest, response: ModelResponse) -> dict[str, Any]:
     """A response's outputs as fields: a single element as a value, several as a list."""
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION}
     result |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
-    for tensor in answer.outputs:
+    for tensor in response.outputs:
         result[tensor.name] = to_json(tensor)[0] if len(tensor.elements) == 1 else await in_json(tensor)
     return result

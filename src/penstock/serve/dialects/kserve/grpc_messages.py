@@ -62,14 +62,14 @@ def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
 
 
 def build_infer_response(
-    model: Model, infer_request: InferenceRequest, answer: ModelResponse, memory: SharedMemory
+    model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> Any:
     """A ``ModelInferResponse``, whose outputs may lie in shared memory.
 
     Raises ``PenstockError`` (``invalid``) where there is no room for them.
     """
     result = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=infer_request.id)
-    for tensor in answer.outputs:
+    for tensor in response.outputs:
         output = result.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         raw, output_parameters = to_bytes(tensor), infer_request.outputs.get(tensor.name, {})
         if in_memory(tensor.name, output_parameters):

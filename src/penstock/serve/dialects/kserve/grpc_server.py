@@ -29,7 +29,7 @@ from penstock.version import __version__
 
 from . import grpc_messages as messages
 from . import server_state as state
-from .inference import answers
+from .inference import run_inference
 from .repository import ModelRepository
 from .shared_memory import NO_CUDA
 
@@ -59,11 +59,11 @@ SERVER = ("server", f"penstock/{__version__}")
 requests are there, too, under the name of the HTTP header."""
 
 
-class Server:
+class GrpcServer:
     """The gRPC server of one process.
 
     Args:
-        address: host and port to listen on; other processes may, too.
+        address: host and port to listen on, which several processes share (``SO_REUSEPORT``).
         options: whose keys and certificate are asked for and shown.
     """
 
@@ -120,7 +120,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
     """The methods of the service.
 
     Args:
-        keys: of which a client must send one; none lets everybody in.
+        keys: API keys, of which a client must send one; empty to require none.
         stopping: set when no further request of a stream is to be read.
     """
 
@@ -282,12 +282,12 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         infer_request = messages.parse_infer_request(request, self._repository.memory)
         empty_last = bool(infer_request.parameters.get(messages.EMPTY_FINAL, False))
         with model.service.admit():
-            async with aclosing(answers(self._repository, model, infer_request, record, streamed)) as stream:
-                async for answer in stream:
-                    response = messages.build_infer_response(model, infer_request, answer, self._repository.memory)
+            async with aclosing(run_inference(self._repository, model, infer_request, record, streamed)) as stream:
+                async for response in stream:
+                    message = messages.build_infer_response(model, infer_request, response, self._repository.memory)
                     if streamed:
-                        response.parameters[messages.FINAL].bool_param = answer.last and not empty_last
-                    yield response
+                        message.parameters[messages.FINAL].bool_param = response.last and not empty_last
+                    yield message
         if streamed and empty_last:
             last = pb.ModelInferResponse(model_name=model.name, id=infer_request.id)
             last.parameters[messages.FINAL].bool_param = True

@@ -24,7 +24,7 @@ from penstock.serve.models.served_models import MIN_BODY_SIZE
 
 from . import server_state as state
 from .generate_extension import from_fields, to_fields
-from .inference import InferenceRequest, answers
+from .inference import InferenceRequest, run_inference
 from .model import VERSION, Model, ModelResponse
 from .repository import ModelRepository
 from .shared_memory import NO_CUDA, SharedMemory, in_memory
@@ -140,10 +140,10 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
             infer_request = from_fields(model, fields, record_of(request.scope).unknown)
 
             async def pieces() -> AsyncGenerator[bytes, None]:
-                stream = answers(repository, model, infer_request, record_of(request.scope), streamed)
+                stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed)
                 async with aclosing(stream):
-                    async for answer in stream:
-                        output = await to_fields(model, infer_request, answer)
+                    async for response in stream:
+                        output = await to_fields(model, infer_request, response)
                         yield event(output) if streamed else msgspec.json.encode(output)
 
             return Reply(model.service, pieces(), ERROR_FORMAT, streamed)
@@ -256,10 +256,10 @@ class InferReply(Reply):
         self._header: int | None = None
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            stream = answers(repository, model, infer_request, record_of(request.scope), streamed=False)
+            stream = run_inference(repository, model, infer_request, record_of(request.scope), streamed=False)
             async with aclosing(stream):
-                async for answer in stream:
-                    head, binary = await encode_response(model, infer_request, answer, repository.memory)
+                async for response in stream:
+                    head, binary = await encode_response(model, infer_request, response, repository.memory)
                     self._header = len(head) if binary is not None else None
                     yield head + (binary or b"")
 
@@ -319,16 +319,16 @@ def parse(body: bytes, header_length: str | None, memory: SharedMemory, unknown:
 
 
 async def encode_response(
-    model: Model, infer_request: InferenceRequest, answer: ModelResponse, memory: SharedMemory
+    model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> tuple[bytes, bytes | None]:
-    """The JSON of an answer, and the binary outputs after it; None without binary outputs. Outputs requested in
+    """The JSON of a response, and the binary outputs after it; None without binary outputs. Outputs requested in
     shared memory are put there.
 
     Raises ``PenstockError`` (``invalid``) where there is no room for them.
     """
     default, raw = bool(infer_request.parameters.get("binary_data_output", False)), []
     outputs = []
-    for tensor in answer.outputs:
+    for tensor in response.outputs:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         output_parameters = infer_request.outputs.get(tensor.name, {})
         if in_memory(tensor.name, output_parameters):

@@ -34,7 +34,7 @@ class InferenceRequest:
     """Request parameters; names that are not in ``PARAMETERS`` are ignored and reported."""
 
 
-async def answers(
+async def run_inference(
     repository: ModelRepository, model: Model, infer_request: InferenceRequest, record: RequestRecord, streamed: bool
 ) -> AsyncGenerator[ModelResponse, None]:
     """A model's responses to a request, one unless it is ``streamed``, with the requested outputs.
@@ -53,11 +53,11 @@ async def answers(
         raise invalid("priority", "must be a whole number from 0 on")
     for name in infer_request.parameters.keys() - PARAMETERS:
         record.unknown.ignore("parameters.", name, PARAMETERS)
-    call = model.call(record, infer_request.inputs, streamed, priority, infer_request.id)
+    call = model.prepare_call(record, infer_request.inputs, streamed, priority, infer_request.id)
     with repository.counts.count_request(model, record, call):
-        async with aclosing(model.answers(call)) as stream:
-            async for answer in stream:
+        async with aclosing(model.infer(call)) as stream:
+            async for response in stream:
                 if infer_request.outputs:
-                    requested = [tensor for tensor in answer.outputs if tensor.name in infer_request.outputs]
-                    answer = ModelResponse(requested, answer.last)
-                yield answer
+                    requested = [tensor for tensor in response.outputs if tensor.name in infer_request.outputs]
+                    response = ModelResponse(requested, response.last)
+                yield response

@@ -84,7 +84,7 @@ class Model:
         """Raises ``PenstockError`` (``unavailable``) where the model cannot serve requests."""
         self.service.gateway.engine_client.require_engine()
 
-    def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
+    def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         """The responses to a request. Raises ``PenstockError`` where it is invalid or fails."""
         raise NotImplementedError
 
@@ -124,7 +124,7 @@ class Model:
             "parameters": {name: {"string_value": value} for name, value in self.parameters().items()},
         }
 
-    def call(
+    def prepare_call(
         self, record: RequestRecord, given: Iterable[Tensor], streamed: bool, priority: int = 0, request_id: str = ""
     ) -> ModelCall:
         """Validate the inputs of a request.

@@ -43,7 +43,7 @@ MODEL_CONFIG = frozenset(
 
 
 SERVER_NAME = "triton"
-"""Triton's own clients check it; the header ``server`` says who answers."""
+"""The server's name in its metadata, which Triton's own clients check. The HTTP header ``server`` names Penstock."""
 
 
 def server() -> dict[str, Any]:

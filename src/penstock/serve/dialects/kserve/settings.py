@@ -87,7 +87,7 @@ class LevelFilter(logging.Filter):
         self._levels = levels
 
     def filter(self, record: logging.LogRecord) -> bool:
-        level = min(record.levelno, logging.ERROR) // 10 * 10  # a level between two counts as the lower one
+        level = min(record.levelno, logging.ERROR) // 10 * 10  # round a custom level down to a standard one
         return level in self._levels
 
 

@@ -49,8 +49,10 @@ class SharedMemory:
         self._most = max_size
 
     def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
-        """Raises ``PenstockError``: ``unsupported`` where this is not allowed, ``invalid`` where there is no such
-        object, it is too small, or the name is taken."""
+        """Register a region of a shared memory object.
+
+        Raises ``PenstockError``: ``unsupported`` where this is not allowed, ``invalid`` where there is no such object,
+        it is too small, or the name is taken."""
         if not self._allowed:
             raise PenstockError(Code.UNSUPPORTED, NOT_ALLOWED, "allow_shared_memory")
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH:
@@ -87,7 +89,7 @@ class SharedMemory:
 
     def read(self, tensor: str, parameters: Mapping[str, Any]) -> bytes:
         """The bytes of an input. Raises ``PenstockError`` (``invalid``) where its region or range is wrong."""
-        region, offset, size = self._admit(tensor, parameters)
+        region, offset, size = self._locate(tensor, parameters)
         if size > (maximum := self._most()):
             raise invalid(tensor, f"has {size} bytes of shared memory, and at most {maximum} are taken", maximum)
         with _opened(region, os.O_RDONLY) as file:
@@ -101,7 +103,7 @@ class SharedMemory:
 
         Raises ``PenstockError`` (``invalid``) where it has no such place, or not enough of it.
         """
-        region, offset, size = self._admit(tensor, parameters)
+        region, offset, size = self._locate(tensor, parameters)
         if len(raw) > size:
             message = (
                 f"shared memory size specified with the request ({size} bytes) should be at least {len(raw)} bytes"
@@ -111,8 +113,8 @@ class SharedMemory:
             os.pwrite(file, raw, region.offset + offset)
         return {REGION: parameters[REGION], SIZE: len(raw), **({OFFSET: offset} if offset else {})}
 
-    def _admit(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
-        """A tensor's region, offset and size."""
+    def _locate(self, tensor: str, parameters: Mapping[str, Any]) -> tuple[Region, int, int]:
+        """The region, offset and size that a tensor's parameters give."""
         name = parameters.get(REGION)
         region = self._shared.read().regions.get(name) if isinstance(name, str) else None
         if region is None:

@@ -35,7 +35,7 @@ class SharedState:
     """A file that all API processes read and write.
 
     Args:
-        folder: which the processes have to themselves, and which is deleted when the server ends.
+        folder: a folder that only these processes use; deleted when the server ends.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Statistics of each model, under the names of Triton's metrics.
 
-The figures lie where those of ``serve/metrics.py`` do, so that any API process can add them up; the protocol's
-statistics are read from there, too.
+They are Prometheus gauges in the files of ``serve/metrics.py``, so that any API process can add up those of all. The
+protocol's statistics are read from these gauges, too.
 """
 
 from __future__ import annotations

@@ -129,10 +129,10 @@ class ChatHandler:
             chunk.token_ids = piece.token_ids
         chunks = [chunk]
         if completion.finished:
-            if delta.calls:  # OpenAI's client misses the end of a call that begins in the chunk with finish_reason
+            if delta.tool_calls:  # OpenAI's client misses the end of a call that begins in the chunk with finish_reason
                 chunks.append(ChunkChoice(index=completion.index, delta=ChatDelta()))
                 chunks[-1].token_ids = [] if self._request.return_token_ids else UNSET
-            chunks[-1].finish_reason = self._reason(completion, cursor.calls > 0)
+            chunks[-1].finish_reason = self._reason(completion, cursor.num_tool_calls > 0)
             chunks[-1].stop_reason = completion.stop_reason
         elif not delta and chunk.logprobs is None and not self._request.return_token_ids:
             return []
@@ -154,7 +154,7 @@ class ChatHandler:
         )
         if completion.logprobs is not None:
             fair_queue = self._service.gateway.fair_queue
-            await fair_queue.turn()
+            await fair_queue.wait_turn()
             choice.logprobs = ChatLogprobs(
                 content=await encode_in_pieces(completion.logprobs, self._position, fair_queue)
             )
@@ -215,8 +215,8 @@ def _delta(delta: Delta) -> ChatDelta:
         chat_delta.reasoning = chat_delta.reasoning_content = delta.reasoning
     if delta.content:
         chat_delta.content = delta.content
-    if delta.calls:
-        chat_delta.tool_calls = [_part(part) for part in delta.calls]
+    if delta.tool_calls:
+        chat_delta.tool_calls = [_part(part) for part in delta.tool_calls]
     return chat_delta
 
 

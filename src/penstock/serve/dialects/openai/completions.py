@@ -170,7 +170,7 @@ class CompletionHandler:
             return self._piece(index, positions, prompt)
         parts: dict[str, list[bytes]] = {name: [] for name in CompletionLogprobs.__struct_fields__}
         for start in range(0, len(positions), PIECE_SIZE):
-            await self._fair_queue.turn()
+            await self._fair_queue.wait_turn()
             piece = self._piece(index, positions[start : start + PIECE_SIZE], prompt)
             for name, pieces in parts.items():
                 pieces.append(encode(getattr(piece, name))[1:-1])

@@ -15,7 +15,7 @@ from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.frontend.gateway import MAX_INLINE_SIZE
 from penstock.frontend.input_processor import NO_GENERATION, Prompt
-from penstock.frontend.outputs import RequestOutput, cosine, floats_of
+from penstock.frontend.outputs import RequestOutput, cosine, embedding_of
 from penstock.serve.chat.prompt import truncate
 from penstock.serve.generation import generate, merge_streams
 from penstock.serve.http.body import require
@@ -107,7 +107,7 @@ class EmbeddingHandler(_PoolingHandler):
     def _encode_embedding(self, output: RequestOutput) -> list[float] | str:
         if self._as_text:
             return base64.b64encode(output.embedding or b"").decode()
-        return floats_of(output)
+        return embedding_of(output)
 
 
 class ScoreHandler(_PoolingHandler):
@@ -130,7 +130,7 @@ class ScoreHandler(_PoolingHandler):
         yield await asyncio.to_thread(self._answer, outputs)
 
     def _answer(self, outputs: list[RequestOutput]) -> bytes:
-        vectors = [floats_of(output) for output in outputs]
+        vectors = [embedding_of(output) for output in outputs]
         before, after = vectors[: len(self._first)], vectors[len(self._first) :]
         if len(before) == 1:
             before = before * len(after)

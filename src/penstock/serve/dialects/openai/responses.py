@@ -293,7 +293,7 @@ async def encode_in_pieces(items: Sequence[T], make: Callable[[T], Any], fair_qu
         return list(map(make, items))
     parts = []
     for start in range(0, len(items), PIECE_SIZE):
-        await fair_queue.turn()
+        await fair_queue.wait_turn()
         parts.append(encode(list(map(make, items[start : start + PIECE_SIZE])))[1:-1])
     return join_json(parts)
 

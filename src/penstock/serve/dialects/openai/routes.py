@@ -142,7 +142,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
-        body = await served_models.read(raw_request)
+        body = await served_models.read_body(raw_request)
         return _parse(served_models, read_object(body), schema, raw_request), len(body)
 
     async def create_embedding(raw_request: Request) -> Response:
@@ -198,7 +198,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
             tokens = await gateway.encode(conversation)
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
-        spelled = [tokenizer.token(token_id) for token_id in tokens] if request.return_token_strs else None
+        spelled = [tokenizer.id_to_token(token_id) for token_id in tokens] if request.return_token_strs else None
         maximum = gateway.engine_client.require_engine().max_model_len
         return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
 

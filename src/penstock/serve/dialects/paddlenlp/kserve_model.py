@@ -35,7 +35,7 @@ class PaddleNLPModel(Model):
     def service(self) -> ModelService:
         return self._served_models.find()
 
-    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
+    async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         """Requests that are not streamed get the whole answer. Errors are in ``OUT``, as in PaddleNLP."""
         (raw,) = call.inputs["IN"].elements
         error_format = PaddleNLPErrorFormat()

@@ -26,7 +26,7 @@ class Events:
         return b"event: " + kind.encode() + b"\ndata: " + encode(document) + b"\n\n"
 
 
-class Items:
+class OutputItemStream:
     """Builds the output items of a response (reasoning, message, function calls) and their events.
 
     Args:
@@ -42,8 +42,8 @@ class Items:
         self._open = False
         """Whether the last item is in progress."""
 
-    def events(self, delta: Delta) -> bytes:
-        """The events for a delta."""
+    def add(self, delta: Delta) -> bytes:
+        """Add a delta to the items; returns its events."""
         events = b""
         if delta.reasoning:
             events += self._ensure_open("reasoning")
@@ -53,12 +53,12 @@ class Items:
             events += self._ensure_open("message")
             self._content["text"] += delta.content
             events += self._item_event("response.output_text.delta", content_index=0, delta=delta.content, logprobs=[])
-        for part in delta.calls:
+        for part in delta.tool_calls:
             events += self._call(part)
         return events
 
     def end(self, status: str = "completed") -> bytes:
-        """The events that end the item in progress."""
+        """End the item in progress; returns its events."""
         if not self._open:
             return b""
         self._open = False

@@ -25,7 +25,7 @@ from penstock.serve.http.request_record import RequestRecord, record_of
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
-from .events import Events, Items, usage_of
+from .events import Events, OutputItemStream, usage_of
 from .parse import read, to_chat_request
 from .requests import CountTokensRequest, ResponsesRequest
 
@@ -80,15 +80,15 @@ class ResponseHandler:
         self._created = int(time.time())
 
     async def full(self) -> AsyncGenerator[bytes, None]:
-        items = Items(self._name, lambda kind, **fields: b"")
+        items = OutputItemStream(self._name, lambda kind, **fields: b"")
         last = await self._chat.final()
-        items.events(StreamCursor().delta(self._chat.message(last.outputs[0])))
+        items.add(StreamCursor().delta(self._chat.message(last.outputs[0])))
         items.end(self._status(last))
         yield encode(self._response(items, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         event, cursor = self._events.event, StreamCursor()
-        items = Items(self._name, event)
+        items = OutputItemStream(self._name, event)
         started = False
         async with aclosing(self._chat.deltas(cursor)) as deltas:
             async for output, delta in deltas:
@@ -96,7 +96,7 @@ class ResponseHandler:
                     started = True
                     empty = self._response(items, None)
                     yield event("response.created", response=empty) + event("response.in_progress", response=empty)
-                if events := items.events(delta):
+                if events := items.add(delta):
                     yield events
                 if output.outputs[0].finished:
                     status = self._status(output)
@@ -105,7 +105,7 @@ class ResponseHandler:
     def _status(self, output: RequestOutput) -> str:
         return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
-    def _response(self, items: Items, output: RequestOutput | None) -> dict[str, Any]:
+    def _response(self, items: OutputItemStream, output: RequestOutput | None) -> dict[str, Any]:
         """The response object so far; ``output`` is the final output, None before it."""
         request = self._request
         status = self._status(output) if output else "in_progress"
@@ -141,7 +141,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     """Add the routes of OpenAI's Responses API."""
 
     async def create_response(raw_request: Request) -> Response:
-        body = await served_models.read(raw_request)
+        body = await served_models.read_body(raw_request)
         record, events = record_of(raw_request.scope), Events()
         request = read(read_object(body), ResponsesRequest, record.unknown)
         error_format = record.error_format = ResponsesErrorFormat(FIELD_NAMES, events)
@@ -151,7 +151,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         )
 
     async def count_input_tokens(raw_request: Request) -> Response:
-        body = await served_models.read(raw_request)
+        body = await served_models.read_body(raw_request)
         unknown = record_of(raw_request.scope).unknown
         request = read(read_object(body), CountTokensRequest, unknown)
         service = served_models.find(request.model)

@@ -94,7 +94,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     async def create(raw_request: Request) -> Response:
         record = record_of(raw_request.scope)
         record.error_format = error_format
-        body = await served_models.read(raw_request)
+        body = await served_models.read_body(raw_request)
         fields = {name: value for name, value in read_object(body).items() if name not in IGNORED}
         request = parse(fields, GenerateRequest, record.unknown)
         if request.return_token_ids:

@@ -43,7 +43,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
 
     async def load() -> Response:
         """The number of open requests of this API process."""
-        return JSONResponse({"server_load": served_models.open})
+        return JSONResponse({"server_load": served_models.num_open_requests})
 
     async def server_info(config_format: str = "text") -> Response:
         fields = {model.name: _plain(model.configuration) for model in served_models.models}
@@ -62,7 +62,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         return Response()
 
     async def abort_requests(raw_request: Request) -> Response:
-        fields = read_object(await served_models.read(raw_request))
+        fields = read_object(await served_models.read_body(raw_request))
         request = convert(fields, AbortRequest, record_of(raw_request.scope).unknown)
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}

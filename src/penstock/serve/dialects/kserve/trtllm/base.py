@@ -97,7 +97,8 @@ class SequenceResponse(NamedTuple):
 class GenerationModel(Model):
     """A model that generates, in one response or with ``stream`` step by step.
 
-    Where a request may have many answers, each is of one sequence of a row, or of all its beams, as in TensorRT-LLM's.
+    Where a request may have many responses, each is of one sequence of a row, or of all its beams, as in
+    TensorRT-LLM's.
     """
 
     names: ClassVar[InputNames]
@@ -111,7 +112,7 @@ class GenerationModel(Model):
         self._running = RunningRequests()
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Size of the model's vocabulary."""
         return self._service.gateway.engine_client.require_engine().vocab_size
 
@@ -119,20 +120,20 @@ class GenerationModel(Model):
         return {"exclude_input_in_output": str(self._service.options.exclude_input_in_output).lower()}
 
     async def rows(self, call: ModelCall) -> list[Row]:
-        """The prompts of a request."""
+        """The prompts of a request with their sampling parameters, one per row of its batch."""
         raise NotImplementedError
 
     def output_tensors(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
     ) -> list[Tensor]:
-        """The outputs that only this model has, for some sequences."""
+        """The output tensors for the sequences of one response, those left out that all generation models have."""
         raise NotImplementedError
 
     def has_output(self, piece: SequenceDelta) -> bool:
         """Whether a step added something that a streamed response is sent for."""
         raise NotImplementedError
 
-    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
+    async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         try:
             if self._uniform_value(call, "stop"):
                 self._stop(call)
@@ -155,19 +156,21 @@ class GenerationModel(Model):
                 async with aclosing(merge_streams(streams)) as outputs:
                     async for i, output in outputs:
                         last[i] = output
-                        for news in self._step_responses(i, rows[i], output, left, streamed) if call.streamed else ():
-                            yield self._answer(call, news, 1, streamed, not left)
+                        for responses in (
+                            self._step_responses(i, rows[i], output, left, streamed) if call.streamed else ()
+                        ):
+                            yield self._response(call, responses, 1, streamed, not left)
             if len(last) < len(rows):
                 raise PenstockError(Code.CANCELLED, "the request was stopped before all of it had begun")
             if not call.streamed:
-                every = [
+                responses = [
                     SequenceResponse(i, last[i], completion, full_delta(completion))
                     for i in range(len(rows))
                     for completion in last[i].outputs
                 ]
-                yield self._answer(call, every, len(rows), False, True)
+                yield self._response(call, responses, len(rows), False, True)
                 return
-            for news, final in group_stopped(
+            for responses, final in group_stopped(
                 [
                     SequenceResponse(
                         i, last[i], last[i].outputs[k], EMPTY_DELTA if streamed else full_delta(last[i].outputs[k])
@@ -176,7 +179,7 @@ class GenerationModel(Model):
                 ],
                 rows,
             ):
-                yield self._answer(call, news, 1, streamed, final)
+                yield self._response(call, responses, 1, streamed, final)
         except PenstockError as error:
             raise self.names.renamed(error) from error
 
@@ -243,7 +246,7 @@ class GenerationModel(Model):
         """The leading dimensions of outputs: rows, where the request has a batch, and sequences."""
         return (len(responses),) if call.batch is None else (rows, len(responses) // rows)
 
-    def _answer(
+    def _response(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool, last: bool
     ) -> ModelResponse:
         lead = self.leading_shape(call, responses, rows)
@@ -295,7 +298,7 @@ class GenerationModel(Model):
         generated = [each.completion.generation_logits for each in responses]
         if not (any(context) or any(generated)):
             return []
-        result, width = [], self.vocabulary
+        result, width = [], self.vocab_size
         if any(context):
             length, elements = rows_of(context, width)
             result.append(Tensor("context_logits", FP32, (*lead[:-1], length, width), elements))
@@ -309,14 +312,14 @@ def group_stopped(
     stopped: list[SequenceResponse], rows: Sequence[Row]
 ) -> Iterator[tuple[list[SequenceResponse], bool]]:
     """Group stopped sequences into responses; also tells whether a response is the last one."""
-    answers: list[list[SequenceResponse]] = []
-    for response in stopped:
-        if answers and rows[response.row].sampling.use_beam_search and answers[-1][0].row == response.row:
-            answers[-1].append(response)
+    responses: list[list[SequenceResponse]] = []
+    for sequence in stopped:
+        if responses and rows[sequence.row].sampling.use_beam_search and responses[-1][0].row == sequence.row:
+            responses[-1].append(sequence)
         else:
-            answers.append([response])
-    for answer in answers:
-        yield answer, answer is answers[-1]
+            responses.append([sequence])
+    for response in responses:
+        yield response, response is responses[-1]
 
 
 def full_delta(completion: CompletionOutput) -> SequenceDelta:

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.config.options import EngineOptions
 from penstock.engine.service.messages import Stats
-from penstock.serve.metrics import Engines
+from penstock.serve.metrics import EngineStats
 from penstock.serve.models.served_models import ServedModels
 
 from ..model import VERSION
@@ -19,7 +19,7 @@ MICROSECONDS = 1e6
 
 
 class Group(NamedTuple):
-    """One metric, of which a label tells several figures apart."""
+    """One metric, whose values are told apart by a label."""
 
     name: str
     about: str
@@ -33,7 +33,7 @@ class TrtLlmMetrics:
     def __init__(self, served_models: ServedModels) -> None:
         self._served_models = served_models
 
-    def collect(self, engines: Engines) -> Iterable[Metric]:
+    def collect(self, engines: EngineStats) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for model in self._served_models.models:
             if model.name not in engines:

@@ -1,4 +1,4 @@
-"""The outputs of ``return_perf_metrics``, as of TensorRT-LLM's backend."""
+"""The outputs of ``return_perf_metrics``, as in TensorRT-LLM's backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def perf_metrics(outputs: Sequence[RequestOutput], block_size: int, lead: tuple[
 
     Args:
         block_size: tokens of a KV block.
-        lead: the tensors' shape.
+        lead: shape of the tensors (``GenerationModel.leading_shape``).
     """
     rows = [_metric_values(output, block_size) for output in outputs]
     return [Tensor(spec.name, spec.datatype, lead, [row[i] for row in rows]) for i, spec in enumerate(OUTPUTS)]

@@ -64,11 +64,11 @@ class InputNames:
         return PenstockError(failure.code, message, parameter, failure.limit, failure.value)
 
 
-def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int, **overrides: Any) -> SamplingParams:
+def sampling_of(call: ModelCall, index: int, names: InputNames, vocab_size: int, **overrides: Any) -> SamplingParams:
     """A row's sampling parameters. Defaults are TensorRT-LLM's: greedy unless ``top_k`` or ``top_p`` is given, seed 0.
 
     Args:
-        vocabulary: tokens that the model knows.
+        vocab_size: number of tokens of the model.
         overrides: parameters that text and token models take differently.
 
     Raises ``PenstockError`` (``invalid``), in the names of parameters here.
@@ -101,15 +101,15 @@ def sampling_of(call: ModelCall, index: int, names: InputNames, vocabulary: int,
     if end is not None:
         given["ignore_eos"] = True
         if end >= 0:
-            check_ids("ignore_eos", [end], vocabulary)
+            check_ids("ignore_eos", [end], vocab_size)
             overrides["stop_token_ids"] = (*overrides.get("stop_token_ids", ()), end)
     return SamplingParams(**given, **overrides)
 
 
-def check_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> None:
+def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise ``PenstockError`` (``invalid``) for token ids beyond the vocabulary."""
-    if not all(0 <= token_id < vocabulary for token_id in token_ids):
-        raise invalid(name, f"token ids go from 0 to {vocabulary - 1}", vocabulary - 1)
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise invalid(name, f"token ids go from 0 to {vocab_size - 1}", vocab_size - 1)
 
 
 def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:

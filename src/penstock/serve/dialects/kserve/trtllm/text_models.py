@@ -56,7 +56,7 @@ class TextModel(GenerationModel):
             }
             bias = self._bias(call, index)
             guided = guided_of(call, index, self.names)
-            sampling = sampling_of(call, index, self.names, self.vocabulary, **word_lists, **bias, **guided)
+            sampling = sampling_of(call, index, self.names, self.vocab_size, **word_lists, **bias, **guided)
             result.append(Row(await self._prompt(prompt, size), sampling))
         return result
 

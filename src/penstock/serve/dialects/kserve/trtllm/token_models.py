@@ -82,24 +82,24 @@ class TokenModel(GenerationModel):
         length = self.names.value(call, index, "input_lengths")
         if not 1 <= length <= len(prompt):
             raise invalid("input_lengths", f"must be from 1 to the {len(prompt)} of input_ids, is {length}")
-        vocabulary = self.vocabulary
-        stops = split_words("stop_words_list", call.row("stop_words_list", index), vocabulary)
+        vocab_size = self.vocab_size
+        stops = split_words("stop_words_list", call.row("stop_words_list", index), vocab_size)
         single = tuple([word[0] for word in stops if len(word) == 1])
         longer = tuple([self._tokenizer.decode(word, False) for word in stops if len(word) > 1])
         biases = call.row("embedding_bias", index) or ()
-        if len(biases) not in (0, len(self._tokenizer.vocabulary), vocabulary):
-            message = f"has {len(biases)} elements, and there are {vocabulary} tokens"
-            raise invalid("embedding_bias", message, vocabulary)
+        if len(biases) not in (0, len(self._tokenizer.vocabulary), vocab_size):
+            message = f"has {len(biases)} elements, and there are {vocab_size} tokens"
+            raise invalid("embedding_bias", message, vocab_size)
         bias = [([i], x) for i, x in enumerate(biases) if x]
         sampling = sampling_of(
             call,
             index,
             self.names,
-            vocabulary,
+            vocab_size,
             stop_token_ids=single,
             stop=longer,
             bad_word_ids=tuple(
-                map(tuple, split_words("bad_words_list", call.row("bad_words_list", index), vocabulary))
+                map(tuple, split_words("bad_words_list", call.row("bad_words_list", index), vocab_size))
             ),
             detokenize=bool(longer),
             **logit_bias_of(bias),
@@ -159,7 +159,7 @@ class Preprocessing(Model):
         self._service = service
         self._tokenizer = service.gateway.input_processor.tokenizer
 
-    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
+    async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         queries = [text("QUERY", element) for element in call.inputs["QUERY"].elements]
         size = sum(map(len, queries))
         prompts = [await self._service.gateway.encode(query, size=size) for query in queries]
@@ -224,7 +224,7 @@ class Postprocessing(Model):
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
-    async def answers(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
+    async def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         tokens, lengths = call.inputs["TOKENS_BATCH"], call.inputs["SEQUENCE_LENGTH"].elements
         *lead, longest = tokens.shape
         if len(lengths) * longest != len(tokens.elements):
@@ -251,7 +251,7 @@ def _note_lookahead() -> None:
     logger.info("lookahead_window_size and similar inputs are ignored: --speculative-config sets the draft length")
 
 
-def split_words(name: str, tensor: Sequence[Any] | None, vocabulary: int) -> list[list[int]]:
+def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> list[list[int]]:
     """Words from two lists: their token ids, and the offsets at which they end.
 
     Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids beyond the vocabulary.
@@ -262,7 +262,7 @@ def split_words(name: str, tensor: Sequence[Any] | None, vocabulary: int) -> lis
     if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
         raise invalid(name, "has a second row that is no list of where words end, each after the one before")
     words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
-    check_ids(name, itertools.chain.from_iterable(words), vocabulary)
+    check_ids(name, itertools.chain.from_iterable(words), vocab_size)
     return words
 
 
