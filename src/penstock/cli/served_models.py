@@ -35,7 +35,7 @@ def served_models(configuration: Configuration) -> tuple[ServedModel, ...]:
     if configuration.engine.model or not options.models:
         names = options.served_model_name or (configuration.engine.model or DEMO,)
         result.append(ServedModel(names=names, configuration=configuration, kserve={}))
-    result += [_additional_model(configuration, name, given) for name, given in _parsed(options.models).items()]
+    result += [_additional_model(configuration, name, given) for name, given in _parse_models(options.models).items()]
     kserve_models = [
         {name: "ensemble" for name in model.names if "/" not in name} if result[1:] else {} for model in result
     ]
@@ -71,8 +71,8 @@ def _additional_model(configuration: Configuration, name: str, given: Mapping[st
     return ServedModel(names=(name,), configuration=msgspec.structs.replace(configuration, **parts), kserve=kserve)
 
 
-def _parsed(text: str) -> dict[str, dict[str, Any]]:
-    """Options by model."""
+def _parse_models(text: str) -> dict[str, dict[str, Any]]:
+    """Parse the option ``models``: options by model name."""
     if not text:
         return {}
     try:

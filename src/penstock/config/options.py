@@ -266,7 +266,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the model's text: tokenizer, templates, parsers, default sampling, and its download."""
+    """Options of a model beside its engine: tokenizer, chat template, parsers, default sampling parameters,
+    download."""
 
     pooling_type: Annotated[
         Literal["auto", "last", "mean"],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")  # what a single request can be held to
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")  # latency metrics of a single request, for which --goodput takes a limit
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:

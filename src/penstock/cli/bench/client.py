@@ -18,7 +18,7 @@ from .sse import DONE, Chunk, EventReader, decode_chunk, error_message
 from .workload import Request
 
 AHEAD = 0.25  # seconds before its time that a request's prompt is made
-CONNECT_TIMEOUT = 30.0  # seconds; answers may take as long as they like
+CONNECT_TIMEOUT = 30.0  # seconds; responses have no time limit
 KEEPALIVE = 3.0  # seconds; servers close idle connections (uvicorn after 5), and a request sent at that moment is lost
 
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from .sample import Outcome, Sample
 
-BUSY = 0.9  # of a core, from where on a client of one thread measures itself
-LATE = 50.0  # milliseconds, likewise
+BUSY = 0.9  # share of a core: a client that uses more may be the bottleneck itself
+LATE = 50.0  # milliseconds: a client that sends its requests later than this may be the bottleneck itself
 
 
 def latencies(samples: Sequence[Sample], metric: str) -> np.ndarray:
-    """Milliseconds of a metric: one a request, but for ``itl`` one a gap between chunks.
+    """Values of a metric in milliseconds: one per request, for ``itl`` one per gap between two chunks.
 
-    ``tpot`` leaves out answers of a single token, which have no gap to tell of.
+    ``tpot`` leaves out answers of a single token.
     """
     if metric == "itl":
         gaps = [np.diff(sample.chunks) for sample in samples]
@@ -46,7 +46,7 @@ def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
 
 
 def meets_goodput(sample: Sample, goodput: Mapping[str, float]) -> bool:
-    """Whether an answer kept every promise, given in milliseconds by metric."""
+    """Whether a request met all its service level objectives: ``goodput`` has milliseconds by metric."""
     return all(getattr(sample, metric) * 1e3 <= limit for metric, limit in goodput.items())
 
 

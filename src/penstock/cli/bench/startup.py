@@ -24,7 +24,7 @@ from .arg_types import integer_from
 from .sse import DONE, EventReader, decode_chunk, error_message
 
 HOST = "127.0.0.1"
-PAUSE = 0.01  # seconds between two knocks
+PAUSE = 0.01  # seconds between two attempts to connect
 KNOCK_TIMEOUT = 5.0  # seconds
 STOP_TIMEOUT = 60.0  # seconds from SIGTERM to the end, with nothing running
 

@@ -54,7 +54,8 @@ class Conversation:
         self._unanswered = None
 
     def undo(self) -> str:
-        """Take the last question back, with its answer; returns it. Raises ``PenstockError`` where there is none."""
+        """Remove the last question and its answer; returns the question. Raises ``PenstockError`` where there is
+        none."""
         questions = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
         if not questions:
             raise PenstockError(Code.NOT_FOUND, "nothing was said yet")
@@ -71,7 +72,7 @@ class Conversation:
         self._turns, self._unanswered = [], None
 
     def set(self, name: str, value: Any) -> None:
-        """Draw answers differently; None is the model's own way.
+        """Set a sampling parameter; None restores the model's default.
 
         Raises ``PenstockError`` (``invalid``) for an unknown field, with the nearest known one, or a wrong value.
         """

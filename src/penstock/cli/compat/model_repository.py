@@ -131,7 +131,7 @@ def _checkpoints(repository: Path) -> Flags:
 
 
 def _file(path: Path) -> File:
-    config = _parsed(path)
+    config = _parse_model_config(path)
     name = config.name or path.parent.name
     if name in PARAMETERS:
         kind = name
@@ -219,8 +219,8 @@ def _add(settings: MergedSettings, file: File) -> None:
         )
 
 
-def _parsed(file: Path) -> Any:
-    """A ``ModelConfig``."""
+def _parse_model_config(file: Path) -> Any:
+    """Parse a ``config.pbtxt`` as Triton's ``ModelConfig``."""
     try:
         from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2

@@ -155,7 +155,8 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
 
 @contextlib.contextmanager
 def _registered(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    """For ``stop_server``, which may be called before it is ready. Who gives up waiting ends the server."""
+    """Record a starting server for ``stop_server``, which may be called before it is ready. The server is ended where
+    its start is interrupted."""
     note = _notes() / str(server.pid)
     note.write_text(_process_start_time(server.pid))
     try:

@@ -162,7 +162,8 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
 
 
 def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
-    """Where the cache is in the same memory, it gets its share of what the weights leave of it."""
+    """Flags for the memory limit. Where weights and KV cache share the host's memory, the cache gets a share of what
+    the weights leave."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if metadata.gpu != 0:
         _log_ignored("metadata.memory", "with a GPU it does not limit the KV cache")

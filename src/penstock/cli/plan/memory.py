@@ -127,7 +127,7 @@ def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int
 
 
 def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
-    """In the order in which the engine decides it."""
+    """Number of KV blocks, by the same options in the same order as the engine (``engine.kv.memory``)."""
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
     if options.kv_cache_sequences and not options.kv_cache_memory_bytes:

@@ -44,7 +44,7 @@ def _one_address(given: Mapping[str, str]) -> None:
 
 
 def _log(given: Mapping[str, str]) -> Settings:
-    """The file that a switch may tell, and the one level that three switches and a number tell."""
+    """The log file and level: ``--log`` and ``--log-file`` give the file, three switches and a number the level."""
     if "--log" in given and "--log_file" not in given:
         yield "log_file", LOG_FILE, "--log"
     if given.get("--log_verbose", "0").strip("+-0"):
