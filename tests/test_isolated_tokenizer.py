@@ -15,7 +15,7 @@ import pytest
 from penstock import demo
 from penstock.core import PenstockError
 from penstock.text import Tokenizer
-from penstock.text.isolated_tokenizer import IsolatedTokenizer, Limits, check
+from penstock.text.isolated_tokenizer import IsolatedTokenizer, Limits, check_tokenizer
 
 LIMITS = Limits(memory=2**30, cpu=1)
 REFUSED = r"cannot be used within 1 GiB of memory and 1 s of processor time"
@@ -86,7 +86,7 @@ HOSTILE: dict[Callable[[Path], None], str] = {
 def test_hostile_files_are_refused_in_one_sentence(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
     with pytest.raises(PenstockError, match=HOSTILE[spoil]) as refused:
-        check(folder, limits=LIMITS)
+        check_tokenizer(folder, limits=LIMITS)
     assert "\n" not in str(refused.value)
     assert not left()
 
@@ -101,11 +101,11 @@ def left() -> list[int]:
 
 def test_what_was_found_good_is_not_read_again_until_it_changes(folder: Path) -> None:
     change(folder / "tokenizer_config.json", some_field=str(folder))  # a content that no other test has
-    check(folder)
-    check(folder, limits=Limits(memory=1))  # with which nothing can be read
+    check_tokenizer(folder)
+    check_tokenizer(folder, limits=Limits(memory=1))  # with which nothing can be read
     change(folder / "tokenizer_config.json", some_field="another")
     with pytest.raises(PenstockError, match="cannot be used within"):
-        check(folder, limits=Limits(memory=1))
+        check_tokenizer(folder, limits=Limits(memory=1))
 
 
 @pytest.fixture

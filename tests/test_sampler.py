@@ -23,7 +23,7 @@ from penstock.core import PenstockError, SamplingParams
 from penstock.engine.step import NewRow, RowUpdates, SampledTokens
 from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.row import Position, Row
-from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, adjust, sample
+from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, process_logits, sample
 
 VOCABULARY = 50
 
@@ -77,12 +77,12 @@ def test_frequencies_are_those_of_the_library(params: dict[str, Any]) -> None:
 def test_repetition_penalty_is_the_librarys() -> None:
     row, prompt, output = scores(1), [3, 4, 5], [6, 7, 7]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), row.clone())
-    assert torch.equal(adjust(row, [position(prompt, output, repetition_penalty=1.3)]), expected)
+    assert torch.equal(process_logits(row, [position(prompt, output, repetition_penalty=1.3)]), expected)
 
 
 def test_frequency_and_presence_count_the_output() -> None:
     row = scores(1)
-    changed = adjust(row, [position([3, 4], [6, 7, 7], frequency_penalty=0.5, presence_penalty=0.25)])
+    changed = process_logits(row, [position([3, 4], [6, 7, 7], frequency_penalty=0.5, presence_penalty=0.25)])
     expected = row.clone()
     expected[0, 6] -= 0.75
     expected[0, 7] -= 1.25
@@ -102,7 +102,7 @@ def test_frequency_and_presence_count_the_output() -> None:
     ],
 )
 def test_what_must_not_come_does_not(params: dict[str, Any], output: list[int], never: set[int]) -> None:
-    changed = adjust(scores(1), [position(output=output, **params)])[0]
+    changed = process_logits(scores(1), [position(output=output, **params)])[0]
     assert {i for i, score in enumerate(changed.tolist()) if score < -50} == never
 
 
@@ -174,7 +174,9 @@ def test_penalties_follow_a_row(seed: int) -> None:
 
     def check(row: int, tokens: list[int]) -> None:
         fresh = Row(new[row], np.array(tokens, np.int32)).position(len(tokens))
-        assert torch.equal(adjust(logits, [batch.row(row).position(len(tokens))]), adjust(logits, [fresh]))
+        assert torch.equal(
+            process_logits(logits, [batch.row(row).position(len(tokens))]), process_logits(logits, [fresh])
+        )
 
     for _ in range(rng.randint(1, 12)):
         for row in range(2):

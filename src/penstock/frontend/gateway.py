@@ -21,7 +21,7 @@ from penstock.text.template_process import RenderRequest
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor, Messages, Prompt
 from .outputs import RequestOutput
-from .request_templates import TemplateRenderer
+from .request_templates import SandboxedTemplateRenderer
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Gateway:
         self._outputs: dict[str, RequestOutput] = {}
         """The output so far of each open request, by the engine's request id."""
         self._ids = itertools.count()
-        self._template_renderer = TemplateRenderer()
+        self._template_renderer = SandboxedTemplateRenderer()
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
         self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
 

@@ -24,7 +24,7 @@ from penstock.text import (
     reasoning_format,
     tool_call_format,
 )
-from penstock.text.isolated_tokenizer import IsolatedTokenizer, check
+from penstock.text.isolated_tokenizer import IsolatedTokenizer, check_tokenizer
 
 from .generation_config import read_generation_config
 from .output_processor import OutputProcessor
@@ -85,7 +85,7 @@ class InputProcessor:
             self.tokenizer = IsolatedTokenizer(source, template)
         else:
             if source not in (demo.CHAT, demo.DRAFT):
-                check(source, template)
+                check_tokenizer(source, template)
             self.tokenizer = Tokenizer(source, template)
         other = None if options.generation_config in ("auto", "vllm") else Path(options.generation_config)
         self._defaults = read_generation_config(folder, self.tokenizer, other)

@@ -13,7 +13,7 @@ from penstock.core.errors import invalid
 from penstock.text.template_process import MAX_RENDERED, RENDER_TIMEOUT, RenderRequest, RenderResult
 
 
-class TemplateRenderer:
+class SandboxedTemplateRenderer:
     """Renders chats one at a time in another process; starts it with the first chat, and again when it has died."""
 
     def __init__(self) -> None:

@@ -132,11 +132,12 @@ class Embedding:
 
 
 def _shard_bitmask(bitmask: Tensor, shard: Shard) -> Tensor:
-    """A bitmask of the whole vocabulary to one of a rank's share."""
+    """The bits of a rank's shard of the vocabulary, as a bitmask of its own."""
     words = bitmask[:, shard.first // 32 : -(-shard.end // 32)]
     if shard.first % 32 == 0:
         return words
-    places = torch.arange(32, device=words.device)  # of a vocabulary too small for whole panels
+    # The shard begins within a word, as in a vocabulary with fewer panels than ranks.
+    places = torch.arange(32, device=words.device)
     bits = (words[:, :, None] >> places & 1).flatten(1)[:, shard.first % 32 :][:, : shard.size]
     bits = torch.nn.functional.pad(bits, (0, -shard.size % 32)).unflatten(1, (-1, 32))
     packed: Tensor = (bits.long() << places).sum(-1)

@@ -1,9 +1,9 @@
 """Tokenizer files read in a process with limits (``python -m penstock.text.isolated_tokenizer DESCRIPTOR``).
 
 Checkpoints are not trusted, and the ``tokenizers`` library has no limits: a small file can take all memory, or minutes.
-``check`` loads the files in another process before a serving process does, once for each content. ``IsolatedTokenizer``
-keeps the tokenizer in the other process: loading one with 150,000 tokens holds the GIL for half a second, which would
-delay the streams of other models.
+``check_tokenizer`` loads the files in another process before a serving process does, once for each content.
+``IsolatedTokenizer`` keeps the tokenizer in the other process: loading one with 150,000 tokens holds the GIL for half a
+second, which would delay the streams of other models.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Encode(msgspec.Struct, frozen=True):
     add_special_tokens: bool
 
 
-def check(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
+def check_tokenizer(folder: Path, chat_template: str | None = None, limits: Limits | None = None) -> None:
     """Load and try a checkpoint's tokenizer and chat template in another process.
 
     Files that have passed are remembered by a hash of their content, which takes a few milliseconds the next time.
@@ -102,7 +102,7 @@ def check(folder: Path, chat_template: str | None = None, limits: Limits | None 
 class IsolatedTokenizer(Tokenizer):
     """A tokenizer that encodes in another process, which is restarted when it dies. Close it after use.
 
-    Raises ``PenstockError`` (``invalid``) as ``check`` does.
+    Raises ``PenstockError`` (``invalid``) as ``check_tokenizer`` does.
     """
 
     isolated = True

@@ -146,7 +146,7 @@ class Admission:
         if request.external_id:
             self._external_ids.add(request.external_id)
         if request.deadline is not None:
-            bisect.insort(self._deadlines, (request.deadline, first.order, request.request_id))
+            bisect.insort(self._deadlines, (request.deadline, first.arrival_order, request.request_id))
         if self._options.max_queue_time:
             self._queue_timeouts[first] = None
 
@@ -191,4 +191,4 @@ class Admission:
         """Remove the external id and the deadline of a request that has ended, given its first sequence."""
         self._external_ids.discard(first.request.external_id)
         if (deadline := first.request.deadline) is not None:
-            del self._deadlines[bisect.bisect_left(self._deadlines, (deadline, first.order))]
+            del self._deadlines[bisect.bisect_left(self._deadlines, (deadline, first.arrival_order))]

@@ -39,7 +39,7 @@ class WaitingQueue:
     def schedule_key(self, sequence: Sequence) -> ScheduleKey:
         """The sort key of a sequence; the lowest is scheduled first. No two are equal."""
         priority = sequence.request.priority if self._by_priority else 0
-        return priority, sequence.order, sequence.index
+        return priority, sequence.arrival_order, sequence.index
 
     def is_long(self, sequence: Sequence) -> bool:
         """Whether the sequence has more than ``long_threshold`` tokens left to compute."""

@@ -29,12 +29,13 @@ class Sequence:
     Args:
         index: index of the sequence in its request; all but the first, 0, are created by ``fork``.
         seed: seed of its random numbers; seed, position and index determine the number for each token.
-        order: order of the request's arrival.
+        arrival_order: number of requests that arrived before the sequence's.
     """
 
     __slots__ = (
         "accepted_tokens",
         "allocated_blocks",
+        "arrival_order",
         "arrived",
         "block_hashes",
         "blocks",
@@ -56,7 +57,6 @@ class Sequence:
         "num_pending",
         "num_scheduled",
         "num_unforked",
-        "order",
         "paused",
         "pooling_state",
         "prompt_length",
@@ -75,13 +75,13 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: EngineRequest, index: int, seed: int, order: int) -> None:
+    def __init__(self, request: EngineRequest, index: int, seed: int, arrival_order: int) -> None:
         sampling = request.sampling
         assert sampling.max_tokens is not None, "set by Admission.validate_and_clamp"
         self.request = request
         self.index = index
         self.seed = seed
-        self.order = order
+        self.arrival_order = arrival_order
         self.stop_token_ids = frozenset(
             sampling.stop_token_ids + (() if sampling.ignore_eos else request.eos_token_ids)
         )
@@ -185,7 +185,7 @@ class Sequence:
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """A sibling with the same tokens, as sequence ``index``, in ``blocks``, whose references the caller counts."""
-        sibling = Sequence(self.request, index, self.seed, self.order)
+        sibling = Sequence(self.request, index, self.seed, self.arrival_order)
         sibling.tokens, sibling.block_hashes = list(self.tokens), list(self.block_hashes)
         sibling.num_computed, sibling.num_scheduled = self.num_computed, self.num_scheduled
         sibling.num_cached_tokens = self.num_cached_tokens

@@ -1,4 +1,8 @@
-"""Sampling: from logits to tokens and log probabilities."""
+"""Sampling: from logits to tokens and log probabilities.
+
+Positions with plain greedy sampling (``Position.is_plain_greedy``) do not come here: ``ModelRunner.sample`` takes their
+argmax without storing logits.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tenso
         them. Where no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``), that
         failure and nothing else.
     """
-    adjusted = adjust(logits, positions, grammar_bitmask)
+    adjusted = process_logits(logits, positions, grammar_bitmask)
     token_ids = adjusted.argmax(-1)  # a row with a NaN gets the index of the NaN
     largest = adjusted.gather(-1, token_ids[:, None])[:, 0].tolist()
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
@@ -81,16 +85,16 @@ def beam_candidates(
     """
     for row in rows:
         own = None if grammar_bitmask is None else grammar_bitmask[row : row + 1]
-        table = adjust(logits[row : row + 1].log_softmax(-1), [positions[row]], own)[0]
+        table = process_logits(logits[row : row + 1].log_softmax(-1), [positions[row]], own)[0]
         values, ids = table.topk(min(positions[row].row.num_candidates, len(table)))
         possible = values > EXCLUDED
         yield Candidates(ids[possible].numpy(force=True), values[possible].numpy(force=True))
 
 
-# --- Adjusting --------------------------------------------------------------------------------------------------------
+# --- Logits processors ------------------------------------------------------------------------------------------------
 
 
-def adjust(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tensor | None = None) -> Tensor:
+def process_logits(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tensor | None = None) -> Tensor:
     """Logits after grammar bitmask, penalties, biases and excluded tokens; temperature and truncation come later.
 
     Args:
@@ -101,7 +105,7 @@ def adjust(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tenso
     """
     adjusted = logits
     for i, position in enumerate(positions):
-        for needed, apply in ADJUSTMENTS:
+        for needed, apply in LOGITS_PROCESSORS:
             if needed(position.params):
                 if adjusted is logits:
                     adjusted = logits.clone()
@@ -158,8 +162,8 @@ def _frequency_and_presence(row: Tensor, position: Position) -> None:
     row[seen] -= params.frequency_penalty * times + params.presence_penalty
 
 
-Adjustment = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Position], None]]
-ADJUSTMENTS: tuple[Adjustment, ...] = (
+LogitsProcessor = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Position], None]]
+LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (
     (lambda p: p.allowed_token_ids is not None, _allowed_token_ids),
     (lambda p: bool(p.bad_word_ids), _bad_words),
     (lambda p: p.min_tokens > 0, _min_tokens),
@@ -167,8 +171,8 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     (lambda p: p.repetition_penalty != 1, _repetition),
     (lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence),
 )
-"""The adjustments in the order in which they are applied: each a predicate whether sampling parameters need it, and a
-function that applies it to a row of logits in place."""
+"""The logits processors in the order in which they are applied: each is a predicate whether the sampling parameters
+need it, and a function that changes a row of logits in place."""
 
 
 # --- Random sampling --------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class UnknownFields:
             place = path + name[:100]
             raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
         kind, name = path if kind is None else kind, name[:MAX_NAME]
-        if kind + name in self._seen:  # of another message
+        if kind + name in self._seen:  # seen before, as in another element of the same list
             return
         if len(self._seen) == MAX_FIELDS:
             self._more = True

@@ -17,7 +17,7 @@ from penstock.serve.dialects.openai.responses import ChatDelta, ChatMessage, Chu
 from penstock.serve.dialects.openai.responses import CompletionChoice as OpenAIChoice
 from penstock.serve.generation import SequenceCursor
 
-from .responses import DONE, Answer, ChatChoice, CompletionChoice, Usage, encode, event
+from .responses import DONE, ChatChoice, CompletionChoice, CompletionResponse, Usage, encode, event
 
 T = TypeVar("T", ChatMessage, ChatDelta)
 
@@ -44,7 +44,7 @@ class BladeCompletionHandler:
                         index=choice.index, text=choice.text, logprobs=choice.logprobs, finish_reason=reason
                     )
                 )
-        yield encode(self._answer(choices, last))
+        yield encode(self._response(choices, last))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         last: dict[int, RequestOutput] = {}
@@ -56,7 +56,7 @@ class BladeCompletionHandler:
                     so_far = progress.setdefault((i, completion.index), SequenceCursor())
                     added = await self._openai.added(i, output, completion, so_far)
                     for choice in self._chunks(added) if added else ():
-                        yield event(self._answer([choice], last))
+                        yield event(self._response([choice], last))
         yield DONE
 
     def _chunks(self, choice: OpenAIChoice) -> Iterator[CompletionChoice]:
@@ -66,9 +66,9 @@ class BladeCompletionHandler:
         if choice.finish_reason:
             yield CompletionChoice(index=choice.index, text="", finish_reason=choice.finish_reason)
 
-    def _answer(self, choices: list[CompletionChoice], last: dict[int, RequestOutput]) -> Answer:
+    def _response(self, choices: list[CompletionChoice], last: dict[int, RequestOutput]) -> CompletionResponse:
         usage = Usage.of(list(last.values()))
-        return Answer(id=self._id, choices=choices, object="text_completion", usage=usage)
+        return CompletionResponse(id=self._id, choices=choices, object="text_completion", usage=usage)
 
 
 class BladeChatHandler:
@@ -95,7 +95,7 @@ class BladeChatHandler:
                 )
             )
         usage = Usage.of([last])
-        yield encode(Answer(id=self._id, choices=choices, object="chat.completion", usage=usage))
+        yield encode(CompletionResponse(id=self._id, choices=choices, object="chat.completion", usage=usage))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         cursor: dict[int, StreamCursor] = {}
@@ -106,7 +106,9 @@ class BladeChatHandler:
                     begins = completion.index not in cursor
                     added = self._openai.added(completion, cursor.setdefault(completion.index, StreamCursor()))
                     for choice in self._chunks(added, begins):
-                        chunk = Answer(id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage)
+                        chunk = CompletionResponse(
+                            id=self._id, choices=[choice], object="chat.completion.chunk", usage=usage
+                        )
                         yield event(chunk)
         yield DONE
 

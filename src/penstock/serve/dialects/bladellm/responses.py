@@ -54,7 +54,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta | UnsetType = UNSET
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class CompletionResponse(msgspec.Struct, kw_only=True):
     id: str
     choices: list[CompletionChoice] | list[ChatChoice]
     object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]

@@ -140,7 +140,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def ServerMetadata(self, request: Any, record: RequestRecord) -> Any:
-        return pb.ServerMetadataResponse(**state.server())
+        return pb.ServerMetadataResponse(**state.server_metadata())
 
     @unary
     async def ModelReady(self, request: Any, record: RequestRecord) -> Any:
@@ -164,17 +164,17 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def RepositoryIndex(self, request: Any, record: RequestRecord) -> Any:
-        result = state.index(self._repository, request.ready)
+        result = state.repository_index(self._repository, request.ready)
         return pb.RepositoryIndexResponse(models=[pb.RepositoryIndexResponse.ModelIndex(**each) for each in result])
 
     @unary
     async def RepositoryModelLoad(self, request: Any, record: RequestRecord) -> Any:
-        await state.load(self._repository, request.model_name, messages.parameters(request.parameters))
+        await state.load_model(self._repository, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
     @unary
     async def RepositoryModelUnload(self, request: Any, record: RequestRecord) -> Any:
-        await state.unload(self._repository, request.model_name, messages.parameters(request.parameters))
+        await state.unload_model(self._repository, request.model_name, messages.parameters(request.parameters))
         return pb.RepositoryModelUnloadResponse()
 
     @unary

@@ -106,7 +106,7 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
         return Response()
 
     async def server() -> Response:
-        return Json(state.server())
+        return Json(state.server_metadata())
 
     async def model_metadata(name: str, version: str = "") -> Response:
         return Json(repository.find(name, version).metadata())
@@ -152,16 +152,16 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
 
     async def index(request: Request) -> Response:
         wish = convert(await settings_body_of(request), IndexRequest, record_of(request.scope).unknown)
-        return Json(state.index(repository, wish.ready))
+        return Json(state.repository_index(repository, wish.ready))
 
     async def load(request: Request, name: str) -> Response:
         wish = await change_of(request, LoadRequest)
-        await state.load(repository, name, wish.parameters)
+        await state.load_model(repository, name, wish.parameters)
         return Response()
 
     async def unload(request: Request, name: str) -> Response:
         wish = await change_of(request, LoadRequest)
-        await state.unload(repository, name, wish.parameters)
+        await state.unload_model(repository, name, wish.parameters)
         return Response()
 
     async def logging(request: Request) -> Response:

@@ -46,12 +46,12 @@ SERVER_NAME = "triton"
 """The server's name in its metadata, which Triton's own clients check. The HTTP header ``server`` names Penstock."""
 
 
-def server() -> dict[str, Any]:
+def server_metadata() -> dict[str, Any]:
     """The server's metadata, as ``/v2`` returns it."""
     return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def index(repository: ModelRepository, ready: bool = False) -> list[dict[str, str]]:
+def repository_index(repository: ModelRepository, ready: bool = False) -> list[dict[str, str]]:
     """The list that ``/v2/repository/index`` returns; ``ready`` leaves out models that are not."""
     states = [
         (name, *_state(repository, model))
@@ -80,7 +80,7 @@ def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
     return "READY", ""
 
 
-async def load(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
+async def load_model(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Load the served model of a model of the protocol; does nothing where it is loaded.
 
     Raises ``PenstockError`` where there is none, it cannot be loaded, or the parameters are invalid.
@@ -104,7 +104,7 @@ async def load(repository: ModelRepository, name: str, parameters: Mapping[str, 
                 state.max_batch_size[name] = max_batch_size
 
 
-async def unload(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
+async def unload_model(repository: ModelRepository, name: str, parameters: Mapping[str, Any] | None) -> None:
     """Unload the served model of a model of the protocol, and all others over it.
 
     Raises ``PenstockError`` where there is none, or where other models use its engine and ``unload_dependents`` is not

@@ -74,7 +74,7 @@ class CompletionHandler:
         choices = [
             await self.choice(i, output, completion) for i, output in enumerate(result) for completion in output.outputs
         ]
-        yield encode(self._answer(choices, usage=usage_of(result, self._num_hidden_tokens)))
+        yield encode(self._response(choices, usage=usage_of(result, self._num_hidden_tokens)))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         given = self._request.stream_options
@@ -88,11 +88,11 @@ class CompletionHandler:
                 for completion in output.outputs:
                     choice = await self.added(i, output, completion, progress[i * self.sampling.n + completion.index])
                     if choice:
-                        events.append(event(self._answer([choice], usage=usage)))
+                        events.append(event(self._response([choice], usage=usage)))
                 if events:
                     yield b"".join(events)
         if with_usage:
-            yield event(self._answer([], usage=usage_of(list(last.values()), self._num_hidden_tokens)))
+            yield event(self._response([], usage=usage_of(list(last.values()), self._num_hidden_tokens)))
         yield DONE
 
     async def _prompt(self, prompt: Prompt) -> Prompt:
@@ -148,7 +148,7 @@ class CompletionHandler:
         else:
             choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason  # type: ignore[assignment]
 
-    def _answer(self, choices: list[CompletionChoice], **usage: object) -> Completion:
+    def _response(self, choices: list[CompletionChoice], **usage: object) -> Completion:
         return Completion(
             id=self.id,
             created=self._created,

@@ -92,9 +92,9 @@ class EmbeddingHandler(_PoolingHandler):
 
     async def full(self) -> AsyncGenerator[bytes, None]:
         outputs = await self._vectors([("input", prompt) for prompt in self._prompts])
-        yield await asyncio.to_thread(self._answer, outputs)  # which takes as long as there are many numbers
+        yield await asyncio.to_thread(self._response, outputs)  # which takes as long as there are many numbers
 
-    def _answer(self, outputs: list[RequestOutput]) -> bytes:
+    def _response(self, outputs: list[RequestOutput]) -> bytes:
         answer = EmbeddingResponse(
             id=self.id,
             created=self._created,
@@ -127,9 +127,9 @@ class ScoreHandler(_PoolingHandler):
     async def full(self) -> AsyncGenerator[bytes, None]:
         texts = dict(zip(self._names, (self._first, self._second), strict=True))
         outputs = await self._vectors([(field, text) for field, some in texts.items() for text in some])
-        yield await asyncio.to_thread(self._answer, outputs)
+        yield await asyncio.to_thread(self._response, outputs)
 
-    def _answer(self, outputs: list[RequestOutput]) -> bytes:
+    def _response(self, outputs: list[RequestOutput]) -> bytes:
         vectors = [embedding_of(output) for output in outputs]
         before, after = vectors[: len(self._first)], vectors[len(self._first) :]
         if len(before) == 1:

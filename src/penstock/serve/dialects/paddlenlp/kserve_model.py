@@ -52,10 +52,10 @@ class PaddleNLPModel(Model):
                 async for piece in pieces:
                     document = msgspec.to_builtins(piece)
                     del document["error_msg"], document["error_code"]
-                    yield _answer(document, bool(piece.is_end))
+                    yield _response(document, bool(piece.is_end))
         except PenstockError as error:
             call.record.failure = error.failure
-            yield _answer(_error_output(error_format, error.failure), True)
+            yield _response(_error_output(error_format, error.failure), True)
 
 
 def _request_document(raw: bytes) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _request_document(raw: bytes) -> dict[str, Any]:
     return result[0]
 
 
-def _answer(document: dict[str, Any], last: bool) -> ModelResponse:
+def _response(document: dict[str, Any], last: bool) -> ModelResponse:
     return ModelResponse([Tensor("OUT", BYTES, (1,), [encode([document])])], last)
 
 
