@@ -283,19 +283,19 @@ def test_what_is_wrong_in_the_environment_is_named(given: dict[str, str], words:
         read({}, None, GIVEN | given, load("paddlenlp"))
 
 
-@pytest.mark.row("paddlenlp", "MP_NUM", "MP_NNODE")
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"MP_NUM": "2"},
-        {"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
-        {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "10.0.0.1,10.0.0.2", "POD_0_IP": "10.0.0.1"},
-    ],
-)
-def test_several_devices_are_refused_by_name(given: dict[str, str]) -> None:
-    with pytest.raises(PenstockError, match=r"MP_NUM: .* is not supported yet, only 1 is") as raised:
+@pytest.mark.row("paddlenlp", "MP_NNODE")
+def test_several_nodes_are_refused_by_name() -> None:
+    given = {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "10.0.0.1,10.0.0.2", "POD_0_IP": "10.0.0.1"}
+    with pytest.raises(PenstockError, match=r"MP_NNODE: 2 is not supported yet, only 1 is") as raised:
         read({}, None, GIVEN | given, load("paddlenlp"))
     assert raised.value.failure.code is Code.UNSUPPORTED
+
+
+@pytest.mark.row("paddlenlp", "MP_NUM")
+@pytest.mark.parametrize("devices", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
+def test_several_devices_are_ranks(devices: dict[str, str]) -> None:
+    found = read({}, None, GIVEN | {"MP_NUM": "2"} | devices, load("paddlenlp")).configuration.engine
+    assert found.tensor_parallel_size == 2
 
 
 def test_a_model_s_name_says_its_format() -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -22,6 +23,7 @@ import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from serving import Served, processes
 from test_executors import lost, request, run
 from test_speculation import with_head
 from tokenizers import Tokenizer
@@ -463,3 +465,22 @@ def test_layers_are_split_by_what_stages_read() -> None:
     assert [len(layers) for layers in split_layers(small, 3)] == [4, 4, 4]
     assert [len(layers) for layers in split_layers(large, 3)] == [5, 5, 2]
     assert split_layers(large, 2, "10,2") == [range(10), range(10, 12)]
+
+
+def test_torchrun_starts_one_server(tmp_path: Path) -> None:
+    """Of as many ranks as it was to start processes."""
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "penstock.cli.main",
+        "serve",
+    ]
+    with Served("--num-gpu-blocks-override", "40", command=torchrun) as served:
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes(served.pid)]
+        assert sum("worker_process" in command for command in commands) == 2
+    said = subprocess.run([*torchrun, "--pipeline-parallel-size", "3"], capture_output=True, text=True)
+    assert said.returncode and "torchrun has started 2 ranks" in said.stderr

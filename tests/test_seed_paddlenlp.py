@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from serving import processes
 from shell import programs
 from test_hub import NEW, Hub
 from test_paddlenlp_server import own_ports
@@ -306,7 +307,7 @@ python download_model.py --model_name $model_name --dir $MODEL_PATH --nnodes 2 {
     assert status == 2 and "models in parts for several machines are not supported yet" in said
 
 
-@pytest.mark.row("paddlenlp", "MP_NUM", "MP_NNODE", "POD_IPS", "POD_0_IP")
+@pytest.mark.row("paddlenlp", "MP_NNODE", "POD_IPS", "POD_0_IP")
 def test_several_nodes_are_refused(elsewhere: Terminal) -> None:
     several = """
 export POD_IPS=10.0.0.1,10.0.0.2
@@ -316,16 +317,22 @@ export MP_NUM=16 # 模型分片为16
 export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7
 """
     status, said = elsewhere.run(PORTS + several + START)
-    assert status == 2 and "MP_NUM: 16 is not supported yet, only 1 is" in said
+    assert status == 2 and "MP_NNODE: 2 is not supported yet, only 1 is" in said
 
 
-@pytest.mark.row("paddlenlp", "mpirun start_server", "mpirun stop_server", "SERVICE_HTTP_PORT")
+@pytest.mark.row(
+    "paddlenlp", "MP_NUM", "CUDA_VISIBLE_DEVICES", "mpirun start_server", "mpirun stop_server", "SERVICE_HTTP_PORT"
+)
 @pytest.mark.usefixtures("every_core")
 def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
-    """It starts a rank a core, and binds each to its core: the server has all of them."""
-    status, said = elsewhere.run(f"{PORTS}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
+    """It starts a process a core, and binds each to its core: the server has all of them, and ranks of its own."""
+    two = "export MP_NUM=2\nexport CUDA_VISIBLE_DEVICES=0,1\n"
+    assert two in ENVIRONMENT.replace("# ", "")
+    status, said = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
     assert status == 0 and said.count("Ready: process") == 1, said
     server = int(said.partition("Ready: process ")[2].partition(",")[0])
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in processes(server)]
+    assert sum("worker_process" in command for command in commands) == 2
     assert os.sched_getaffinity(server) == os.sched_getaffinity(0)
     assert "gRPC at 127.0.0.1:" in said and "without HTTP" in (elsewhere.folder / "log" / "server.log").read_text()
     with pytest.raises(httpx.ConnectError):

@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import os
 import sys
 import time
 
 import msgspec
 
 from penstock.config.options import Configuration, ServerOptions
+from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 from .compat import model_repository, service_json
@@ -42,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
             raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
     configuration = configure(args, "serve").configuration
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        configuration = _of_torchrun(configuration)
+        if int(os.environ["LOCAL_RANK"]):
+            return 0  # the first one starts all ranks
     if is_open(configuration.server):
         warning = "anyone who can reach %s of this machine can send requests: set --api-key, or --host 127.0.0.1"
         logger.warning(warning, configuration.server.host)
@@ -54,6 +60,27 @@ def run(args: argparse.Namespace) -> int:
         return await Supervisor(configuration, models, download_model, started).run()
 
     return asyncio.run(serve())
+
+
+def _of_torchrun(configuration: Configuration) -> Configuration:
+    """The configuration under ``torchrun``: with as many ranks as it has started processes, where options name none.
+
+    Raises ``PenstockError``: ``invalid`` where they name another number, ``unsupported`` for several nodes.
+    """
+    here, everywhere = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if here != everywhere:
+        words = (
+            f"torchrun has started {everywhere} ranks, {here} of them on this node; several nodes are not supported yet"
+        )
+        raise PenstockError(Code.UNSUPPORTED, words, "nnodes", 1)
+    engine = configuration.engine
+    if (ranks := engine.tensor_parallel_size * engine.pipeline_parallel_size) == 1:
+        engine = msgspec.structs.replace(engine, tensor_parallel_size=here)
+    elif ranks != here:
+        words = f"torchrun has started {here} ranks, and tensor_parallel_size times pipeline_parallel_size is {ranks}"
+        raise invalid("tensor_parallel_size", words, here)
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    return msgspec.structs.replace(configuration, engine=engine)
 
 
 def is_open(options: ServerOptions) -> bool:

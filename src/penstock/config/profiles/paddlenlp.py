@@ -80,7 +80,7 @@ def _handled_elsewhere(read: Callable[[str], object] = str) -> Alias:
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` for contradictory variables, and for those that need several devices."""
+    """Raises ``PenstockError`` for contradictory variables, and for several nodes."""
     for old, new in OLD.items():
         if old in given and given.get(new, given[old]) != given[old]:
             raise invalid(new, f"is {given[new]}, and {old}, its older name, is {given[old]}; give one of them")
@@ -92,9 +92,8 @@ def _check(given: Mapping[str, str]) -> None:
     if devices and "MP_NUM" in given and len(devices) != ranks // nodes:
         message = f"names {len(devices)} devices, where MP_NUM {ranks} on MP_NNODE {nodes} nodes needs {ranks // nodes}"
         raise invalid("CUDA_VISIBLE_DEVICES", message)
-    for name, count in (("MP_NUM", ranks), ("MP_NNODE", nodes)):
-        if count > 1:
-            raise PenstockError(Code.UNSUPPORTED, f"{name}: {count} is not supported yet, only 1 is", name, 1)
+    if nodes > 1:
+        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {nodes} is not supported yet, only 1 is", "MP_NNODE", 1)
 
 
 def _check_nodes(given: Mapping[str, str], nodes: int) -> None:
@@ -119,7 +118,7 @@ def _count(given: Mapping[str, str], name: str) -> int:
 _names: dict[str, Alias] = {
     "MODEL_DIR": Alias("model"),
     "model_name": Alias(read=model_named),
-    "MP_NUM": _handled_elsewhere(),
+    "MP_NUM": Alias("tensor_parallel_size"),
     "MP_NNODE": _handled_elsewhere(),
     "POD_IPS": _handled_elsewhere(),
     "POD_0_IP": _handled_elsewhere(),
