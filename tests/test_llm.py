@@ -211,7 +211,6 @@ def test_what_can_never_run_is_refused_by_name(llm: LLM, prompt: object, params:
     [
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),
         ({"dtype": "int3"}, "dtype"),
-        ({"pipeline_parallel_size": 2}, "a model runs on one device"),
         ({"max_model_len": 10**6}, "context of 2048"),
         ({"num_gpu_blocks_override": 2}, "do not fit into 2 KV blocks"),
         ({"device": "gpu"}, "use cpu, cuda"),

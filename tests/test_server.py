@@ -187,7 +187,7 @@ def test_openai_finds_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == MODEL
     assert client.models.retrieve(MODEL).to_dict()["max_model_len"] == 2048
-    with pytest.raises(openai.NotFoundError, match="there is penstock-demo"):
+    with pytest.raises(openai.NotFoundError, match="available: penstock-demo"):
         client.models.retrieve("org/other")
     with pytest.raises(openai.NotFoundError) as refused:
         client.completions.create(model="other", prompt="?")

@@ -28,9 +28,10 @@ from penstock.core import (
 from penstock.core.errors import invalid
 from penstock.core.guided import disallow_additional_properties
 from penstock.core.lora import parse_lora_modules
-from penstock.models import read_config
+from penstock.models import ModelConfig, read_config
 from penstock.planning.kv_size import CachePlan, weight_bytes
 from penstock.planning.model_size import model_size_of
+from penstock.planning.pipeline import split_layers
 
 from .executor.base import Executor, WorkerLostError
 from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
@@ -79,6 +80,7 @@ class Engine:
         if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
             words = "pipeline_parallel_size allows the method ngram only, no draft model and no MTP layers"
             raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+        _check_ranks(options, config)
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
         try:
@@ -395,6 +397,16 @@ class Engine:
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
     sequence.guide = make_guide(sequence.request, grammar)
+
+
+def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
+    """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError`` (``invalid``)."""
+    if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
+        split_layers(model_size_of(config.raw), options.pipeline_parallel_size, options.pipeline_parallel_layers)
+    if options.tensor_parallel_size > 1:
+        from penstock.parallel import SingleRank, shard_heads  # which bring PyTorch
+
+        shard_heads(SingleRank(size=options.tensor_parallel_size), config.num_heads, config.num_kv_heads)
 
 
 def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
