@@ -22,6 +22,7 @@ from transformers import Qwen3Config
 
 from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams
 from penstock.cli.main import main
+from penstock.frontend.gateway import Gateway
 
 OPTIONS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "120", "--engine-iteration-timeout", "20")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
@@ -138,6 +139,7 @@ def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> Non
 
 
 def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
+    """Also in one that was not there when they were loaded and unloaded, whichever process did it."""
     model = save(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), tmp_path)
     get_peft_model(model, LoraConfig(r=3, init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -154,10 +156,48 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
     async def found() -> list[list[int]]:
         async with AsyncLLM(tmp_path, data_parallel_size=2, **options) as llm:
             await llm.load_lora_adapter("adapter", tmp_path / "adapter")
-            named = LoRARequest("adapter", 1, "")
-            return await asyncio.gather(*(last(llm.generate(p, params, lora_request=named)) for p in prompts))
+            assert llm._process
+            gateways = [llm.gateway, Gateway(llm._process.addresses, llm._input_processor, 32)]
+
+            async def replicas(count: int) -> None:
+                for gateway in gateways:
+                    while sum(one.blocks > 0 for one in gateway.engine_client.stats.replicas) != count:
+                        await asyncio.sleep(0.02)
+
+            await replicas(2)
+            os.kill(llm._process.pids[0], signal.SIGKILL)
+            await replicas(1)
+            await llm.unload_lora_adapter("adapter")
+            await llm.load_lora_adapter("other", tmp_path / "adapter")
+            await replicas(2)
+            asked = [gateways[i % 2].generate(prompt, params, adapter="other") for i, prompt in enumerate(prompts)]
+            token_ids = await asyncio.gather(*map(last, asked))
+            assert [list(gateway.engine_client.adapters) for gateway in gateways] == [["other"]] * 2
+            await gateways[1].close()
+            return token_ids
 
     assert asyncio.run(found()) == [output.outputs[0].token_ids for output in expected]
+
+
+def test_what_one_engine_has_no_room_for_another_computes() -> None:
+    """Although the first one has its prefix; what no engine would compute gets the error that one gives."""
+    prompt = {"prompt_token_ids": list(range(10, 210))}
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    async def failure(llm: AsyncLLM, prompt: Any) -> Any:
+        outputs = [output async for output in llm.generate(prompt, params)]
+        return outputs[-1].outputs[0].failure
+
+    async def found() -> list[Any]:
+        options: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_model_len": 256}
+        async with AsyncLLM(data_parallel_size=2, max_num_seqs=1, max_waiting=1, **options) as llm:
+            error = await failure(llm, {"prompt_token_ids": [3_000_000_000]})
+            assert error.code == "invalid" and error.field == "prompt"
+            await failure(llm, prompt)
+            return await asyncio.gather(*(failure(llm, prompt) for _ in range(6)))
+
+    errors = asyncio.run(found())
+    assert errors.count(None) == 4 and {error.code for error in errors if error} == {"overloaded"}
 
 
 def test_an_llm_has_one_engine() -> None:

@@ -37,9 +37,9 @@ from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
 from penstock.engine.executor import multiproc
-from penstock.engine.executor.base import WorkerLostError
+from penstock.engine.executor.base import StepFailedError, WorkerLostError
 from penstock.engine.executor.multiproc import MultiprocExecutor
-from penstock.engine.step import Propose
+from penstock.engine.step import EMPTY, Propose, RowUpdates, StepInput
 from penstock.ops.cores import cores_of_rank
 from penstock.parallel import RankFailedError
 from penstock.planning.model_size import model_size_of
@@ -246,6 +246,10 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
             assert engine.failure is None and not engine.busy
             for size in (1, 8, 2, 4):
                 assert tokens(engine, size) == expected[size]
+            failing.fail(pids[rank], copy_blocks)
+            engine._executor.submit(StepInput(RowUpdates(), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool)))
+            with pytest.raises(StepFailedError):  # it computes nothing, but swaps
+                engine._executor.collect()
 
 
 @pytest.mark.parametrize(

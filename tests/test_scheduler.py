@@ -78,9 +78,14 @@ def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishR
 
 class Machine:
     """Computes steps as a worker does, from their messages alone, on slots that remember whose token they hold; checks
-    that what is read was written, and that workers know what the scheduler knows."""
+    that what is read was written, and that workers know what the scheduler knows.
 
-    def __init__(self) -> None:
+    Args:
+        samples: False is the first of several pipeline stages, which does not know what the last one samples.
+    """
+
+    def __init__(self, samples: bool = True) -> None:
+        self.samples = samples
         self.device: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
         self.rows: dict[int, NewRow] = {}
@@ -150,7 +155,7 @@ class Machine:
                     if guessed != tokens[-1]:
                         break
                     tokens.append(next_token(known + tokens, new.seed, new.index))
-                known += tokens
+                known += tokens if self.samples else tokens[:-1]
                 sampled.append(SampledTokens(tokens))
         output: StepOutput = decoder(StepOutput).decode(
             encoder.encode(StepOutput(sampled, pooler_hidden_states=states))
@@ -241,7 +246,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
     )
 
 
-def draw_scheduler(rng: Random) -> Scheduler:
+def draw_scheduler(rng: Random, stages: int, depth: int) -> Scheduler:
     chunked, partial = rng.random() < 0.7, rng.randint(1, 3)
     options = SchedulerOptions(
         max_num_seqs=rng.randint(3, 8),
@@ -260,7 +265,8 @@ def draw_scheduler(rng: Random) -> Scheduler:
         static_decode_blocks=rng.randint(0, 3),
     )
     blocks = rng.randint(LONGEST // SIZE, 4 * LONGEST // SIZE)
-    scheduler = Scheduler(options, BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE))
+    pools = BlockPool(blocks, SIZE), BlockPool(rng.randint(0, 20), SIZE)
+    scheduler = Scheduler(options, *pools, pipeline_stages=stages, max_concurrent_batches=depth)
     if rng.random() < 0.5:
         scheduler.speculation = Speculation(Guesser(rng), rng.randint(1, 4), adaptive=rng.random() < 0.5)
     return scheduler
@@ -271,7 +277,8 @@ def draw_scheduler(rng: Random) -> Scheduler:
 def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     """Under any options, arrivals, cancellations, failing steps and overlap, and in the end every block is back."""
     rng = Random(seed)
-    scheduler, machine, depth = draw_scheduler(rng), Machine(), rng.randint(1, 3)
+    stages, depth = rng.choice((1, 1, 2, 3)), rng.randint(1, 3)
+    scheduler, machine = draw_scheduler(rng, stages, depth), Machine(samples=stages == 1)
     failing = rng.choice((0.0, 0.05))
     coming = [draw_request(rng, number) for number in range(rng.randint(1, 12))]
     asked: dict[str, EngineRequest] = {}
@@ -348,6 +355,27 @@ def test_a_prefix_is_computed_once(changes: dict[str, Any], found: int) -> None:
     engine.add(msgspec.structs.replace(request(1, [*range(18), 99, 98]), **changes))
     first = next(serve(engine, machine))
     assert [delta.cached_tokens for delta in first] == [found]
+
+
+@pytest.mark.parametrize(
+    ("depth", "prompts", "options", "last"),
+    [
+        (2, (3, 3, 3, 3), {}, "0123"),
+        (1, (3, 3, 3, 3), {}, "0123"),
+        (2, (40, 3), {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 4}, "0000"),
+    ],
+    ids=["two-steps", "one-step", "long-prompt"],
+)
+def test_pipeline_stages_compute_all_in_turn(
+    depth: int, prompts: tuple[int, ...], options: dict[str, Any], last: str
+) -> None:
+    """A share of the sequences in each step; beside a long prompt, too, which is in every step."""
+    limits = SchedulerOptions(max_model_len=LONGEST, **options)
+    engine = Scheduler(limits, BlockPool(64, SIZE), pipeline_stages=2, max_concurrent_batches=depth)
+    for number, prompt in enumerate(prompts):
+        engine.add(request(number, prompt))
+    steps = serve(engine, Machine(samples=False), depth)
+    assert "".join(delta.request_id for deltas in steps for delta in deltas).endswith(last)
 
 
 def test_nobody_joins_a_static_batch() -> None:

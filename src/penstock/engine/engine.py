@@ -99,6 +99,7 @@ class Engine:
             weights=self.info.weights_version,
             lora_slots=lora_slots,
             pipeline_stages=options.pipeline_parallel_size,
+            max_concurrent_batches=self._max_concurrent_batches,
         )
         self.adapters = LoRAManager(
             self._executor, max_loras=max_loras, lora_slots=lora_slots, keys_in_use=self.scheduler.adapters

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .group import RankFailedError
 
-FAILED = b""
-"""Sent in place of hidden states by a stage whose step has failed."""
+FAILED, NO_TOKENS = b"", b"\0"
+"""Sent in place of hidden states: by a stage whose step has failed, and in a step that computes no tokens."""
 
 
 class Sender(Protocol):
@@ -79,16 +79,25 @@ class PipelineStage:
 
         Raises ``RankFailedError`` where the step has failed there.
         """
+        return torch.frombuffer(bytearray(self._receive()), dtype=dtype).view(-1, width)
+
+    def send(self, hidden: Tensor) -> None:
+        """Send ``[tokens, width]`` to the next stage when the step ends."""
+        self._outgoing = hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+    def pass_on(self) -> None:
+        """In place of ``receive`` and ``send``, in a step that computes no tokens. Raises as ``receive``."""
+        if self._previous:
+            self._receive()
+        self._outgoing = NO_TOKENS
+
+    def _receive(self) -> bytes:
         assert self._previous is not None
         message = self._previous.receive()
         self._received = True
         if message == FAILED:
             raise RankFailedError(f"the step failed in pipeline stage {self.rank - 1} or before")
-        return torch.frombuffer(bytearray(message), dtype=dtype).view(-1, width)
-
-    def send(self, hidden: Tensor) -> None:
-        """Send ``[tokens, width]`` to the next stage when the step ends."""
-        self._outgoing = hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        return message
 
 
 SINGLE_STAGE = PipelineStage()

@@ -24,7 +24,7 @@ class Planner:
     Args:
         device_pool: blocks of the KV cache.
         groups: the unfinished requests' sequences, by request id.
-        pipeline_stages: as in ``Scheduler``.
+        pipeline_stages, max_concurrent_batches: as in ``Scheduler``.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Planner:
         preemption: Preemption,
         admission: Admission,
         pipeline_stages: int,
+        max_concurrent_batches: int,
     ) -> None:
         self._options = options
         self._device_pool = device_pool
@@ -48,6 +49,7 @@ class Planner:
         self._preemption = preemption
         self._admission = admission
         self._pipeline_stages = pipeline_stages
+        self._num_shares = min(pipeline_stages, max_concurrent_batches)
 
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``.
@@ -57,22 +59,29 @@ class Planner:
         plan, preemptions = Plan(len(self._running)), self._preemption.count
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
-        share = -(-len(self._running) // self._pipeline_stages)
+        left = self._share()
         for sequence in list(self._running):
-            if not budget or len(plan.scheduled) == share:
+            if not budget:
                 break
-            if sequence.state is not State.RUNNING:
-                continue  # preempted by one before it
+            partial = sequence.is_partial_prefill
+            if sequence.state is not State.RUNNING or not (partial or left):
+                continue  # preempted by one before it; or other sequences are the share
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)
             if count and self._allocate_slots(sequence, count, plan):
                 self._schedule(sequence, count, plan)
                 budget -= count
+                left -= not partial
         joins = not self._running or self._options.batching_type == "inflight"
         if self._waiting and joins and self._preemption.count == preemptions:
             self._schedule_waiting(plan, budget)
         if speculation and plan.drafting:
             self._schedule_drafts(plan, speculation)
         return plan
+
+    def _share(self) -> int:
+        """Number of running sequences in a step, so that the other steps in flight have as many. Partial prefills do
+        not count: they have tokens for every step, and would leave no place to the others."""
+        return -(-sum(not sequence.is_partial_prefill for sequence in self._running) // self._num_shares)
 
     def _num_new_tokens(self, sequence: Sequence, drafting: bool) -> int:
         """Number of tokens of a running sequence to compute in this step, before the token budget is applied. 0 while

@@ -51,6 +51,7 @@ class Scheduler:
         lora_slots: LoRA slot by adapter (``EngineRequest.adapter``); the caller may change it.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
+        max_concurrent_batches: steps in flight at the same time, at most.
 
     Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
     """
@@ -63,6 +64,7 @@ class Scheduler:
         weights: str = "",
         lora_slots: Mapping[str, int] | None = None,
         pipeline_stages: int = 1,
+        max_concurrent_batches: int = 1,
     ) -> None:
         self.options = options
         self.device_pool = device_pool
@@ -89,6 +91,7 @@ class Scheduler:
             self._preemption,
             self.admission,
             pipeline_stages,
+            max_concurrent_batches,
         )
 
     # --- Numbers ----------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class EngineClient:
         get_vocabulary: returns the model's vocabulary, which is sent to every new engine.
         on_cancel: called with external ids of requests to abort, of which some may be this client's.
         on_stats: called with the engine's statistics, every ``KEEP_ALIVE_INTERVAL``.
+        on_adapters: called with the engine's adapters when it connects, and when they change.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class EngineClient:
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
         on_stats: Callable[[messages.Stats], None] = lambda stats: None,
+        on_adapters: Callable[[dict[str, str]], None] = lambda adapters: None,
     ) -> None:
         self._address = address
         self._on_deltas = on_deltas
@@ -62,6 +64,7 @@ class EngineClient:
         self._get_vocabulary = get_vocabulary
         self._on_cancel = on_cancel
         self._on_stats = on_stats
+        self._on_adapters = on_adapters
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
         """The error for requests while there is no engine."""
@@ -71,7 +74,7 @@ class EngineClient:
         self.adapters: dict[str, str] = {}
         """Name → folder of the LoRA adapters; they are loaded into an engine that connects without them."""
         self._reloads: dict[int, str] = {}
-        """Adapters that the connected engine is still loading as it came without them, by call id."""
+        """Adapters that the connected engine is still loading by ``set_adapters``, by call id."""
         self._had_engine = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[None]] = {}
@@ -112,7 +115,7 @@ class EngineClient:
         return msgspec.structs.replace(self._stats, heartbeat_age=age)
 
     def is_loading(self, adapter: str) -> bool:
-        """Whether the connected engine came without this adapter, and has not loaded it yet."""
+        """Whether the connected engine has not loaded this adapter yet, as it came without it or hung."""
         return adapter in self._reloads.values()
 
     def add(self, request: EngineRequest) -> None:
@@ -155,6 +158,19 @@ class EngineClient:
         loaded."""
         call_id = next(self._call_ids)
         await self._call(call_id, messages.UnloadAdapter(call_id, name))
+
+    def set_adapters(self, adapters: dict[str, str]) -> None:
+        """Have the engine load and unload LoRA adapters until it has these, without waiting for it; where there is no
+        engine, once it connects."""
+        known, self.adapters = self.adapters, adapters
+        if self.engine is None:
+            return
+        for name in [name for name, path in known.items() if adapters.get(name) != path]:
+            self._send(messages.UnloadAdapter(0, name))
+        for name in [name for name, path in adapters.items() if known.get(name) != path]:
+            call_id = next(self._call_ids)
+            self._reloads[call_id] = name
+            self._send(messages.LoadAdapter(call_id, name, adapters[name]))
 
     async def _call(self, call_id: int, message: messages.ToEngine) -> None:
         """Send a message and wait for its ``CallResult``."""
@@ -255,6 +271,7 @@ class EngineClient:
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):
                     self.adapters = paths
+                    self._on_adapters(paths)
                 case messages.CallResult(call_id, failure):
                     self._reloads.pop(call_id, None)
                     if (call := self._calls.get(call_id)) is not None and not call.done():
@@ -273,17 +290,12 @@ class EngineClient:
         self.engine = engine
         # Sent now, as the engine takes seconds to prepare it for the first guided request.
         self._send(messages.SetVocabulary(self._get_vocabulary()))
-        if self._had_engine:  # a restarted engine has the adapters of its options, not those loaded or unloaded since
-            for name in engine.adapters.keys() - self.adapters.keys():
-                self._send(messages.UnloadAdapter(0, name))
-        else:
-            self._had_engine, self.adapters = True, engine.adapters | self.adapters
         self._reloads.clear()
-        for name, path in self.adapters.items():
-            if name not in engine.adapters:
-                call_id = next(self._call_ids)
-                self._reloads[call_id] = name
-                self._send(messages.LoadAdapter(call_id, name, path))
+        # A restarted engine has the adapters of its options, not those that were loaded or unloaded since.
+        wanted = self.adapters if self._had_engine else engine.adapters | self.adapters
+        self._had_engine, self.adapters = True, engine.adapters
+        self.set_adapters(wanted)
+        self._on_adapters(wanted)
         self._engine_changed.set()
 
     def _on_engine_exit(self) -> None:

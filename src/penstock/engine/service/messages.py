@@ -117,6 +117,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """As in ``Adapters``."""
     iteration_timeout: float = 0.0
     """The option ``engine_iteration_timeout``, seconds."""
+    prefix_caching: bool = True
+    """The option ``enable_prefix_caching``."""
 
 
 LISTS = ("accepted_at", "replicas")

@@ -32,14 +32,13 @@ class PrefixIndex:
         if known and known[0].block_size != self._block_size:
             self._blocks.clear()
             self._block_size = known[0].block_size
-        self._capacity = sum(engine.num_blocks for engine in known)
+        self._capacity = sum(engine.num_blocks for engine in known if engine.prefix_caching)
 
     def cached_tokens(self, request: EngineRequest) -> list[int]:
         """Leading tokens of a request's prompt that each replica has in its cache."""
         counts, left = [0] * self._replicas, -1
-        for number, block in enumerate(
-            self._hashes(request, request.prompt[:-1]), 1
-        ):  # the last one is computed always
+        reusable = request.prompt[:-1]  # the last one is computed always
+        for number, block in enumerate(self._hashes(request, reusable), 1):
             left &= self._blocks.get(block, 0)
             if not left:
                 break
@@ -69,7 +68,11 @@ class PrefixIndex:
 
     def _hashes(self, request: EngineRequest, tokens: Sequence[int]) -> Iterator[int]:
         size = self._block_size * array("i").itemsize
-        data, before = array("i", tokens).tobytes(), hash((request.adapter, request.cache_salt))
+        try:
+            data = array("i", tokens).tobytes()
+        except OverflowError:  # token ids that the engine refuses
+            return
+        before = hash((request.adapter, request.cache_salt))
         for start in range(0, len(data) - size + 1, size):
             before = hash((before, data[start : start + size]))
             yield before

@@ -114,6 +114,7 @@ class EngineServer:
             batch_invariant=self._engine.info.batch_invariant,
             adapters=self._engine.adapters.paths,
             iteration_timeout=self._options.engine_iteration_timeout,
+            prefix_caching=self._options.enable_prefix_caching,
         )
         self._heartbeat.beat()
         self._send_report(self._ready)
@@ -355,6 +356,8 @@ def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
     replicas, ranks = options.data_parallel_size, options.tensor_parallel_size * options.pipeline_parallel_size
     threads = options.threads or max(1, usable_cores() // (replicas * ranks))
     binding = bind_replica(options.cpu_binding, replica, replicas, ranks)
+    if not options.threads:  # a list may give this replica fewer cores than an even share
+        threads = max(1, min(threads, usable_cores() // ranks))
     return msgspec.structs.replace(options, cpu_binding=binding, threads=threads)
 
 

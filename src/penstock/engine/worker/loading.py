@@ -56,9 +56,8 @@ def load_models(
     max_loras = options.max_loras if options.enable_lora or parse_lora_modules(options.lora_modules) else 0
     speculative = SpeculativeConfig.read(options.speculative_config)
 
-    layers = None
-    if stage.size > 1:
-        split = options.pipeline_parallel_layers
+    layers, split = None, options.pipeline_parallel_layers
+    if stage.size > 1 or split:
         size = model_size_of(config.raw)
         layers = split_layers(size, stage.size, split, options.quantization, options.dtype)[stage.rank]
 

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class Worker:
         Args:
             grammar_bitmask: as in ``Executor.submit``; waited for after the forward pass.
         """
-        with self._stage.step() if len(step.rows) else nullcontext(), self._step():
+        with self._stage.step(), self._step():
             output, verified = self._execute(step, grammar_bitmask)
         if verified:
             self._after_step(verified)
@@ -164,6 +164,7 @@ class Worker:
         self._apply(step.updates)
         forks = dict(self._forks)
         if not len(step.rows):
+            self._stage.pass_on()
             return StepOutput([]), None
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
         if len(step.drafts):
