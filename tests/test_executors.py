@@ -79,6 +79,18 @@ def run(engine: Engine) -> list[TokenDelta]:
     return found
 
 
+def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
+    """Which would leave the workers without any until then."""
+    with closing(start(checkpoint, max_concurrent_batches=2, engine_iteration_timeout=5.0)) as engine:
+        engine.add(request("a"))
+        engine.step()
+        worker = worker_of(os.getpid())
+        os.kill(worker, signal.SIGSTOP)
+        assert engine.gpu_memory == 0 and engine.failure is None
+        os.kill(worker, signal.SIGCONT)
+        assert len(run(engine)) == 199
+
+
 def lost(engine: Engine, stop: Callable[[], None]) -> str:
     """What the engine says of its failure when ``stop`` ends its worker under load; everything else is checked."""
     for number in range(4):

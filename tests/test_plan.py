@@ -105,6 +105,15 @@ def test_the_engine_logs_the_same_numbers(
     assert found["kv_bytes_per_block"] == bytes_per_block(model.kv_specs(16, kv_cache_dtype == "int8"))
 
 
+def test_processes_share_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank has half of every block, and each replica half of the blocks."""
+    one, ranks, replicas = (
+        planned(capsys, *flags)["total_block_num"]
+        for flags in ((), ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2"))
+    )
+    assert ranks == pytest.approx(one, rel=0.2) and replicas == pytest.approx(one / 2, rel=0.2)
+
+
 @pytest.mark.parametrize("quantization", ["wint8", "w4a8", "wint4-g32"])
 def test_rounded_weights_take_what_is_planned(
     quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

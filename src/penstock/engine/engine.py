@@ -114,6 +114,7 @@ class Engine:
         """Plan and time of submission of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time of the last ``collect``."""
+        self._gpu_memory = 0
         self._failed_steps = 0
         self.failure: Failure | None = None
         """Why the engine has failed; it then accepts no requests. None while it works."""
@@ -234,7 +235,11 @@ class Engine:
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes allocated on the GPU; 0 without one. Where a worker is lost, sets ``failure`` and returns 0."""
+        """Bytes allocated on the GPU; 0 without one. While steps are in flight, the last answer: the workers would
+        answer after these, and have nothing to compute meanwhile. Where a worker is lost, sets ``failure`` and returns
+        0."""
+        if self._in_flight:
+            return self._gpu_memory
         try:
             answer = self._executor.call(DeviceMemory())
             self._executor.wait(answer)
@@ -242,8 +247,8 @@ class Engine:
             logger.error("the engine has failed: %s", error)
             self.failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
             return 0
-        allocated: int = answer.result()
-        return allocated
+        self._gpu_memory = answer.result()
+        return self._gpu_memory
 
     @property
     def busy(self) -> bool:

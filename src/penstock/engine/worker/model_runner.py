@@ -87,8 +87,9 @@ class ModelRunner:
     def activation_bytes(self) -> int:
         """Bytes of the largest step's activations and logits. On CPUs from the buffers of the captured forward pass, on
         GPUs measured in a forward pass. Leaves a small KV cache behind, which ``init_cache`` replaces."""
-        tokens, rows = self._max_tokens, self._max_rows
-        logits = 2 * 4 * rows * self.model.config.vocab_size  # float32, and their probabilities
+        tokens, rows, config, layers = self._max_tokens, self._max_rows, self.model.config, self.model.layers
+        has_logits = layers.stop == config.num_layers  # float32, and their probabilities
+        logits = 2 * 4 * rows * config.vocab_size if has_logits else 0
         if self._device.type == "cpu":
             self.init_cache(1, 0)
             return getattr(self._forward, "buffer_bytes", 0) + logits
@@ -98,11 +99,10 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         batch = _one_row(tokens, blocks, self._specs[0].block_size, min(rows, tokens), self._device)
-        config, layers = self.model.config, self.model.layers
         if layers.start:
             batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype, device=self._device)
         hidden = self.forward(batch)
-        if layers.stop == config.num_layers:
+        if has_logits:
             self.model.logits(hidden)
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - before + logits
