@@ -24,7 +24,7 @@ from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams
 from penstock.cli.main import main
 from penstock.frontend.gateway import Gateway
 
-OPTIONS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "120", "--engine-iteration-timeout", "20")
+OPTIONS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "120")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 STORIES = [f"{topic}. " + f"This is a story about {topic} and nothing else at all. " * 12 for topic in "abcdefgh"]
 
