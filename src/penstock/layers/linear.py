@@ -95,7 +95,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change."""
-        rows = self._group.merge_rows(
+        rows = self._group.gather_rows(
             lambda out: self._matrix.embedding(token_ids, self._shard.first, out),
             token_ids.shape[0],
             self._hidden_size,

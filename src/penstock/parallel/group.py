@@ -23,7 +23,7 @@ FIELD = "tensor_parallel_size"
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's share of ``total`` outputs: those from ``first`` to ``end``."""
+    """The outputs from ``first`` to ``end``, of ``total``, that a rank computes."""
 
     first: int
     end: int
@@ -62,7 +62,7 @@ class Group(Protocol):
         """
         ...
 
-    def merge_rows(
+    def gather_rows(
         self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
     ) -> Tensor:
         """``[rows, width]``, of which each rank computes some rows, to all of them on every rank, which nobody may
@@ -100,7 +100,7 @@ class SingleRank:
     ) -> Tensor:
         return compute(None)
 
-    def merge_rows(
+    def gather_rows(
         self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
     ) -> Tensor:
         return compute(None)

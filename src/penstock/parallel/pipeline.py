@@ -30,8 +30,8 @@ class Receiver(Protocol):
 
 
 class PipelineStage:
-    """One rank's view of the pipeline. Ranks with the same place in their tensor-parallel group are connected; each
-    sends one message a step.
+    """One rank's view of the pipeline. A rank is connected to the ranks of the previous and the next stage that have
+    the same number in their tensor-parallel groups, and sends one message a step.
 
     Args:
         rank: of this stage.
@@ -60,8 +60,8 @@ class PipelineStage:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step of this stage. Its hidden states are sent at the end; should it fail, the next stage's step
-        fails, too. A message of the previous stage is taken in any case."""
+        """Context manager around one step of this stage. It sends the hidden states at the end. If the step fails, so
+        does the next stage's. The previous stage's message is received in any case."""
         self._received, self._outgoing = False, FAILED
         try:
             yield

@@ -23,11 +23,11 @@ from .group import RankFailedError, Shard
 CAPACITY = 2**36
 """Bytes of address space for what is gathered. A page takes memory from its first write on."""
 SPINS = 2000
-"""Looks at another rank's place, some 30 microseconds of them, before a rank sleeps."""
+"""Iterations of the busy wait for another rank, some 30 microseconds, before this one sleeps on a futex."""
 PATIENCE = 3600.0
-"""Seconds that a rank is waited for. Who has started the ranks ends them long before (``engine.executor``)."""
+"""Timeout of a barrier, seconds. The executor ends ranks that hang long before it."""
 LINE = 4096
-"""Bytes that buffers begin at a multiple of; the first ones are the ranks' own."""
+"""Alignment of buffers, bytes: a page. The first page holds the ranks' barrier state."""
 
 
 def create_memory(stages: int = 1) -> int:
@@ -77,7 +77,7 @@ class SharedMemoryGroup:
         self._barrier()
         return gathered
 
-    def merge_rows(
+    def gather_rows(
         self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
     ) -> Tensor:
         merged = self._empty((rows, width), dtype)

@@ -14,7 +14,7 @@ from ..step import DeviceMemory, LoadLoRA, MemoryProfile, ModelInfo, Propose, St
 from .ring import Descriptors
 
 
-class Place(msgspec.Struct, frozen=True):
+class RankInfo(msgspec.Struct, frozen=True):
     """A rank among all: ``rank`` of the ``size`` tensor-parallel ranks of a pipeline stage."""
 
     rank: int = 0
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True):
     outbox: Descriptors
     parent: int
     """Process id of the executor."""
-    place: Place = Place()
+    rank_info: RankInfo = RankInfo()
     memory: int | None = None
     """File descriptor of the memory that ranks share; None for a single rank."""
     previous: Descriptors | None = None
@@ -71,7 +71,7 @@ class ExecuteStep(msgspec.Struct, tag=True):
 
 
 class GrammarBitmask(msgspec.Struct, tag=True):
-    """The grammar bitmask of the step before, as in ``Executor.submit``."""
+    """The grammar bitmask of the ``ExecuteStep`` sent just before, in the form of ``Executor.submit``."""
 
     bitmask: np.ndarray
 

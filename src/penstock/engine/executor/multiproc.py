@@ -29,8 +29,8 @@ from .messages import (
     InitCache,
     InitReply,
     Load,
-    Place,
     Profile,
+    RankInfo,
     StepReply,
     ToWorker,
 )
@@ -50,9 +50,9 @@ class _PendingCall(msgspec.Struct):
     op: Op
     future: Future[Any]
     ranks: set[int]
-    """Those that have not answered."""
+    """Ranks that have not answered."""
     answers: list[CallReply]
-    """Of those that have, rank 0's first where it is among them."""
+    """Answers so far; rank 0's is the first where it has come."""
 
 
 class MultiprocExecutor:
@@ -101,9 +101,9 @@ class MultiprocExecutor:
         try:
             for stage in range(self._stages):
                 for rank in range(self._size):
-                    place = Place(rank, self._size, stage, self._stages)
+                    info = RankInfo(rank, self._size, stage, self._stages)
                     own = rings[stage][rank], rings[stage + 1][rank]
-                    self._ranks.append(RankProcess(options, logs, place, self._memory, ended, *own))
+                    self._ranks.append(RankProcess(options, logs, info, self._memory, ended, *own))
         except BaseException:
             self.close()
             raise

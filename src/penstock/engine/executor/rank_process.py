@@ -14,7 +14,7 @@ from penstock.config.options import EngineOptions, LogOptions
 
 from ..exit_status import exit_reason
 from ..step import encoder
-from .messages import Close, FromWorker, Place, Start, from_worker
+from .messages import Close, FromWorker, RankInfo, Start, from_worker
 from .ring import Descriptors, PeerLostError, Reader, Writer
 
 RING_BYTES = 16 * 2**20
@@ -29,7 +29,7 @@ class RankProcess:
     Args:
         logs: how the worker sets up its log; None leaves logging alone.
         memory: descriptor of what ranks share, of ``penstock.parallel.shared_memory``; None for a single one.
-        ended: of all ranks: becomes readable when one ends.
+        ended: epoll object that becomes readable when any rank's process ends.
         previous, following: rings from and to the pipeline stages before and after.
     """
 
@@ -37,16 +37,16 @@ class RankProcess:
         self,
         options: EngineOptions,
         logs: LogOptions | None,
-        place: Place,
+        rank_info: RankInfo,
         memory: int | None,
         ended: select.epoll,
         previous: Descriptors | None = None,
         following: Descriptors | None = None,
     ) -> None:
-        self.rank = place.world_rank
+        self.rank = rank_info.world_rank
         self._rings = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
         inbox, outbox = self._rings
-        start = Start(options, logs, inbox, outbox, os.getpid(), place, memory, previous, following)
+        start = Start(options, logs, inbox, outbox, os.getpid(), rank_info, memory, previous, following)
         rings = [ring for ring in (inbox, outbox, previous, following) if ring]
         inherited = [descriptor for ring in rings for descriptor in ring.all]
         if memory is not None:

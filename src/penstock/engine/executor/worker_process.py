@@ -54,14 +54,14 @@ class WorkerProcess:
     """Answers the messages of an executor in their order."""
 
     def __init__(self, start: Start) -> None:
-        place = start.place
-        self._replies = place.rank == 0 and place.stage == place.stages - 1
+        rank_info = start.rank_info
+        self._replies = rank_info.rank == 0 and rank_info.stage == rank_info.stages - 1
         """Whether this is the rank that answers steps."""
         self._parent = start.parent
         parent = os.pidfd_open(start.parent)
         stage = PipelineStage(
-            place.stage,
-            place.stages,
+            rank_info.stage,
+            rank_info.stages,
             Reader(start.previous, parent) if start.previous else None,
             Writer(start.following, parent) if start.following else None,
         )
@@ -171,14 +171,14 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     """The rank's group, and the options with its share of the cores, to which it is bound."""
     if start.memory is None:
         return start.options, SINGLE_RANK
-    place, usable = start.place, usable_cores()
-    threads = max(1, usable // place.world_size)
-    if cores := cores_of_rank(start.options.cpu_binding, place.world_rank, place.world_size):
+    rank_info, usable = start.rank_info, usable_cores()
+    threads = max(1, usable // rank_info.world_size)
+    if cores := cores_of_rank(start.options.cpu_binding, rank_info.world_rank, rank_info.world_size):
         os.sched_setaffinity(0, cores)
         threads = min(threads, usable_cores())
     options = msgspec.structs.replace(start.options, threads=start.options.threads or threads)
-    spins = SPINS if usable >= place.world_size else 0
-    return options, SharedMemoryGroup(start.memory, place.rank, place.size, spins=spins, stage=place.stage)
+    spins = SPINS if usable >= rank_info.world_size else 0
+    return options, SharedMemoryGroup(start.memory, rank_info.rank, rank_info.size, spins=spins, stage=rank_info.stage)
 
 
 def _failed(error: BaseException) -> Failed:

@@ -1,5 +1,4 @@
-"""The data-parallel replicas of a model's engine behind the face of one: which replica computes a request, and what
-becomes of it where that replica dies."""
+"""The client of a model's data-parallel engines: routes requests to replicas, and retries those of one that dies."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class EnginePool:
         on_deltas: called with deltas of this pool's requests.
         on_lost: called with the reason and the requests that are lost when an engine is gone. Those of which no token
             had come run again on another replica, if there is one.
-        get_vocabulary, on_cancel: as of ``EngineClient``.
+        get_vocabulary, on_cancel: as in ``EngineClient``.
         request_cost: the option ``data_parallel_request_cost``.
     """
 
@@ -67,7 +66,7 @@ class EnginePool:
         self._on_lost = on_lost
         self._request_cost = request_cost
         self._open: dict[str, _OpenRequest] = {}
-        self._others = [0] * len(addresses)
+        self._num_other_requests = [0] * len(addresses)
         """Requests that each replica had of other processes when it last told its statistics."""
         self._refusing = False
         self._clients = [
@@ -247,7 +246,7 @@ class EnginePool:
 
     def _loads(self) -> list[int]:
         """Of each replica: tokens of prompts that it has still to compute, and ``request_cost`` for each request."""
-        loads = [self._request_cost * count for count in self._others]
+        loads = [self._request_cost * count for count in self._num_other_requests]
         for entry in self._open.values():
             loads[entry.replica] += self._request_cost + entry.cost
         return loads
@@ -258,7 +257,7 @@ class EnginePool:
         passed_on = []
         for delta in deltas:
             if entry := self._open.get(delta.request_id):
-                if entry.replica != replica or (_queue_is_full(delta) and self._run_again(delta.request_id, replica)):
+                if entry.replica != replica or (_queue_is_full(delta) and self._retry(delta.request_id, replica)):
                     continue  # another replica computes it
                 entry.cost = 0
                 if delta.sequence == 0:
@@ -268,7 +267,7 @@ class EnginePool:
 
     def _on_replica_stats(self, replica: int, stats: messages.Stats) -> None:
         own = sum(entry.replica == replica for entry in self._open.values())
-        self._others[replica] = max(0, stats.running + stats.waiting - own)
+        self._num_other_requests[replica] = max(0, stats.running + stats.waiting - own)
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
         """Engines that are not there will have the same when they come."""
@@ -277,17 +276,17 @@ class EnginePool:
                 client.set_adapters(adapters)
 
     def _on_replica_lost(self, replica: int, failure: Failure) -> None:
-        self._others[replica] = 0
+        self._num_other_requests[replica] = 0
         if self._prefixes:
             self._prefixes.forget(replica)
         lost = [name for name, entry in self._open.items() if entry.replica == replica]
         if not self._refusing:
-            lost = [name for name in lost if not self._run_again(name)]
+            lost = [name for name in lost if not self._retry(name)]
             for name in lost:
                 del self._open[name]  # its cached prefix is gone, too
         self._on_lost(failure, lost)
 
-    def _run_again(self, name: str, full: int | None = None) -> bool:
+    def _retry(self, name: str, full: int | None = None) -> bool:
         """Send a request of which nothing has come to another replica. False where something has, or there is none.
 
         Args:
