@@ -484,6 +484,7 @@ def test_torchrun_starts_one_server() -> None:
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node",
         "2",
         "-m",
