@@ -165,7 +165,7 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
                         await asyncio.sleep(0.02)
 
             await replicas(2)
-            os.kill(llm._process.pids[0], signal.SIGKILL)
+            os.kill(llm.ready.pid, signal.SIGKILL)
             await replicas(1)
             await llm.unload_lora_adapter("adapter")
             await llm.load_lora_adapter("other", tmp_path / "adapter")

@@ -155,7 +155,7 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     if metadata.instance > 1:
         _log_ignored("metadata.instance", "one server is one instance: start as many behind a load balancer")
     if (metadata.gpu or 0) > 1:
-        _log_ignored("metadata.gpu", "a model runs on one device")
+        _log_ignored("metadata.gpu", "--tensor_parallel_size says how many ranks compute a model")
     if metadata.resource:
         _log_ignored("metadata.resource", "it is a group of machines of EAS")
     return result

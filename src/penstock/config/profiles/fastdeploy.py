@@ -14,7 +14,7 @@ LENGTH = 2048
 LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
-ONE_DEVICE = "a model runs on one device"
+ONE_MACHINE = "the ranks of a model run on one machine, and share its memory"
 GRAPHS = "steps are captured once, for batches of every size"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 NONE_IN_HOST_MEMORY = DerivedMetric(
@@ -88,12 +88,12 @@ PROFILE = Profile(
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
         "use_cudagraph": ignored(GRAPHS, switch=True),
         "graph_optimization_config": ignored(GRAPHS),
-        "enable_custom_all_reduce": ignored(ONE_DEVICE, switch=True),
+        "enable_custom_all_reduce": ignored(ONE_MACHINE, switch=True),
         "splitwise_role": only_value("mixed", "separate prefill and decode instances are not supported yet"),
         "innode_prefill_ports": refused("separate prefill and decode instances are not supported yet"),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": only_value("0", "weights are loaded once, at the start"),
-        "enable_expert_parallel": ignored(ONE_DEVICE, switch=True),
+        "enable_expert_parallel": ignored(ONE_MACHINE, switch=True),
         "enable_logprob": Alias("enable_logprob", on, switch=True),
         "workers": Alias("api_server_count"),
     },

@@ -59,11 +59,12 @@ class Planner:
         plan, preemptions = Plan(len(self._running)), self._preemption.count
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
-        left = self._share()
+        shares = self._num_shares > 1
+        left = self._share() if shares else len(self._running)
         for sequence in list(self._running):
             if not budget:
                 break
-            partial = sequence.is_partial_prefill
+            partial = shares and sequence.is_partial_prefill
             if sequence.state is not State.RUNNING or not (partial or left):
                 continue  # preempted by one before it; or other sequences are the share
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)

@@ -183,10 +183,6 @@ class EngineProcesses:
         """Whether ``close`` was called."""
         return self._engines[0].closing
 
-    @property
-    def pids(self) -> list[int]:
-        return [engine.pid for engine in self._engines]
-
     async def start(self) -> messages.Ready:
         """Start the processes and wait until they have loaded the model; returns the first one's report. Raises
         ``PenstockError`` where one cannot start."""

@@ -31,7 +31,7 @@ class _OpenRequest:
         self.cost = cost
         """0 once its first token has come, or it was aborted: it is not run again then."""
         self.output: list[int] = []
-        """Tokens of its first sequence."""
+        """Tokens of its first sequence, where there are several replicas."""
 
 
 class EnginePool:
@@ -260,7 +260,7 @@ class EnginePool:
                 if entry.replica != replica or (_queue_is_full(delta) and self._retry(delta.request_id, replica)):
                     continue  # another replica computes it
                 entry.cost = 0
-                if delta.sequence == 0:
+                if self._prefixes and delta.sequence == 0:
                     entry.output += delta.token_ids
             passed_on.append(delta)
         self._on_deltas(passed_on)
