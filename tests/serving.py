@@ -185,6 +185,18 @@ def processes(session: int) -> list[int]:
     return found
 
 
+def descendants(pid: int) -> list[int]:
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for found in lists for child in found]
+    return [*children, *(one for child in children for one in descendants(child))]
+
+
+def workers_of(pid: int) -> dict[str, int]:
+    """Process id of each worker that a process has started or let start, by its name."""
+    named = {_file(child, "comm").strip(): child for child in descendants(pid)}
+    return {name: child for name, child in named.items() if name.startswith("penstock-rank")}
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of this machine that nobody listens on, and that the system gives to nobody who does not ask for them."""
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

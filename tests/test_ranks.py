@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from serving import workers_of
 from test_executors import lost, request, run
 from test_speculation import with_head
 from tokenizers import Tokenizer
@@ -363,24 +365,29 @@ def test_no_failed_step_is_missed() -> None:
     os.close(memory)
 
 
-def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def once(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        if started:
-            raise BlockingIOError("no more processes")
-        started.append(popen(*args, **options))
-        return started[0]
-
+def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path) -> None:
+    """As no file descriptors are left, after some ranks have started."""
+    options = EngineOptions(model=str(checkpoint), tensor_parallel_size=2, pipeline_parallel_size=2)
     gc.collect()
-    before = os.listdir("/proc/self/fd")
-    with monkeypatch.context() as patch, pytest.raises(BlockingIOError):
-        patch.setattr(subprocess, "Popen", once)
-        MultiprocExecutor(EngineOptions(model=str(checkpoint), tensor_parallel_size=2, pipeline_parallel_size=2))
-    assert started[0].poll() is not None
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    before = len(os.listdir("/proc/self/fd"))
+    with closing(MultiprocExecutor(options)):
+        taken = len(os.listdir("/proc/self/fd")) - before
+        assert len(workers_of(os.getpid())) == 4
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    failed = 0
+    for part in (0.2, 0.4, 0.6, 0.8):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + int(part * taken), hard))
+        try:
+            with closing(MultiprocExecutor(options)):
+                pass
+        except OSError:
+            failed += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not workers_of(os.getpid())
+    assert failed >= 3
+    with ranks(checkpoint) as (engine, _):
+        assert tokens(engine, 2)
 
 
 def test_a_fork_of_the_engine_does_not_end_its_ranks(checkpoint: Path) -> None:
@@ -472,12 +479,6 @@ def test_layers_are_split_by_what_stages_read() -> None:
     assert split_layers(large, 2, "10,2") == [range(10), range(10, 12)]
 
 
-def descendants(pid: int) -> list[int]:
-    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = [int(child) for found in lists for child in found]
-    return [*children, *(one for child in children for one in descendants(child))]
-
-
 def test_torchrun_starts_one_server() -> None:
     """Of as many ranks as it was to start processes."""
     command = [
@@ -495,8 +496,8 @@ def test_torchrun_starts_one_server() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as torchrun:
         assert torchrun.stderr is not None
         assert any("ready: " in line for line in torchrun.stderr)
-        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(torchrun.pid)]
+        workers = workers_of(torchrun.pid)
         torchrun.terminate()
-        assert sum("worker_process" in command for command in commands) == 2
+        assert sorted(workers) == ["penstock-rank0", "penstock-rank1"]
     refused = subprocess.run([*command, "--pipeline-parallel-size", "3"], capture_output=True, text=True)
     assert refused.returncode and "torchrun has started 2 ranks" in refused.stderr

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
-import sys
 import time
-
-import msgspec
 
 from penstock.config.options import EngineOptions, LogOptions
 
 from ..exit_status import exit_reason
 from ..step import encoder
+from .fork_server import fork_worker
 from .messages import Close, FromWorker, RankInfo, Start, from_worker
 from .ring import Descriptors, PeerLostError, Reader, Writer
 
@@ -44,27 +41,21 @@ class RankProcess:
         following: Descriptors | None = None,
     ) -> None:
         self.rank = rank_info.world_rank
-        self._rings = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
-        inbox, outbox = self._rings
+        self._rings = inbox, outbox = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
         start = Start(options, logs, inbox, outbox, os.getpid(), rank_info, memory, previous, following)
         rings = [ring for ring in (inbox, outbox, previous, following) if ring]
         inherited = [descriptor for ring in rings for descriptor in ring.all]
         if memory is not None:
             inherited.append(memory)
-        command = [sys.executable, "-m", "penstock.engine.executor.worker_process"]
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
-        except OSError:
+            self._writer = Writer(inbox, ended.fileno())
+            self._reader = Reader(outbox, ended.fileno())
+            self._process = fork_worker(start, inherited)
+        except BaseException:
             for ring in self._rings:
                 ring.close()
             raise
-        assert self._process.stdin is not None
-        with self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(start))
-        self._ended = os.pidfd_open(self._process.pid)
-        ended.register(self._ended, select.EPOLLIN)
-        self._writer = Writer(inbox, ended.fileno())
-        self._reader = Reader(outbox, ended.fileno())
+        ended.register(self._process.pidfd, select.EPOLLIN)
 
     def __str__(self) -> str:
         return f"the worker of rank {self.rank} (process {self.pid})"
@@ -76,8 +67,10 @@ class RankProcess:
     @property
     def end_reason(self) -> str | None:
         """How it ended, in words; None where it has not."""
-        status = self._process.poll()
-        return None if status is None else exit_reason(status)
+        if not self._process.wait(timeout=0):
+            return None
+        status = self._process.status()
+        return "in a way that is not known" if status is None else exit_reason(status)
 
     def send(self, message: bytes, deadline: float) -> None:
         """Raises ``TimeoutError`` where it does not read, and ``PeerLostError`` where a rank has ended."""
@@ -95,7 +88,6 @@ class RankProcess:
     def kill(self) -> None:
         """End it at once, and wait for its end."""
         self._process.kill()
-        self._process.wait()
 
     def ask_to_end(self) -> None:
         """Send ``Close``, or kill the process where it does not read it."""
@@ -106,12 +98,10 @@ class RankProcess:
 
     def close(self) -> None:
         """Wait until the process has ended after ``ask_to_end``, and close its rings."""
-        try:
-            self._process.wait(CLOSE_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        if not self._process.wait(CLOSE_TIMEOUT):
             self.kill()
         self._writer.close()
         self._reader.close()
-        os.close(self._ended)
+        self._process.close()
         for ring in self._rings:
             ring.close()

@@ -1,7 +1,4 @@
-"""The worker process: ``python -m penstock.engine.executor.worker_process``, started by ``MultiprocExecutor``.
-
-It reads ``messages.Start`` on standard input, and ends when the process that started it does.
-"""
+"""The worker process, which a fork server forks for ``MultiprocExecutor``. It ends when the executor's process does."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import gc
 import logging
 import os
 import select
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -57,8 +52,7 @@ class WorkerProcess:
         rank_info = start.rank_info
         self._replies = rank_info.rank == 0 and rank_info.stage == rank_info.stages - 1
         """Whether this is the rank that answers steps."""
-        self._parent = start.parent
-        parent = os.pidfd_open(start.parent)
+        self._parent = parent = os.pidfd_open(start.parent)
         stage = PipelineStage(
             rank_info.stage,
             rank_info.stages,
@@ -149,7 +143,7 @@ class WorkerProcess:
             return False
 
     def _parent_ended(self) -> bool:
-        return os.getppid() != self._parent
+        return bool(select.select([self._parent], [], [], 0)[0])
 
 
 class _IncomingBitmask(Future[np.ndarray]):
@@ -195,16 +189,10 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's goes to the whole group; the engine decides
-        signal.signal(ignored, signal.SIG_IGN)
+def run(start: Start) -> None:
+    """Work until the executor says ``Close``, or its process ends."""
     if start.logs:
         logs.set_up(start.logs, "worker")
     threading.Thread(target=_end_with, args=(start.parent,), daemon=True).start()
     with contextlib.suppress(PeerLostError):
         WorkerProcess(start).run()
-
-
-if __name__ == "__main__":
-    main()

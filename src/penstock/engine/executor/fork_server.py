@@ -1,0 +1,285 @@
+"""A fork server: a process that has imported what workers need, PyTorch above all, and forks itself for each of them.
+
+Importing takes more than a second of processor time, which all workers share, as they share its memory. The fork server
+computes nothing and has no threads, so that forking it is safe where forking an application's process would not be.
+
+Python's own, of ``multiprocessing``, is not fit: it runs the application's ``__main__`` again in each worker, and keeps
+the environment and the cores that the first worker was started with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from penstock.core import Code, PenstockError
+
+from ..exit_status import exit_reason
+from .messages import Start
+
+EXIT_TIMEOUT = 5.0
+"""Seconds after a worker's end within which the fork server reports how it ended."""
+SERVER_NAME = "penstock-forks"
+MAX_MESSAGE = 2**17
+MAX_DESCRIPTORS = 64
+
+
+class _Fork(msgspec.Struct, tag=True):
+    """Fork a worker. The descriptors come with it: standard output and standard error, then ``descriptors``."""
+
+    number: int
+    start: Start
+    descriptors: list[int]
+    """As ``start`` has them, numbers of the process that asks."""
+    cores: list[int]
+
+
+class _Forked(msgspec.Struct, tag=True):
+    """Its process id; a ``pidfd`` comes with it."""
+
+    number: int
+    pid: int
+
+
+class _Exited(msgspec.Struct, tag=True):
+    number: int
+    status: int
+    """As ``subprocess.Popen.returncode``."""
+
+
+_encoder = msgspec.json.Encoder()
+_reply = msgspec.json.Decoder(_Forked | _Exited)
+
+
+class ForkedProcess:
+    """A worker that a fork server has forked.
+
+    Args:
+        pidfd: becomes readable when the process ends; closed by ``close``.
+    """
+
+    def __init__(self, server: ForkServer, number: int, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self._exit_status = functools.cache(functools.partial(server.take_exit_status, number))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it ends, and return whether it has ended within ``timeout`` seconds."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+    def status(self) -> int | None:
+        """As ``subprocess.Popen.returncode``, of a process that has ended. None where the fork server has, too."""
+        return self._exit_status()
+
+    def kill(self) -> None:
+        """End it at once, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self.wait()
+        self.status()
+
+    def close(self) -> None:
+        """After its end."""
+        self.status()
+        os.close(self.pidfd)
+
+
+class ForkServer:
+    """Starts a fork server, with the environment and the working directory of now; ends it when it is
+    garbage-collected. Its workers live on."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._count = 0
+        self._statuses: dict[int, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end_server, self._process, self._socket, os.getpid())
+
+    def fork(self, start: Start, descriptors: list[int]) -> ForkedProcess:
+        """Fork a worker, which runs on this thread's cores.
+
+        Args:
+            descriptors: file descriptors that ``start`` names.
+
+        Raises ``PenstockError`` where the fork server has ended, and ``OSError`` where descriptors run out.
+        """
+        with self._lock:
+            self._count += 1
+            message = _Fork(self._count, start, descriptors, sorted(os.sched_getaffinity(0)))
+            try:
+                socket.send_fds(self._socket, [_encoder.encode(message)], [1, 2, *descriptors])
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._ended() from None
+            while True:
+                reply, pidfds = self._receive()
+                if isinstance(reply, _Forked):
+                    if not pidfds:  # this process has no descriptor left for it
+                        os.kill(reply.pid, signal.SIGKILL)
+                        while reply.number not in self._statuses:
+                            self._receive()
+                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                    return ForkedProcess(self, reply.number, reply.pid, pidfds[0])
+
+    def take_exit_status(self, number: int) -> int | None:
+        """Exit status of the process ``number``, which has ended, once. None where it cannot be known."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        with self._lock, contextlib.suppress(PenstockError):
+            while number not in self._statuses and poll.poll(EXIT_TIMEOUT * 1000):
+                self._receive()
+        return self._statuses.pop(number, None)
+
+    def _receive(self) -> tuple[_Forked | _Exited, list[int]]:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            message = b""
+        if not message:
+            raise self._ended()
+        reply = _reply.decode(message)
+        if isinstance(reply, _Exited):
+            self._statuses[reply.number] = reply.status
+        return reply, descriptors
+
+    def _ended(self) -> PenstockError:
+        status = self._process.wait()
+        return PenstockError(Code.INTERNAL, f"the process that forks workers has ended ({exit_reason(status)})")
+
+
+def _end_server(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    connection.close()
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
+
+
+_shared: tuple[object, ForkServer] | None = None
+_sharing = threading.Lock()
+
+
+def fork_worker(start: Start, descriptors: list[int]) -> ForkedProcess:
+    """Fork a worker from this process's fork server, as ``ForkServer.fork``. It is started with the first worker, and
+    anew once the environment or the working directory has changed, or it has ended."""
+    global _shared
+    with _sharing:
+        started_in = os.getpid(), dict(os.environ), os.getcwd()
+        if _shared is None or _shared[0] != started_in:
+            _shared = started_in, ForkServer()
+        server = _shared[1]
+    try:
+        return server.fork(start, descriptors)
+    except PenstockError:
+        with _sharing:
+            if _shared and _shared[1] is server:
+                _shared = None
+        raise
+
+
+# --- The fork server's own process ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve the process whose id is the second argument, over the socket that is the first, until it ends."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's goes to the whole group; the engine decides
+        signal.signal(ignored, signal.SIG_IGN)
+    _name(SERVER_NAME)
+    gc.disable()  # collections take a tenth of the time of importing
+    from . import worker_process  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # so that workers' collections do not copy the pages that they share
+    connection, parent = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
+    children: dict[int, tuple[int, int]] = {}
+    """Number and process id of each worker, by its pidfd."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(parent, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == parent:
+                return
+            if descriptor in children:
+                number, pid = children.pop(descriptor)
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                connection.send(_encoder.encode(_Exited(number, status)))
+                continue
+            encoded, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            if not encoded:
+                return
+            message = msgspec.json.decode(encoded, type=_Fork)
+            _name(f"penstock-rank{message.start.rank_info.world_rank}")  # which the fork inherits
+            with warnings.catch_warnings():  # that there are threads: those of NumPy's OpenBLAS end before a fork
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                for own in (connection.detach(), parent, *children):
+                    os.close(own)
+                _move([1, 2, *message.descriptors], received)
+                _run_worker(message)
+            _name(SERVER_NAME)
+            for sent in received:
+                os.close(sent)
+            pidfd = os.pidfd_open(pid)
+            children[pidfd] = message.number, pid
+            poll.register(pidfd, select.POLLIN)
+            socket.send_fds(connection, [_encoder.encode(_Forked(message.number, pid))], [pidfd])
+
+
+def _name(name: str) -> None:
+    """Name this process, as tools like ``ps`` and ``top`` show it."""
+    Path("/proc/self/comm").write_text(name)
+
+
+def _move(wanted: list[int], received: list[int]) -> None:
+    """Give each descriptor the number by which its message names it."""
+    free = max(*wanted, *received) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for number, descriptor in zip(wanted, moved, strict=True):
+        os.dup2(descriptor, number, inheritable=number <= 2)
+        os.close(descriptor)
+
+
+def _run_worker(message: _Fork) -> NoReturn:
+    from .worker_process import run
+
+    status = 1
+    try:
+        os.sched_setaffinity(0, message.cores)
+        gc.enable()
+        run(message.start)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
