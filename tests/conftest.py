@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -30,6 +31,15 @@ LONG = (
 
 EVERY_CORE = frozenset(os.sched_getaffinity(0))
 """Cores that the whole run may use."""
+
+
+gc.disable()  # until all is imported and collected
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # so that collections need not visit what transformers and pytest have made
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
