@@ -1,9 +1,13 @@
 #include "group.h"
 
-#include <chrono>
-#include <stdexcept>
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <thread>
+
+#include <cerrno>
+#include <poll.h>
+#include <sys/socket.h>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -48,13 +52,12 @@ void wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-// Tells the others where this rank is. Who sleeps has first said so and then looked at `changes`; this changes it first and
+// Tells the others where a rank is. Who sleeps has first said so and then looked at `changes`; this changes it first and
 // then looks for sleepers. Both in one order for all, so that one of the two sees the other.
-uint64_t Group::arrive(uint64_t place) {
-  Rank& mine = own();
-  mine.place.store(place, std::memory_order_release);
-  mine.changes.fetch_add(1);
-  if (mine.sleepers.load()) wake_all(mine.changes);
+uint64_t Group::arrive(Rank& rank, uint64_t place) {
+  rank.place.store(place, std::memory_order_release);
+  rank.changes.fetch_add(1);
+  if (rank.sleepers.load()) wake_all(rank.changes);
   return place;
 }
 
@@ -90,10 +93,139 @@ void Group::sleep_until(Rank& other, int number, uint64_t place) {
 
 int Group::end(uint64_t step, bool failed) {
   if (failed) own().failed[step % 2].store(step, std::memory_order_relaxed);
-  wait_for_others(arrive((step + 1) << kStepBits));
+  meet({(step + 1) << kStepBits, 0, 0, 0, 0, 0, failed});
   for (int number = 0; number < size_; number++)
     if (ranks_[number].failed[step % 2].load(std::memory_order_relaxed) == step) return number;
   return -1;
+}
+
+// --- Other nodes ------------------------------------------------------------------------------------------------------
+
+void Group::connect(int socket, int rank, bool sends, bool receives, int64_t capacity) {
+  peers_.push_back({socket, rank, sends, receives, 0, {}, 0, {}});
+  capacity_ = capacity;
+}
+
+void Group::gather(const void* part, int64_t row_bytes, int64_t stride, int64_t rows) {
+  if (!peers_.empty()) {
+    outgoing_.resize(sizeof(Header) + rows * row_bytes);
+    for (int64_t row = 0; row < rows; row++)
+      memcpy(&outgoing_[sizeof(Header) + row * row_bytes], static_cast<const char*>(part) + row * stride, row_bytes);
+  }
+  const int64_t offset = static_cast<const char*>(part) - reinterpret_cast<const char*>(ranks_);
+  meet({next(), offset, row_bytes, stride, rows, 0, 0});
+}
+
+void Group::gather_rows(const void* all, int64_t row_bytes, const int64_t* ids, int64_t rows, int64_t first, int64_t end) {
+  int64_t count = 0;
+  if (!peers_.empty()) {
+    const auto mine = [=](int64_t id) { return id >= first && id < end; };
+    count = std::count_if(ids, ids + rows, mine);
+    outgoing_.resize(sizeof(Header) + count * (4 + row_bytes));
+    char *index = &outgoing_[0] + sizeof(Header), *row = index + count * 4;
+    for (int32_t number = 0; number < rows; number++)
+      if (mine(ids[number])) {
+        memcpy(index, &number, 4);
+        memcpy(row, static_cast<const char*>(all) + number * row_bytes, row_bytes);
+        index += 4;
+        row += row_bytes;
+      }
+  }
+  const int64_t offset = static_cast<const char*>(all) - reinterpret_cast<const char*>(ranks_);
+  meet({next(), offset, row_bytes, row_bytes, count, 1, 0});
+}
+
+// Comes to a place, with this rank's rows behind the header's place in `outgoing_`.
+void Group::meet(const Header& header) {
+  arrive(own(), header.place);
+  if (!peers_.empty()) {
+    if (!header.rows) outgoing_.resize(sizeof(Header));
+    memcpy(&outgoing_[0], &header, sizeof(Header));
+    exchange(header.place);
+  }
+  wait_for_others(header.place);
+}
+
+// Sends this rank's message to those that get it, and receives until no peer is behind the place. Peers do so at the same time:
+// sockets that are full are read.
+void Group::exchange(uint64_t place) {
+  const auto deadline = Clock::now() + std::chrono::duration<double>(seconds_);
+  for (Peer& peer : peers_) peer.sent = peer.sends ? 0 : outgoing_.size();
+  std::vector<pollfd> waited;
+  for (int spins = 0;;) {
+    bool moved = false;
+    waited.clear();
+    for (Peer& peer : peers_) {
+      while (peer.sent < outgoing_.size() && send_some(peer)) moved = true;
+      while (behind(peer, place) && receive_some(peer)) moved = true;
+      const bool sending = peer.sent < outgoing_.size(), receiving = behind(peer, place);
+      if (sending || receiving) waited.push_back({peer.socket, short((sending ? POLLOUT : 0) | (receiving ? POLLIN : 0)), 0});
+    }
+    if (waited.empty()) return;
+    if (moved)
+      spins = 0;
+    else if (spins++ < spins_ / 16)  // a look at a socket takes as long as some at a place
+      relax();
+    else if (Clock::now() > deadline)
+      throw std::runtime_error("a rank of another node has not come to where the others are in " +
+                               std::to_string(int(seconds_)) + " seconds");
+    else
+      poll(waited.data(), waited.size(), 1000);
+  }
+}
+
+// Both return whether any bytes were moved.
+bool Group::send_some(Peer& peer) {
+  const ssize_t count = send(peer.socket, &outgoing_[peer.sent], outgoing_.size() - peer.sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (count < 0) lost(peer, strerror(errno));
+  peer.sent += count;
+  return true;
+}
+
+bool Group::receive_some(Peer& peer) {
+  const bool head = peer.received < sizeof(Header);
+  char* to = head ? reinterpret_cast<char*>(&peer.header) + peer.received : &peer.rows[peer.received - sizeof(Header)];
+  const size_t size = sizeof(Header) + (head ? 0 : peer.rows.size());
+  const ssize_t count = recv(peer.socket, to, size - peer.received, MSG_DONTWAIT);
+  if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (count <= 0) lost(peer, count ? strerror(errno) : "it was closed");
+  peer.received += count;
+  if (peer.received < size) return true;
+  if (head) {
+    const Header& h = peer.header;
+    const bool fits = h.offset >= 0 && h.row_bytes >= 0 && h.stride >= 0 && h.rows >= 0 && h.row_bytes <= capacity_ &&
+                      h.stride <= capacity_ && h.rows * (h.row_bytes + 4) / (h.row_bytes + 4) == h.rows &&
+                      h.rows * (h.row_bytes + 4) <= capacity_;
+    if (!fits) lost(peer, "it has sent something else than was expected");
+    peer.rows.resize(h.rows * (h.row_bytes + (h.indexed ? 4 : 0)));
+    if (!peer.rows.empty()) return true;
+  }
+  store(peer);
+  return true;
+}
+
+// Writes a whole message into the memory, then the peer's place.
+void Group::store(Peer& peer) {
+  const Header& h = peer.header;
+  const char *index = peer.rows.data(), *row = index + (h.indexed ? h.rows * 4 : 0);
+  for (int64_t i = 0; i < h.rows; i++, row += h.row_bytes) {
+    int32_t number = int32_t(i);
+    if (h.indexed) memcpy(&number, index + i * 4, 4);
+    const bool fits = h.offset >= kRankBytes * size_ && h.offset <= capacity_ && number >= 0 &&
+                      number <= (capacity_ - h.offset) / std::max<int64_t>(h.stride, 1);
+    const int64_t first = fits ? h.offset + number * h.stride : capacity_;
+    if (first + h.row_bytes > capacity_) lost(peer, "it has sent something else than was expected");
+    memcpy(reinterpret_cast<char*>(ranks_) + first, row, h.row_bytes);
+  }
+  const uint64_t step = (h.place >> kStepBits) - 1;
+  if (h.failed) ranks_[peer.rank].failed[step % 2].store(step, std::memory_order_relaxed);
+  peer.received = 0;
+  arrive(ranks_[peer.rank], h.place);
+}
+
+void Group::lost(const Peer& peer, const char* why) {
+  throw LinkLost("the link to rank " + std::to_string(peer.rank) + " of the group is lost: " + why);
 }
 
 }  // namespace penstock

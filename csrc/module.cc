@@ -410,6 +410,18 @@ void barrier(Group& group) {
   make({0, 0}, [&group](Size) { group.barrier(); });
 }
 
+// The same, and exchanges with other nodes what lies at `part`.
+void gather_part(Group& group, Address part, int64_t row_bytes, int64_t stride, int64_t rows) {
+  make({rows, 0}, [=, &group](Size size) { group.gather(at<void>(part), row_bytes, stride, size.tokens); });
+}
+
+// The same with the rows of `all` whose ids are from `first` on and before `end`.
+void gather_rows(Group& group, Address all, int64_t row_bytes, Address ids, int64_t rows, int64_t first, int64_t end) {
+  make({rows, 0}, [=, &group](Size size) {
+    group.gather_rows(at<void>(all), row_bytes, at<int64_t>(ids), size.tokens, first, end);
+  });
+}
+
 // --- Limits ----------------------------------------------------------------------------------------------------------
 
 // Seconds that it takes to read so much, shared out evenly.
@@ -468,6 +480,7 @@ NB_MODULE(_kernels, m) {
       .def("record", [](Tape* self) { recording = self; })
       .def("stop", [](Tape*) { recording = nullptr; })
       .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
+  nb::exception<LinkLost>(m, "LinkLostError", PyExc_ConnectionError);
   nb::class_<Group>(m, "Group")
       .def("__init__",
            [](Group* self, Address memory, int rank, int size, int spins, double seconds) {
@@ -475,6 +488,7 @@ NB_MODULE(_kernels, m) {
            })
       .def_ro_static("RANK_BYTES", &Group::kRankBytes)
       .def_ro_static("STEP_BITS", &Group::kStepBits)
+      .def("connect", &Group::connect)
       .def("begin", &Group::begin)
       .def("end", &Group::end, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Sketch>(m, "Sketch")
@@ -510,4 +524,6 @@ NB_MODULE(_kernels, m) {
   m.def("store", &store, free);
   m.def("attention", &attention, free);
   m.def("barrier", &barrier, free);
+  m.def("gather_part", &gather_part, free);
+  m.def("gather_rows", &gather_rows, free);
 }

@@ -7,8 +7,10 @@ import asyncio
 import ipaddress
 import logging
 import os
+import signal
 import sys
 import time
+from types import FrameType
 
 import msgspec
 
@@ -48,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         configuration = _of_torchrun(configuration)
         if int(os.environ["LOCAL_RANK"]):
             return 0  # the first one starts all ranks
+    if configuration.engine.node_rank:
+        return run_node(configuration)
     if is_open(configuration.server):
         warning = "anyone who can reach %s of this machine can send requests: set --api-key, or --host 127.0.0.1"
         logger.warning(warning, configuration.server.host)
@@ -60,6 +64,20 @@ def run(args: argparse.Namespace) -> int:
         return await Supervisor(configuration, models, download_model, started).run()
 
     return asyncio.run(serve())
+
+
+def run_node(configuration: Configuration) -> int:
+    """Be a node other than the first, without a server, until SIGTERM."""
+    from penstock.engine.executor import node_process
+
+    configuration = download_model(configuration)
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    node_process.run_node(configuration.engine, configuration.log)
+    return 0
 
 
 def _of_torchrun(configuration: Configuration) -> Configuration:

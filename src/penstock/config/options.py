@@ -220,6 +220,31 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             "model head in the last one included."
         ),
     ] = ""
+    nnodes: Annotated[
+        int,
+        option(
+            "Nodes that share the ranks, the same number on each. Results do not depend on it.",
+            ge=1,
+            le=32,
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int, option("Number of this node: 0 has the server, the others run ranks for it.", ge=0, le=31)
+    ] = 0
+    master_addr: Annotated[
+        str, option("Address of node 0, on which it listens for the other nodes while they start.")
+    ] = "127.0.0.1"
+    master_port: Annotated[int, option("TCP port there.", ge=1, le=65535)] = 29501
+    cluster_secret_file: Annotated[
+        str,
+        option(
+            "File with the secret by which nodes know each other, the same on all; node 0 makes the default one.",
+            empty="~/.config/penstock/cluster-secret",
+        ),
+    ] = ""
+    node_timeout: Annotated[float, option("Time that nodes wait for each other when they start.", "seconds", gt=0)] = (
+        600.0
+    )
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp"],
         option(

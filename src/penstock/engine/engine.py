@@ -406,7 +406,13 @@ def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError`` (``invalid``)."""
+    """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError``."""
+    if options.nnodes > 1 or options.node_rank:
+        from .executor.rendezvous import check_nodes
+
+        check_nodes(options)
+        if options.node_rank:
+            raise invalid("node_rank", "is 0 for an engine; on other nodes run penstock serve --node-rank", 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
         split_layers(model_size_of(config.raw), options.pipeline_parallel_size, options.pipeline_parallel_layers)
     if options.tensor_parallel_size > 1:

@@ -97,7 +97,8 @@ class Embedding:
         """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change."""
         rows = self._group.gather_rows(
             lambda out: self._matrix.embedding(token_ids, self._shard.first, out),
-            token_ids.shape[0],
+            token_ids,
+            self._shard,
             self._hidden_size,
             self._dtype,
         )

@@ -63,7 +63,7 @@ class Group(Protocol):
         ...
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
+        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
     ) -> Tensor:
         """``[rows, width]``, of which each rank computes some rows, to all of them on every rank, which nobody may
         change.
@@ -71,6 +71,8 @@ class Group(Protocol):
         Args:
             compute: writes this rank's rows to where it is told, and leaves the others as they are. With None it
                 returns all rows, which are then all this rank's.
+            ids: ``[rows]`` int64.
+            shard: ids whose rows are this rank's.
         """
         ...
 
@@ -101,7 +103,7 @@ class SingleRank:
         return compute(None)
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
+        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
     ) -> Tensor:
         return compute(None)
 

@@ -1,5 +1,5 @@
-"""A group of ranks on one host. What they gather lies in memory that all of them map, into which kernels write their
-outputs: gathering is a barrier, and no copy."""
+"""A group of ranks. What they gather lies in memory that all ranks of a host map, into which kernels write their
+outputs: gathering is a barrier, and no copy. Between hosts each rank's outputs are sent over TCP within the barrier."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import mmap
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -37,15 +38,32 @@ def create_memory(stages: int = 1) -> int:
     return descriptor
 
 
-def slowest(descriptor: int, size: int, stages: int = 1) -> int:
-    """The rank that is behind the others, counted through all stages, each of ``size`` ranks."""
-    places = []
-    for stage in range(stages):
+Place = tuple[int, int, int]
+"""How far a rank has come: its step, its stage, and how many of the step's barriers. The least is the slowest rank's: a
+stage that waits for the one before is in the same step, and what it has done of it does not count."""
+
+
+def places(descriptor: int, ranks: Iterable[tuple[int, int]]) -> list[Place]:
+    """The place of each of some ranks of this host, given by stage and number within it."""
+    found = []
+    for stage, rank in ranks:
         with mmap.mmap(descriptor, LINE, prot=mmap.PROT_READ, offset=stage * CAPACITY) as memory:
-            own = np.frombuffer(memory[:], np.uint64)[:: _kernels.Group.RANK_BYTES // 8][:size]
-        # A stage that waits for the one before is in the same step; what it has done of it does not count.
-        places += [(place >> _kernels.Group.STEP_BITS, stage, place) for place in own.tolist()]
-    return places.index(min(places))
+            place = int(np.frombuffer(memory[:], np.uint64)[rank * _kernels.Group.RANK_BYTES // 8])
+        found.append((place >> _kernels.Group.STEP_BITS, stage, place % 2**_kernels.Group.STEP_BITS))
+    return found
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """A connection to a rank of the group on another host."""
+
+    socket: int
+    """File descriptor of the socket."""
+    rank: int
+    sends: bool
+    """Whether this rank's parts go to that one."""
+    receives: bool
+    """Whether that one's parts come to this one, and so to all ranks of this host."""
 
 
 class SharedMemoryGroup:
@@ -55,15 +73,29 @@ class SharedMemoryGroup:
         patience: seconds that a rank is waited for.
         spins: 0 where ranks share cores.
         stage: of the pipeline.
+        links: to ranks of other hosts.
+
+    Where such a link is lost, waiting raises ``ConnectionError``.
     """
 
     def __init__(
-        self, descriptor: int, rank: int, size: int, patience: float = PATIENCE, spins: int = SPINS, stage: int = 0
+        self,
+        descriptor: int,
+        rank: int,
+        size: int,
+        patience: float = PATIENCE,
+        spins: int = SPINS,
+        stage: int = 0,
+        links: Iterable[PeerLink] = (),
     ) -> None:
         self.rank = rank
         self.size = size
         self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY, offset=stage * CAPACITY), np.uint8)
         self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, patience)
+        self._spans_hosts = False
+        for link in links:
+            self.native.connect(link.socket, link.rank, link.sends, link.receives, CAPACITY)
+            self._spans_hosts = True
         self._allocated = self._graphs_end = LINE
         self._steps = 0
         self._buffers = _Buffers(self._allocate)
@@ -73,16 +105,27 @@ class SharedMemoryGroup:
         self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
     ) -> Tensor:
         gathered = self._empty((rows, shard.total), dtype)
-        compute(gathered[:, shard.first : shard.end])
-        self._barrier()
+        part, item = gathered[:, shard.first : shard.end], dtype.itemsize
+        compute(part)
+        if self._spans_hosts:
+            _kernels.gather_part(self.native, part.data_ptr(), shard.size * item, shard.total * item, rows)
+        else:
+            _kernels.barrier(self.native)
+        self._current_buffers().recycle()
         return gathered
 
     def gather_rows(
-        self, compute: Callable[[Tensor | None], Tensor], rows: int, width: int, dtype: torch.dtype
+        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
     ) -> Tensor:
+        rows, row_bytes = ids.shape[0], width * dtype.itemsize
         merged = self._empty((rows, width), dtype)
         compute(merged)
-        self._barrier()
+        if self._spans_hosts:
+            own = shard.first, shard.end
+            _kernels.gather_rows(self.native, merged.data_ptr(), row_bytes, ids.data_ptr(), rows, *own)
+        else:
+            _kernels.barrier(self.native)
+        self._current_buffers().recycle()
         return merged
 
     @contextmanager
@@ -113,10 +156,6 @@ class SharedMemoryGroup:
     def _empty(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         memory = self._current_buffers().take(prod(shape) * dtype.itemsize)
         return torch.from_numpy(memory).view(dtype).view(shape)
-
-    def _barrier(self) -> None:
-        _kernels.barrier(self.native)
-        self._current_buffers().recycle()
 
     def _allocate(self, size: int) -> np.ndarray:
         first = self._allocated

@@ -101,7 +101,9 @@ FLAGS: Mapping[str, Alias] = {
     "pipeline_parallel_size": Alias("pipeline_parallel_size", short="-pp"),
     "data_parallel_size": Alias("data_parallel_size", short="-dp"),
     "decode_context_parallel_size": only_value("1", ONE_MACHINE, short="-dcp"),
-    "nnodes": only_value("1", ONE_MACHINE),
+    "nnodes": Alias("nnodes", short="-n"),
+    "node_rank": Alias("node_rank", short="-r"),
+    "headless": Alias(read=lambda text: {}, switch=True),  # as nodes other than the first are anyway
     "cpu_offload_gb": only_value("0", "weights are not offloaded"),
     "tokenizer_mode": only_value("auto", "there is one tokenizer mode"),
     "config_format": only_value("auto", "models are recognized by config.json"),

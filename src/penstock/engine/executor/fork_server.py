@@ -274,6 +274,8 @@ def _run_worker(message: _Fork) -> NoReturn:
         gc.enable()
         run(message.start)
         status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:

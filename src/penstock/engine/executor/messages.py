@@ -11,24 +11,16 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Failure
 
 from ..step import DeviceMemory, LoadLoRA, MemoryProfile, ModelInfo, Propose, StepInput, StepOutput, UnloadLoRA, decoder
+from .layout import RankInfo
 from .ring import Descriptors
 
 
-class RankInfo(msgspec.Struct, frozen=True):
-    """A rank among all: ``rank`` of the ``size`` tensor-parallel ranks of a pipeline stage."""
+class PeerSocket(msgspec.Struct, frozen=True):
+    """A connection to a rank of another node, which the worker process inherits."""
 
-    rank: int = 0
-    size: int = 1
-    stage: int = 0
-    stages: int = 1
-
-    @property
-    def world_rank(self) -> int:
-        return self.stage * self.size + self.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.stages * self.size
+    descriptor: int
+    rank: int
+    """World rank of the peer."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -47,6 +39,8 @@ class Start(msgspec.Struct, frozen=True):
     """Ring from the pipeline stage before."""
     following: Descriptors | None = None
     """Ring to the next pipeline stage."""
+    sockets: tuple[PeerSocket, ...] = ()
+    """Connections to ranks of other nodes: of the same stage, or the stages before and after."""
 
 
 class Load(msgspec.Struct, tag=True):

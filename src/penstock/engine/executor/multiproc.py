@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 import weakref
 from collections import deque
@@ -16,9 +15,11 @@ import numpy as np
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
+from ..exit_status import LINK_LOST
 from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, Propose, StepInput, StepOutput, encoder
 from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import StepFailedError, WorkerLostError
+from .local_ranks import LocalRanks
 from .messages import (
     Call,
     CallReply,
@@ -30,18 +31,21 @@ from .messages import (
     InitReply,
     Load,
     Profile,
-    RankInfo,
     StepReply,
     ToWorker,
 )
-from .rank_process import RING_BYTES, RankProcess
-from .ring import Descriptors, PeerLostError
+from .rank_process import RankProcess
+from .remote_node import RemoteNode, RemoteRank
+from .rendezvous import Links, all_ranks, gather_nodes
+from .ring import PeerLostError
 
 LOAD_TIMEOUT = 1800.0
 """Seconds that a worker may take to load its model, or an adapter."""
 TIMEOUT_FACTOR = 0.9
 """Part of ``engine_iteration_timeout`` after which a worker is killed, so that the engine can name the worker before
 the engine is itself killed for not answering."""
+NAMING_TIMEOUT, NAMING_POLL = 2.0, 0.01
+"""Seconds that the cause is waited for where ranks have ended since others had, and between two looks."""
 
 
 class _PendingCall(msgspec.Struct):
@@ -56,8 +60,8 @@ class _PendingCall(msgspec.Struct):
 
 
 class MultiprocExecutor:
-    """A worker process for each rank, connected by shared memory. All get the same messages; the first rank of the
-    last pipeline stage answers steps.
+    """A worker process for each rank, connected by shared memory, and by TCP to those of other nodes. All get the same
+    messages; the first rank of the last pipeline stage answers steps.
 
     A worker that takes ``engine_iteration_timeout`` longer than its steps should, or ends, is named by
     ``WorkerLostError``, and all workers are killed.
@@ -80,37 +84,25 @@ class MultiprocExecutor:
         """Time when a step was last collected."""
         self._num_abandoned = 0
         """Steps in flight whose outputs are to be dropped, as their ``collect`` was interrupted."""
-        self._size, self._stages = options.tensor_parallel_size, options.pipeline_parallel_size
-        self._memory: int | None = None
-        if (world := self._size * self._stages) > 1:
-            from penstock.ops.cores import cores_of_rank  # these bring PyTorch
-            from penstock.parallel.shared_memory import create_memory
-
-            for rank in range(world):
-                cores_of_rank(options.cpu_binding, rank, world)  # refused here, with one sentence
-            self._memory = create_memory(self._stages)
-        ended = select.epoll()
-        rings = [
-            [Descriptors.create(RING_BYTES) if 0 < stage < self._stages else None for _ in range(self._size)]
-            for stage in range(self._stages + 1)
-        ]
-        """To each rank of each stage from the stage before; none at the pipeline's ends."""
-        self._ranks: list[RankProcess] = []
-        self._finalizer = weakref.finalize(self, _shut_down_workers, self._ranks, ended, self._memory, os.getpid())
-        """Ends the workers; called by ``close``, and when this object is garbage-collected."""
+        nodes: list[RemoteNode] = []
+        links: Links = {}
+        infos = all_ranks(options)
+        if options.nnodes > 1:
+            nodes, links = gather_nodes(options)
         try:
-            for stage in range(self._stages):
-                for rank in range(self._size):
-                    info = RankInfo(rank, self._size, stage, self._stages)
-                    own = rings[stage][rank], rings[stage + 1][rank]
-                    self._ranks.append(RankProcess(options, logs, info, self._memory, ended, *own))
+            local = LocalRanks(options, logs, [info for info in infos if info.node == 0], links)
         except BaseException:
-            self.close()
+            for node in nodes:
+                node.kill()
             raise
-        finally:
-            for ring in [ring for stage_rings in rings for ring in stage_rings if ring]:
-                ring.close()  # the workers have them
-        self._last_stage = self._ranks[-self._size]
+        self._local, self._nodes = local, nodes
+        self._finalizer = weakref.finalize(self, _shut_down, local, nodes, os.getpid())
+        """Ends the workers; called by ``close``, and when this object is garbage-collected."""
+        for node in nodes:
+            node.watch(local.ended)
+        remote = [rank for node in nodes for rank in node.ranks]
+        self._ranks: list[RankProcess | RemoteRank] = [*local.processes, *remote]
+        self._last_stage = self._ranks[-options.tensor_parallel_size]
         """Its first rank, which replies to steps."""
 
     @property
@@ -122,11 +114,16 @@ class MultiprocExecutor:
         infos = [reply.info for reply in self._init_request(Load())]
         info = infos[0]
         assert info is not None
-        for rank, other in enumerate(infos):
+        for rank, other in zip(self._ranks, infos, strict=True):
+            assert other is not None
+            if isinstance(rank, RemoteRank):  # a copy of the checkpoint, whose contents were compared
+                other = msgspec.structs.replace(other, weights_version=info.weights_version)
             if other != info:
                 self.close()
-                words = f"rank {rank} has loaded another model than rank 0, or computes otherwise: {other}, {info}"
-                raise PenstockError(Code.INTERNAL, words)
+                names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]
+                differences = [f"{name} {getattr(other, name)} there and {getattr(info, name)} here" for name in names]
+                words = f"{rank} computes otherwise than rank 0: {', '.join(differences)}"
+                raise PenstockError(Code.UNAVAILABLE, words)
         return info
 
     def profile(self) -> MemoryProfile:
@@ -203,7 +200,7 @@ class MultiprocExecutor:
             raise _error(failed)
         return answers
 
-    def _receive_init_reply(self, rank: RankProcess) -> InitReply:
+    def _receive_init_reply(self, rank: RankProcess | RemoteRank) -> InitReply:
         while True:
             message = self._next(rank, time.monotonic() + LOAD_TIMEOUT)
             if isinstance(message, InitReply):
@@ -221,16 +218,19 @@ class MultiprocExecutor:
 
     def _send(self, message: ToWorker) -> None:
         encoded, deadline = encoder.encode(message), self._deadline(self._tokens)
+        to: RankProcess | RemoteNode
         try:
-            for rank in self._ranks:
-                rank.send(encoded, deadline)
+            for to in self._nodes:
+                to.send(encoded, deadline)
+            for to in self._local.processes:
+                to.send(encoded, deadline)
         except (TimeoutError, PeerLostError) as error:
-            self._lost(error, rank)
+            self._lost(error, to)
         except KeyboardInterrupt:  # parts of the message may have been written
             self._kill()
             raise
 
-    def _receive(self, rank: RankProcess, deadline: float) -> None:
+    def _receive(self, rank: RankProcess | RemoteRank, deadline: float) -> None:
         message = self._next(rank, deadline)
         if isinstance(message, StepReply):
             if self._num_abandoned:
@@ -245,21 +245,20 @@ class MultiprocExecutor:
                 del self._calls[message.number]
                 _settle(pending)
 
-    def _next(self, rank: RankProcess, deadline: float) -> FromWorker:
+    def _next(self, rank: RankProcess | RemoteRank, deadline: float) -> FromWorker:
         try:
             return rank.receive(deadline)
         except (TimeoutError, PeerLostError) as error:
             self._lost(error, rank)
 
-    def _lost(self, error: Exception, awaited: RankProcess) -> NoReturn:
-        """Kill all workers, and raise ``WorkerLostError`` that names the rank that has ended or is the slowest."""
-        ended = [rank for rank in self._ranks if rank.end_reason is not None]
-        if ended:
-            words = f"{ended[0]} ended: {ended[0].end_reason}"
-        else:
+    def _lost(self, error: Exception, awaited: RankProcess | RemoteRank | RemoteNode) -> NoReturn:
+        """Kill all workers, and raise ``WorkerLostError`` that names who has ended, or is the slowest."""
+        words = self._ended() if isinstance(error, PeerLostError) else self._ended(0)
+        if not words:
             computes = self._steps or any(isinstance(call.op, Propose) for call in self._calls.values())
-            late = self._ranks[self._slowest()] if computes else awaited
-            words = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
+            late = self._slowest() if computes else awaited
+            name = late.name if isinstance(late, RemoteNode) else late
+            words = f"{name} has not answered in time and was killed (--engine-iteration-timeout)"
         self._kill()
         lost = WorkerLostError(words)
         for pending in self._calls.values():
@@ -267,16 +266,41 @@ class MultiprocExecutor:
         self._calls.clear()
         raise lost from error
 
-    def _slowest(self) -> int:
-        if self._memory is None:
-            return 0
-        from penstock.parallel.shared_memory import slowest
+    def _ended(self, patience: float = NAMING_TIMEOUT) -> str:
+        """Who has ended, and why; empty where nobody has. A rank that has lost its connection to another node's is not
+        the cause, which is waited for."""
+        deadline = time.monotonic() + patience
+        while True:
+            reasons: dict[str, bool] = {}  # and whether the cause may be another
+            for process in self._local.processes:
+                if process.end_reason is not None:
+                    reasons[f"{process} ended: {process.end_reason}"] = process.returncode == LINK_LOST
+            for node in self._nodes:
+                node.drain()
+                if ended := node.rank_ended:
+                    rank = self._ranks[ended.rank]
+                    reasons[f"{rank} ended: {ended.reason}"] = ended.lost_link
+                elif node.lost:
+                    reasons[f"the connection to {node.name} is lost: {node.lost.lower()}"] = False
+            causes = [reason for reason, elsewhere in reasons.items() if not elsewhere]
+            if causes or time.monotonic() > deadline:
+                return next(iter(causes or reasons), "")
+            time.sleep(NAMING_POLL)
 
-        return slowest(self._memory, self._size, self._stages)
+    def _slowest(self) -> RankProcess | RemoteRank | RemoteNode:
+        """The rank that is behind the others; a node that does not tell."""
+        found = [*self._local.places()]
+        for node in self._nodes:
+            places = node.places()
+            if places is None:
+                return node
+            found += places
+        return self._ranks[found.index(min(found))]
 
     def _kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
+        for node in self._nodes:
+            node.kill()
+        self._local.kill()
 
 
 def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
@@ -302,14 +326,12 @@ def _error(failed: Failed) -> Exception:
     return PenstockError.of(failed.failure) if failed.failure else StepFailedError(failed.words)
 
 
-def _shut_down_workers(ranks: list[RankProcess], ended: select.epoll, memory: int | None, owner: int) -> None:
-    """End the workers, and close the descriptors of their rings and shared memory."""
+def _shut_down(local: LocalRanks, nodes: list[RemoteNode], owner: int) -> None:
+    """End the workers, and close what connects them."""
     if os.getpid() != owner:  # a fork of the process that has started them
         return
-    for rank in ranks:
-        rank.ask_to_end()
-    for rank in ranks:
-        rank.close()
-    ended.close()
-    if memory is not None:
-        os.close(memory)
+    for node in nodes:
+        node.ask_to_end()
+    local.close()
+    for node in nodes:
+        node.close()

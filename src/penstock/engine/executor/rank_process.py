@@ -11,7 +11,8 @@ from penstock.config.options import EngineOptions, LogOptions
 from ..exit_status import exit_reason
 from ..step import encoder
 from .fork_server import fork_worker
-from .messages import Close, FromWorker, RankInfo, Start, from_worker
+from .layout import RankInfo
+from .messages import Close, FromWorker, PeerSocket, Start, from_worker
 from .ring import Descriptors, PeerLostError, Reader, Writer
 
 RING_BYTES = 16 * 2**20
@@ -28,6 +29,7 @@ class RankProcess:
         memory: descriptor of what ranks share, of ``penstock.parallel.shared_memory``; None for a single one.
         ended: epoll object that becomes readable when any rank's process ends.
         previous, following: rings from and to the pipeline stages before and after.
+        sockets: connections to ranks of other nodes.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class RankProcess:
         ended: select.epoll,
         previous: Descriptors | None = None,
         following: Descriptors | None = None,
+        sockets: tuple[PeerSocket, ...] = (),
     ) -> None:
         self.rank = rank_info.world_rank
         self._rings = inbox, outbox = Descriptors.create(RING_BYTES), Descriptors.create(RING_BYTES)
-        start = Start(options, logs, inbox, outbox, os.getpid(), rank_info, memory, previous, following)
+        start = Start(options, logs, inbox, outbox, os.getpid(), rank_info, memory, previous, following, sockets)
         rings = [ring for ring in (inbox, outbox, previous, following) if ring]
         inherited = [descriptor for ring in rings for descriptor in ring.all]
+        inherited += [each.descriptor for each in sockets]
         if memory is not None:
             inherited.append(memory)
         try:
@@ -65,6 +69,16 @@ class RankProcess:
         return self._process.pid
 
     @property
+    def descriptor(self) -> int:
+        """Readable when there may be a message."""
+        return self._reader.descriptor
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status; None where it has not ended, or that is not known."""
+        return self._process.status() if self._process.wait(timeout=0) else None
+
+    @property
     def end_reason(self) -> str | None:
         """How it ended, in words; None where it has not."""
         if not self._process.wait(timeout=0):
@@ -82,8 +96,12 @@ class RankProcess:
 
     def receive(self, deadline: float) -> FromWorker:
         """Its next message. Raises as ``send``."""
-        message: FromWorker = from_worker.decode(self._reader.receive(deadline))
+        message: FromWorker = from_worker.decode(self.receive_bytes(deadline))
         return message
+
+    def receive_bytes(self, deadline: float) -> bytes:
+        """The same, encoded."""
+        return self._reader.receive(deadline)
 
     def kill(self) -> None:
         """End it at once, and wait for its end."""

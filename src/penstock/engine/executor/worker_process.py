@@ -19,8 +19,11 @@ from penstock.config.options import EngineOptions
 from penstock.core import PenstockError
 from penstock.ops.cores import cores_of_rank, usable_cores
 from penstock.parallel import SINGLE_RANK, Group, PipelineStage
-from penstock.parallel.shared_memory import SPINS, SharedMemoryGroup
+from penstock.parallel.link import SocketLink
+from penstock.parallel.pipeline import Receiver, Sender
+from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup
 
+from ..exit_status import LINK_LOST
 from ..step import StepInput, StepOutput, encoder
 from ..worker.worker import Worker
 from .messages import (
@@ -53,12 +56,15 @@ class WorkerProcess:
         self._replies = rank_info.rank == 0 and rank_info.stage == rank_info.stages - 1
         """Whether this is the rank that answers steps."""
         self._parent = parent = os.pidfd_open(start.parent)
-        stage = PipelineStage(
-            rank_info.stage,
-            rank_info.stages,
-            Reader(start.previous, parent) if start.previous else None,
-            Writer(start.following, parent) if start.following else None,
-        )
+        previous: Receiver | None = Reader(start.previous, parent) if start.previous else None
+        following: Sender | None = Writer(start.following, parent) if start.following else None
+        for each in start.sockets:
+            peer = rank_info.at(each.rank)
+            if peer.precedes(rank_info):
+                previous = SocketLink(each.descriptor, f"rank {each.rank}")
+            elif rank_info.precedes(peer):
+                following = SocketLink(each.descriptor, f"rank {each.rank}")
+        stage = PipelineStage(rank_info.stage, rank_info.stages, previous, following)
         self._worker = Worker(*_options_and_group(start), stage)
         self._reader = Reader(start.inbox, parent)
         self._writer = Writer(start.outbox, parent)
@@ -166,16 +172,27 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     if start.memory is None:
         return start.options, SINGLE_RANK
     rank_info, usable = start.rank_info, usable_cores()
-    threads = max(1, usable // rank_info.world_size)
-    if cores := cores_of_rank(start.options.cpu_binding, rank_info.world_rank, rank_info.world_size):
+    threads = max(1, usable // rank_info.local_size)
+    if cores := cores_of_rank(start.options.cpu_binding, rank_info.local_rank, rank_info.local_size):
         os.sched_setaffinity(0, cores)
         threads = min(threads, usable_cores())
     options = msgspec.structs.replace(start.options, threads=start.options.threads or threads)
-    spins = SPINS if usable >= rank_info.world_size else 0
-    return options, SharedMemoryGroup(start.memory, rank_info.rank, rank_info.size, spins=spins, stage=rank_info.stage)
+    spins = SPINS if usable >= rank_info.local_size else 0
+    peers = [(each.descriptor, rank_info.at(each.rank)) for each in start.sockets]
+    links = [
+        PeerLink(descriptor, peer.rank, rank_info.sends_to(peer), peer.sends_to(rank_info))
+        for descriptor, peer in peers
+        if peer.stage == rank_info.stage
+    ]
+    return options, SharedMemoryGroup(
+        start.memory, rank_info.rank, rank_info.size, spins=spins, stage=rank_info.stage, links=links
+    )
 
 
 def _failed(error: BaseException) -> Failed:
+    if isinstance(error, ConnectionError):  # of another node, without which no step can be computed
+        logger.error("%s", error)
+        raise SystemExit(LINK_LOST) from error
     if isinstance(error, PenstockError):
         return Failed(str(error), error.failure)
     logger.error("the worker has failed", exc_info=error)

@@ -115,7 +115,7 @@ class Worker:
             free, total = torch.cuda.mem_get_info(loaded.device)
         else:  # weights that are mapped from a disk count as free, but every step needs them
             total = 0
-            ranks = self._group.size * self._stage.size * self._options.data_parallel_size
+            ranks = self._group.size * self._stage.size // self._options.nnodes * self._options.data_parallel_size
             free = free_host_bytes() // ranks - sum(runner.model.mapped_bytes for runner in runners)
         return MemoryProfile(
             free=max(free - activations, 0),

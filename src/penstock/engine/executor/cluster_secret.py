@@ -1,0 +1,57 @@
+"""The secret by which the nodes of a cluster know each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from penstock.core.errors import invalid
+
+logger = logging.getLogger(__name__)
+
+FIELD = "cluster_secret_file"
+MIN_LENGTH = 16
+
+
+def default_path() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "penstock", "cluster-secret")
+
+
+def read_secret(file: str, make: bool) -> bytes:
+    """The secret in a file; an empty name means ``default_path``.
+
+    Args:
+        make: make one where there is none in ``default_path``, readable by this user only.
+
+    Raises ``PenstockError`` (``invalid``) where there is none, others may read it, or it is too short.
+    """
+    path = Path(file).expanduser() if file else default_path()
+    if make and not file and not path.exists():
+        _make(path)
+    try:
+        with path.open("rb") as opened:
+            if os.fstat(opened.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise invalid(FIELD, f"{path} may be read by other users: chmod 600 {path}")
+            secret = opened.read(4096).strip()
+    except OSError as error:
+        words = f"{path} cannot be read ({error.strerror}); copy the file of the first node, which makes one"
+        raise invalid(FIELD, words) from error
+    if len(secret) < MIN_LENGTH:
+        raise invalid(FIELD, f"{path} has less than {MIN_LENGTH} characters", MIN_LENGTH)
+    return secret
+
+
+def _make(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise invalid(FIELD, f"{path} cannot be made: {error.strerror}; name another file") from error
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    logger.warning("made the cluster's secret: copy %s to the same place on every other node", path)

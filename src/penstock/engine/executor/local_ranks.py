@@ -1,0 +1,99 @@
+"""The worker processes of one node, and what they share there."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping, Sequence
+
+from penstock.config.options import EngineOptions, LogOptions
+
+from .layout import RankInfo
+from .messages import PeerSocket
+from .rank_process import RING_BYTES, RankProcess
+from .ring import Descriptors
+
+NO_LINKS: Mapping[int, Sequence[PeerSocket]] = {}
+
+
+class LocalRanks:
+    """Starts the processes.
+
+    Args:
+        logs: how the workers set up their logs; None leaves logging alone.
+        ranks: of this node.
+        links: connections to ranks of other nodes, by world rank. The sockets are closed here in any case.
+
+    Raises ``PenstockError`` (``invalid``) where ``cpu_binding`` is not for so many ranks.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        logs: LogOptions | None,
+        ranks: Sequence[RankInfo],
+        links: Mapping[int, Sequence[PeerSocket]] = NO_LINKS,
+    ) -> None:
+        self._infos = ranks
+        self._memory: int | None = None
+        self.ended = select.epoll()
+        """Readable when any process has ended, or where a connection to another node is lost that is registered."""
+        self.processes: list[RankProcess] = []
+        rings: dict[int, Descriptors] = {}
+        """From the stage before, by world rank; for ranks whose stage before is on this node, too."""
+        try:
+            if ranks[0].world_size > 1:
+                from penstock.ops.cores import cores_of_rank  # these bring PyTorch
+                from penstock.parallel.shared_memory import create_memory
+
+                for info in ranks:
+                    cores_of_rank(options.cpu_binding, info.local_rank, info.local_size)  # refused with one sentence
+                self._memory = create_memory(ranks[0].stages)
+            for info in ranks:
+                if any(other.precedes(info) for other in ranks):
+                    rings[info.world_rank] = Descriptors.create(RING_BYTES)
+            for info in ranks:
+                following = next((rings[other.world_rank] for other in ranks if info.precedes(other)), None)
+                pipeline = rings.get(info.world_rank), following
+                sockets = tuple(links.get(info.world_rank, ()))
+                self.processes.append(
+                    RankProcess(options, logs, info, self._memory, self.ended, *pipeline, sockets=sockets)
+                )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for ring in rings.values():
+                ring.close()  # the workers have them
+            for each in [each for of_rank in links.values() for each in of_rank]:
+                os.close(each.descriptor)
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """How far each rank has come (``penstock.parallel.shared_memory.Place``)."""
+        if self._memory is None:
+            return [(0, 0, 0)]
+        from penstock.parallel.shared_memory import places
+
+        return places(self._memory, [(info.stage, info.rank) for info in self._infos])
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for process in self.processes:
+            process.kill()
+
+    def close(self, ask: bool = True) -> None:
+        """End the processes, and close what they share.
+
+        Args:
+            ask: send them ``Close``; else they have it.
+        """
+        if ask:
+            for process in self.processes:
+                process.ask_to_end()
+        for process in self.processes:
+            process.close()
+        self.processes.clear()
+        self.ended.close()
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None

@@ -1,0 +1,348 @@
+"""How nodes find each other: node 0 listens, the others connect to it and then, where their ranks talk to each other,
+among themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from penstock import demo
+from penstock.config.options import EngineOptions
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.models.weights.safetensors import sampled_digest
+from penstock.version import __version__
+
+from .cluster_secret import read_secret
+from .layout import RankInfo, connections, ranks_of
+from .messages import PeerSocket
+from .node_link import DEFAULT_TIMEOUT, NodeLink, NodeLostError, SecretError, accept, connect, keep_rank_link_alive
+from .node_messages import Join, LinkRanks, RanksStarted, Refused, StartRanks, decode, encode
+from .remote_node import RemoteNode
+
+logger = logging.getLogger(__name__)
+
+SAME_OPTIONS = (
+    "nnodes",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_parallel_layers",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "block_size",
+    "max_model_len",
+    "load_format",
+    "seed",
+)
+"""Options that must be the same on all nodes. Of the others, those of node 0 hold, but for ``OWN_OPTIONS``."""
+OWN_OPTIONS = ("model", "weight_cache_dir", "weight_cache_size", "cpu_binding", "threads", "device", "ops", "node_rank")
+"""Options that each node has for itself."""
+PROGRESS = 10.0
+"""Seconds between two lines in the log about what is waited for."""
+LINK_TIMEOUT = 60.0
+"""Seconds that nodes have to connect their ranks once all have joined."""
+POLL = 0.2
+BACKLOG = 64
+MAX_HANDSHAKES = 64
+"""Connections that are being authenticated at the same time; others are closed."""
+
+Links = dict[int, list[PeerSocket]]
+"""Connections to ranks of other nodes, by world rank."""
+
+
+def model_digest(options: EngineOptions) -> str:
+    """Identifies the contents of a checkpoint wherever it lies. Raises ``PenstockError`` where there is none."""
+    return sampled_digest(Path(options.model) if options.model else demo.CHAT)
+
+
+def check_nodes(options: EngineOptions) -> None:
+    """Raises ``PenstockError`` (``invalid``) for nodes that cannot share the ranks."""
+    world = options.tensor_parallel_size * options.pipeline_parallel_size
+    if world % options.nnodes:
+        words = (
+            f"{world} ranks (tensor_parallel_size times pipeline_parallel_size) cannot be divided among "
+            f"{options.nnodes} nodes"
+        )
+        raise invalid("nnodes", words, options.nnodes)
+    if options.node_rank >= options.nnodes:
+        raise invalid("node_rank", f"{options.node_rank} is not below nnodes, {options.nnodes}", options.nnodes - 1)
+    if options.nnodes > 1 and options.data_parallel_size > 1:
+        words = "a model on several nodes has one engine; data_parallel_size must be 1"
+        raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size", 1)
+
+
+def all_ranks(options: EngineOptions) -> list[RankInfo]:
+    return ranks_of(options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes)
+
+
+class Listener:
+    """Accepts connections of nodes that know the secret.
+
+    Raises ``PenstockError`` (``invalid``) where the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
+        self._secret = secret
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            words = f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
+            raise invalid("master_addr", f"{words}; give an address of this machine, or another master_port") from error
+        self.port: int = self._socket.getsockname()[1]
+        self._accepted: queue.SimpleQueue[NodeLink] = queue.SimpleQueue()
+        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def next(self, timeout: float) -> NodeLink | None:
+        """The next node that has connected; None where there is none within some seconds."""
+        with contextlib.suppress(queue.Empty):
+            return self._accepted.get(timeout=timeout)
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+        while link := self.next(0):
+            link.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:
+                return
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._authenticate, args=(connected,), daemon=True).start()
+            else:
+                connected.close()
+
+    def _authenticate(self, connected: socket.socket) -> None:
+        try:
+            host = connected.getpeername()[0]
+            self._accepted.put(accept(connected, self._secret))
+        except SecretError as error:
+            logger.warning("a connection from %s is refused: it %s", host, error)
+        except OSError:  # who connected said nothing, or is gone
+            pass
+        finally:
+            self._handshakes.release()
+
+
+class Progress:
+    """Says in the log now and then what is waited for."""
+
+    def __init__(self, timeout: float) -> None:
+        self._begun = time.monotonic()
+        self._next = self._begun + POLL  # not for what is there at once
+        self._timeout = timeout
+
+    @property
+    def overdue(self) -> bool:
+        return time.monotonic() - self._begun > self._timeout
+
+    def say(self, words: Callable[[], str]) -> None:
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + PROGRESS
+            logger.info("%s (%.0f of %g seconds)", words(), now - self._begun, self._timeout)
+
+
+# --- Node 0 -----------------------------------------------------------------------------------------------------------
+
+
+def gather_nodes(options: EngineOptions) -> tuple[list[RemoteNode], Links]:
+    """Wait for the other nodes, and have them start their ranks; returns them, and the connections of this node's
+    ranks.
+
+    Raises ``PenstockError`` where a node does not come within ``node_timeout``.
+    """
+    secret = read_secret(options.cluster_secret_file, make=True)
+    digest = model_digest(options)
+    listener = Listener(options.master_addr, options.master_port, secret)
+    joined: dict[int, tuple[NodeLink, Join]] = {}
+    links: Links = defaultdict(list)
+    try:
+        _await_nodes(options, digest, listener, joined)
+        session = os.urandom(16)
+        addresses = [("", 0)] + [(link.host, join.port) for link, join in (joined[rank] for rank in sorted(joined))]
+        for link, _ in joined.values():
+            link.send(encode(StartRanks(session, options, addresses)), deadline=time.monotonic() + LINK_TIMEOUT)
+        accept_links(listener, session, all_ranks(options), 0, options, links, lambda: _check_alive(joined))
+        infos, nodes = all_ranks(options), []
+        for rank, (link, join) in sorted(joined.items()):
+            started = decode(link.receive(time.monotonic() + LINK_TIMEOUT))
+            if not isinstance(started, RanksStarted):
+                raise NodeLostError(started.reason if isinstance(started, Refused) else "it has not started its ranks")
+            nodes.append(RemoteNode(link, join, [info for info in infos if info.node == rank], started.pids))
+        logger.info("all %d nodes have joined: %s", options.nnodes, ", ".join(node.name for node in nodes))
+        return nodes, links
+    except BaseException as error:
+        for link, _ in joined.values():
+            link.close()
+        close_links(links)
+        if isinstance(error, OSError | msgspec.MsgspecError):  # lost, or too late
+            raise PenstockError(Code.UNAVAILABLE, f"a node was lost while ranks were started: {error}") from error
+        raise
+    finally:
+        listener.close()
+
+
+def _await_nodes(
+    options: EngineOptions, digest: str, listener: Listener, joined: dict[int, tuple[NodeLink, Join]]
+) -> None:
+    progress = Progress(options.node_timeout)
+    while missing := [rank for rank in range(1, options.nnodes) if rank not in joined]:
+        where = f"{options.master_addr}:{options.master_port}"
+        names = f"node{'s' if missing[1:] else ''} {', '.join(map(str, missing))} of {options.nnodes}"
+        if progress.overdue:
+            words = f"{names} did not join at {where} within {options.node_timeout:g} seconds (--node-timeout)"
+            raise PenstockError(Code.UNAVAILABLE, words, "nnodes")
+        progress.say(lambda: f"waiting at {where} for {names}")  # noqa: B023
+        link = listener.next(POLL)
+        for rank in [rank for rank, (other, _) in joined.items() if not _is_alive(other)]:
+            logger.warning("node %d (%s) is gone", rank, joined[rank][0].host)
+            joined.pop(rank)[0].close()
+        if link is None:
+            continue
+        try:
+            join = _join(link)
+            if reason := _refusal(options, digest, joined, link, join):
+                host = link.host
+                link.send(encode(Refused(reason)), deadline=time.monotonic() + POLL)
+                link.close()
+                logger.warning("node %s (%s) is refused: %s", join.node_rank if join else "?", host, reason)
+            elif join:
+                link.keep_alive((options.engine_iteration_timeout or DEFAULT_TIMEOUT) / 2)
+                joined[join.node_rank] = link, join
+                logger.info("node %d (%s, %s) has joined", join.node_rank, join.host_name, link.host)
+        except OSError as error:
+            logger.warning("a node at %s has not joined: %s", link.host, error)
+            link.close()
+
+
+def _join(link: NodeLink) -> Join | None:
+    """A node's first message; None where it is another one, or of another version."""
+    message = link.receive(time.monotonic() + LINK_TIMEOUT / 4)
+    with contextlib.suppress(msgspec.MsgspecError):
+        decoded = decode(message)
+        return decoded if isinstance(decoded, Join) else None
+    return None
+
+
+def _refusal(
+    options: EngineOptions, digest: str, joined: dict[int, tuple[NodeLink, Join]], link: NodeLink, join: Join | None
+) -> str:
+    """Why a node cannot take part; empty where it can."""
+    if link.version != __version__:
+        return f"it runs Penstock {link.version}, and node 0 runs {__version__}: install the same version on all nodes"
+    if join is None:
+        return "its connection was meant for an earlier start"
+    for name in SAME_OPTIONS:
+        own, other = getattr(options, name), getattr(join.options, name)
+        if own != other:
+            return f"{name} is {other!r} there and {own!r} on node 0: give all nodes the same"
+    if not 0 < join.node_rank < options.nnodes:
+        return f"node_rank is {join.node_rank}, and must be from 1 to {options.nnodes - 1}"
+    if join.node_rank in joined:
+        return f"{joined[join.node_rank][0].host} has joined as node_rank {join.node_rank} before it"
+    if join.model != digest:
+        return "its checkpoint has other contents than that of node 0"
+    return ""
+
+
+def _check_alive(joined: dict[int, tuple[NodeLink, Join]]) -> None:
+    for link, join in joined.values():
+        if not _is_alive(link):
+            raise NodeLostError(f"node {join.node_rank} ({join.host_name}, {link.host}) is gone")
+
+
+def _is_alive(link: NodeLink) -> bool:
+    try:
+        link.fetch()
+    except NodeLostError:
+        return False
+    return True
+
+
+# --- Every node -------------------------------------------------------------------------------------------------------
+
+
+def accept_links(
+    listener: Listener,
+    session: bytes,
+    ranks: list[RankInfo],
+    node: int,
+    options: EngineOptions,
+    links: Links,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Accept the connections of this node's ranks to those of higher nodes.
+
+    Args:
+        check: raises where it is of no use to wait any more.
+
+    Raises ``TimeoutError``.
+    """
+    missing = {pair for pair in connections(ranks) if ranks[pair[0]].node == node}
+    deadline = time.monotonic() + LINK_TIMEOUT
+    while missing:
+        check()
+        if time.monotonic() > deadline:
+            hosts = sorted({ranks[higher].node for _, higher in missing})
+            raise TimeoutError(f"nodes {', '.join(map(str, hosts))} have not connected their ranks to node {node}")
+        if not (link := listener.next(POLL)):
+            continue
+        try:
+            hello = decode(link.receive(time.monotonic() + POLL * 10))
+        except (OSError, msgspec.MsgspecError):
+            link.close()
+            continue
+        if isinstance(hello, LinkRanks) and hello.session == session and (hello.lower, hello.higher) in missing:
+            missing.remove((hello.lower, hello.higher))
+            _add(links, hello.lower, hello.higher, link, options)
+        else:
+            link.close()
+
+
+def connect_links(
+    secret: bytes,
+    session: bytes,
+    ranks: list[RankInfo],
+    node: int,
+    addresses: list[tuple[str, int]],
+    options: EngineOptions,
+    links: Links,
+) -> None:
+    """Connect this node's ranks to those of lower nodes. Raises ``OSError`` and ``SecretError``."""
+    for lower, higher in connections(ranks):
+        if ranks[higher].node == node:
+            link = connect(addresses[ranks[lower].node], secret)
+            link.send(encode(LinkRanks(session, lower, higher)), deadline=time.monotonic() + LINK_TIMEOUT)
+            _add(links, higher, lower, link, options)
+
+
+def _add(links: Links, rank: int, peer: int, link: NodeLink, options: EngineOptions) -> None:
+    keep_rank_link_alive(link.socket, (options.engine_iteration_timeout or DEFAULT_TIMEOUT) / 2)
+    links[rank].append(PeerSocket(link.socket.detach(), peer))
+
+
+def close_links(links: Links) -> None:
+    for sockets in _all(links):
+        os.close(sockets.descriptor)
+    links.clear()
+
+
+def _all(links: Links) -> Iterable[PeerSocket]:
+    return (each for sockets in links.values() for each in sockets)

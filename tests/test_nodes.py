@@ -1,0 +1,351 @@
+"""Several nodes, in network namespaces, compute what one rank computes, bit by bit. One that is killed, stopped or cut
+off is named, and ends the engine, which starts again with the node."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import namespaces
+import pytest
+from checkpoints import SMALL, save
+from namespaces import Namespaces
+from serving import Served, workers_of
+from test_executors import lost, request, run
+from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, tokens
+from test_ranks import checkpoint as checkpoint  # the fixture
+from transformers import Qwen3Config
+
+from penstock import LLM, PenstockError
+from penstock.config.options import EngineOptions
+from penstock.core import Code
+from penstock.engine.engine import Engine
+from penstock.engine.executor.layout import connections, ranks_of
+from penstock.engine.executor.node_link import NodeLostError, SecretError, connect
+from penstock.engine.executor.node_process import NodeProcess
+from penstock.engine.executor.rendezvous import Listener
+
+pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+
+TIMEOUT = 4.0
+"""``engine_iteration_timeout``."""
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Namespaces]:
+    if reason := namespaces.reason_for_none():
+        pytest.skip(reason)
+    with Namespaces(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the cluster's secret is kept: all machines have one file system."""
+    folder = tmp_path_factory.mktemp("config")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        yield folder / "penstock" / "cluster-secret"
+
+
+@pytest.fixture(scope="module")
+def shared_secret(secret: Path) -> None:
+    secret.parent.mkdir(exist_ok=True)
+    secret.write_text("a secret of the tests")
+    secret.chmod(0o600)
+
+
+def options_of(checkpoint: Path, grid: Grid, nnodes: int, **more: Any) -> dict[str, Any]:
+    fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, "engine_iteration_timeout": TIMEOUT}
+    place = {"nnodes": nnodes, "master_addr": "10.87.0.1", "node_timeout": 60.0}
+    return OPTIONS | fixed | parallel(grid) | place | more
+
+
+def node(machines: Namespaces, rank: int, options: dict[str, Any], **environment: str) -> Served:
+    """A node's process, as its user starts it."""
+    flags = []
+    for name, value in (options | {"node_rank": rank}).items():
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+    with machines.inside(rank):
+        return Served(*flags, environment=environment)
+
+
+@contextmanager
+def nodes(machines: Namespaces, options: dict[str, Any]) -> Iterator[list[Served]]:
+    """All but the first. They end with SIGTERM."""
+    started = [node(machines, rank, options) for rank in range(1, options["nnodes"])]
+    try:
+        yield started
+        for each in started:
+            if each.running:
+                each.terminate()
+                assert each.ended() == 0, "\n".join(each.lines[-50:])
+    finally:
+        for each in started:
+            each.kill()
+
+
+def engine_on(machines: Namespaces, options: dict[str, Any]) -> Engine:
+    with machines.inside(0):
+        return Engine(EngineOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("grid", "nnodes"),
+    [
+        ((3, 2), 3),  # stages of two nodes each, and a node of two stages
+        pytest.param((1, 2), 2, marks=pytest.mark.thorough),
+        pytest.param((2, 1), 2, marks=pytest.mark.thorough),
+        pytest.param((4, 1), 2, marks=pytest.mark.thorough),
+        pytest.param((2, 2), 2, marks=pytest.mark.thorough),
+        pytest.param((1, 3), 3, marks=pytest.mark.thorough),
+        pytest.param((3, 1), 3, marks=pytest.mark.thorough),
+    ],
+)
+@pytest.mark.usefixtures("shared_secret")
+def test_any_number_of_nodes_gives_the_same_bits(
+    machines: Namespaces, checkpoint: Path, grid: Grid, nnodes: int
+) -> None:
+    own = {"enable_lora": True, "max_model_len": 0, "quantization": "w8a8", "dtype": "bfloat16", "swap_space": 0.1}
+    options = options_of(checkpoint, grid, nnodes, **own, engine_iteration_timeout=60.0)
+    kept = {name: options[name] for name in (*OPTIONS, *own)}
+    expected = results(LLM(checkpoint, **kept), checkpoint / "adapter")
+    with nodes(machines, options):
+        with machines.inside(0):
+            llm = LLM(**options)
+        assert results(llm, checkpoint / "adapter") == expected
+        machines.slow_down(nnodes - 1, "20mbit")
+        assert results(llm, checkpoint / "adapter") == expected
+        machines.speed_up(nnodes - 1)
+        llm.engine.close()
+
+
+def test_who_talks_to_whom() -> None:
+    for size, stages, nnodes in ((1, 2, 2), (2, 1, 2), (3, 2, 3), (2, 2, 2), (4, 3, 6), (3, 4, 2), (6, 1, 3)):
+        ranks = ranks_of(size, stages, nnodes)
+        pairs = set(connections(ranks))
+        assert [rank.world_rank for rank in ranks] == list(range(size * stages))
+        for rank in ranks:
+            others = {other.node for other in ranks if other.stage == rank.stage} - {rank.node}
+            assert {other.node for other in ranks if rank.sends_to(other)} == others, "one of each other node"
+            for other in ranks:
+                talk = rank.sends_to(other) or (rank.precedes(other) and rank.node != other.node)
+                assert not talk or tuple(sorted((rank.world_rank, other.world_rank))) in pairs
+
+
+# --- Failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [(2, 1), pytest.param((1, 2), marks=pytest.mark.thorough)])
+@pytest.mark.usefixtures("shared_secret")
+def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, checkpoint: Path, grid: Grid) -> None:
+    options = options_of(checkpoint, grid, 2)
+
+    def kill_rank(served: Served, pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGKILL)
+
+    def stop_rank(served: Served, pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+
+    def cut(served: Served, pids: list[int]) -> None:
+        machines.connect(1, False)
+
+    def kill_node(served: Served, pids: list[int]) -> None:
+        os.kill(served.pid, signal.SIGKILL)
+
+    def kill_own_rank(served: Served, pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGKILL)
+
+    failures: list[tuple[Callable[[Served, list[int]], None], str]] = [
+        (kill_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.87.0.2\) ended: killed by SIGKILL"),
+        (stop_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.87.0.2\) has not answered in time"),
+        (kill_own_rank, r"the worker of rank 0 \(process {0}\) ended: killed by SIGKILL"),
+        (cut, r"the connection to node 1 \(.*, 10.87.0.2\) is lost: connection timed out"),
+        (kill_node, r"the connection to node 1 \(.*, 10.87.0.2\) is lost: (it was closed|connection reset)"),
+    ]
+    with nodes(machines, options) as (served,):
+        expected = None
+        for fail, words in failures:
+            with closing(engine_on(machines, options)) as engine:
+                expected = expected or tokens(engine, 4)
+                assert tokens(engine, 4) == expected
+                pids = engine._executor.pids  # type: ignore[attr-defined]
+                begun = time.monotonic()
+                message = lost(engine, lambda: fail(served, pids))  # noqa: B023
+                assert time.monotonic() - begun < 3 * TIMEOUT
+                assert re.search(words.format(*pids), message), message
+                if fail is cut:
+                    served.find("lost node 0 .*: connection timed out")
+                machines.connect(1, True)
+                deadline = time.monotonic() + 30
+                while (left := workers_of(served.pid)) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert not left, "no rank is left on the other node"
+                assert not any(Path(f"/proc/{pid}").exists() for pid in pids[:1])
+        served.kill()
+
+
+@pytest.mark.usefixtures("shared_secret")
+def test_a_step_that_fails_on_one_node_fails_on_all(
+    machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else does: the ranks meet again in the next step."""
+    options = options_of(checkpoint, (2, 1), 2, engine_iteration_timeout=30.0)
+    with ranks(checkpoint, (1, 1)) as (engine, _):
+        expected = {n: tokens(engine, n) for n in (1, 2, 8)}
+    copy_blocks = "penstock.ops.cpu:copy_blocks"
+    failing = Failing(tmp_path, monkeypatch, copy_blocks)
+    with nodes(machines, options), closing(engine_on(machines, options)) as engine:
+        pids = engine._executor.pids  # type: ignore[attr-defined]
+        for rank in (1, 0):
+            engine.add(request("failing", n=4))
+            failing.fail(pids[rank], copy_blocks)
+            failed = [delta.failure for delta in run(engine) if delta.finished]
+            assert [failure and failure.code for failure in failed] == [Code.INTERNAL] * 4
+            assert engine.failure is None
+            assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
+
+
+# --- The start --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_do_not_fit_are_refused(
+    machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one sentence each; node 0 waits for one that does, or ends with a sentence, too."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
+    options = options_of(checkpoint, (2, 1), 2)
+    with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of the first"):
+        NodeProcess(EngineOptions(**options | {"node_rank": 1}))
+    with pytest.raises(PenstockError, match=r"node 1 of 2 did not join at 10.87.0.1:29501 within 0.1 seconds"):
+        engine_on(machines, options | {"node_timeout": 0.1})
+    started_engines: list[Engine] = []
+    waiting = threading.Thread(target=lambda: started_engines.append(engine_on(machines, options)))
+    waiting.start()
+    other = tmp_path / "other"
+    save(Qwen3Config(**SMALL | HEADS | {"vocab_size": 3584}, head_dim=16, sliding_window=None), other)
+    with (other / "model.safetensors").open("r+b") as weights:
+        weights.seek(-100, os.SEEK_END)
+        weights.write(bytes(100))
+    secret = tmp_path / "own" / "penstock" / "cluster-secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    readable = tmp_path / "readable"
+    readable.write_text("another secret of the tests")
+    readable.chmod(0o644)
+    refused = [
+        ({"quantization": "w8a8"}, "quantization is 'w8a8' there and 'none' on node 0"),
+        ({"nnodes": 4, "tensor_parallel_size": 4}, "nnodes is 4 there and 2 on node 0"),
+        ({"model": str(other)}, "its checkpoint has other contents than that of node 0"),
+        ({"cluster_secret_file": str(readable)}, "may be read by other users: chmod 600"),
+    ]
+    started = [(node(machines, 1, options | different), words) for different, words in refused]
+    wrong_secret = tmp_path / "wrong-secret"
+    wrong_secret.write_text("another secret of the tests")
+    wrong_secret.chmod(0o600)
+    started.append(
+        (node(machines, 1, options | {"cluster_secret_file": str(wrong_secret)}), "has another cluster secret")
+    )
+    for served, words in started:
+        served.find(re.escape(words))
+        assert served.ended() == 2
+        served.kill()
+    with nodes(machines, options):
+        waiting.join()
+        assert tokens(started_engines[0], 1)
+        started_engines[0].close()
+    alone = node(machines, 1, options | {"node_timeout": 1.0, "master_port": 29999})
+    alone.find("node 0 at 10.87.0.1:29999 has not answered within 1 seconds .--node-timeout.: connection refused")
+    assert alone.ended() == 2
+    alone.kill()
+
+
+def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
+    listener = Listener("127.0.0.1", 0, b"a secret of the tests")
+    address = "127.0.0.1", listener.port
+    try:
+        idle = [socket.create_connection(address) for _ in range(20)]
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", (2**60).to_bytes(8, "little") + bytes(100), bytes(12)):
+            with socket.create_connection(address, 10) as stranger:
+                stranger.sendall(garbage)
+                while stranger.recv(4096):  # the challenge, and then nothing
+                    pass
+        with pytest.raises(SecretError, match="another cluster secret"):
+            connect(address, b"another secret")
+        assert listener.next(0.0) is None
+        link = connect(address, b"a secret of the tests")
+        accepted = listener.next(10.0)
+        assert accepted
+        link.send(b"hello")
+        assert accepted.receive(time.monotonic() + 10) == b"hello"
+        link.close()
+        with pytest.raises(NodeLostError):
+            accepted.receive(time.monotonic() + 10)
+        accepted.close()
+        for each in idle:
+            each.close()
+    finally:
+        listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(address, b"a secret of the tests")
+
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("shared_secret")
+def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Path) -> None:
+    """It says whom it waits for. Clients hear of a node that is killed, and are served again once it is back."""
+    flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
+    flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.87.0.1"]
+    flags += ["-tp", "2", "--nnodes", "2", "--node-timeout", "60"]
+
+    def second() -> Served:
+        with machines.inside(1):
+            return Served(*flags, "--node-rank", "1", "--headless")
+
+    with machines.inside(0):
+        served = Served(*flags)
+    body = {"model": str(checkpoint), "prompt": "abc", "temperature": 0, "ignore_eos": True}
+    other = None
+    try:
+        served.find(r"waiting at 10\.87\.0\.1:29501 for node 1 of 2")
+        other = second()
+        served.start()
+        with machines.inside(0), httpx.Client(base_url=served.url) as client:
+            expected = client.post("/completions", json=body | {"max_tokens": 20}).json()["choices"]
+            with client.stream("POST", "/completions", json=body | {"max_tokens": 200, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                assert "choices" in next(lines)
+                os.kill(other.pid, signal.SIGKILL)
+                rest = list(lines)
+            assert any("error" in line and "node 1" in line for line in rest), rest
+            seen = len(served.lines)
+            served.find("waiting at .* for node 1 of 2", after=seen - 5)
+            other.kill()
+            other = second()
+            served.find("all 2 nodes have joined", after=seen)
+            deadline = time.monotonic() + 60
+            while (answer := client.post("/completions", json=body | {"max_tokens": 20})).status_code != 200:
+                assert time.monotonic() < deadline, answer.text
+                time.sleep(0.1)
+            assert answer.json()["choices"] == expected
+        served.terminate()
+        assert served.ended() == 0
+        other.find("waiting for node 0 at")
+        other.terminate()
+        assert other.ended() == 0
+    finally:
+        served.kill()
+        if other:
+            other.kill()
