@@ -303,23 +303,24 @@ def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
 # --- The server -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("vllm", "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless")
 @pytest.mark.usefixtures("shared_secret")
 def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Path) -> None:
     """It says whom it waits for. Clients hear of a node that is killed, and are served again once it is back."""
     flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.87.0.1"]
-    flags += ["-tp", "2", "--nnodes", "2", "--node-timeout", "60"]
+    flags += ["-tp", "2", "--node-timeout", "60", "--master-port", "29555"]
 
     def second() -> Served:
         with machines.inside(1):
-            return Served(*flags, "--node-rank", "1", "--headless")
+            return Served(*flags, "-n", "2", "-r", "1", "--headless")
 
     with machines.inside(0):
-        served = Served(*flags)
+        served = Served(*flags, "--nnodes", "2", "--node-rank", "0")
     body = {"model": str(checkpoint), "prompt": "abc", "temperature": 0, "ignore_eos": True}
     other = None
     try:
-        served.find(r"waiting at 10\.87\.0\.1:29501 for node 1 of 2")
+        served.find(r"waiting at 10\.87\.0\.1:29555 for node 1 of 2")
         other = second()
         served.start()
         with machines.inside(0), httpx.Client(base_url=served.url) as client:

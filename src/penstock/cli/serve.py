@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             return 0  # the first one starts all ranks
     if configuration.engine.node_rank:
         return run_node(configuration)
+    if configuration.engine.nnodes > 1 and configuration.server.models:
+        raise PenstockError(Code.UNSUPPORTED, "a server of several nodes has one model", "models")
     if is_open(configuration.server):
         warning = "anyone who can reach %s of this machine can send requests: set --api-key, or --host 127.0.0.1"
         logger.warning(warning, configuration.server.host)
@@ -81,22 +83,35 @@ def run_node(configuration: Configuration) -> int:
 
 
 def _of_torchrun(configuration: Configuration) -> Configuration:
-    """The configuration under ``torchrun``: with as many ranks as it has started processes, where options name none.
+    """The configuration under ``torchrun``: with as many ranks as it has started processes, and as many nodes, where
+    options name none.
 
-    Raises ``PenstockError``: ``invalid`` where they name another number, ``unsupported`` for several nodes.
+    Raises ``PenstockError`` (``invalid``) where they name others, or nodes have different numbers of processes.
     """
     here, everywhere = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if here != everywhere:
-        words = (
-            f"torchrun has started {everywhere} ranks, {here} of them on this node; several nodes are not supported yet"
+    nnodes, engine = everywhere // here, configuration.engine
+    if everywhere % here:
+        raise invalid(
+            "nnodes", f"torchrun has started {everywhere} ranks, {here} of them on this node: give all the same"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, "nnodes", 1)
-    engine = configuration.engine
+    if nnodes > 1:
+        if engine.nnodes not in (1, nnodes):
+            raise invalid("nnodes", f"torchrun has started {nnodes} nodes, and nnodes is {engine.nnodes}", nnodes)
+        taken = int(os.environ["MASTER_PORT"])  # by torchrun itself
+        engine = msgspec.structs.replace(
+            engine,
+            nnodes=nnodes,
+            node_rank=int(os.environ["GROUP_RANK"]),
+            master_addr=os.environ["MASTER_ADDR"],
+            master_port=engine.master_port + (engine.master_port == taken),
+        )
     if (ranks := engine.tensor_parallel_size * engine.pipeline_parallel_size) == 1:
-        engine = msgspec.structs.replace(engine, tensor_parallel_size=here)
-    elif ranks != here:
-        words = f"torchrun has started {here} ranks, and tensor_parallel_size times pipeline_parallel_size is {ranks}"
-        raise invalid("tensor_parallel_size", words, here)
+        engine = msgspec.structs.replace(engine, tensor_parallel_size=everywhere)
+    elif ranks != everywhere:
+        words = (
+            f"torchrun has started {everywhere} ranks, and tensor_parallel_size times pipeline_parallel_size is {ranks}"
+        )
+        raise invalid("tensor_parallel_size", words, everywhere)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     return msgspec.structs.replace(configuration, engine=engine)
 
