@@ -8,8 +8,8 @@ import gc
 import itertools
 import logging
 import sys
-from collections.abc import Coroutine, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from penstock.core import Code, Failure, PenstockError
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 
-from .messages import Done, Drained, Failed, Load, Models, Ready, ServedModel, Unload, decode_to_api_process, line
+from .messages import Done, Drained, Failed, Load, Models, Ready, ServedModel, Unload, decode_to_api_process
 from .served_models import ServedModels
 from .service import ModelService
 
@@ -32,12 +32,12 @@ class ModelManager:
     """Serves exactly the models that the supervisor announces.
 
     Args:
-        report: pipe to the supervisor.
+        send: sends a message to the supervisor.
     """
 
-    def __init__(self, served_models: ServedModels, report: BinaryIO) -> None:
+    def __init__(self, served_models: ServedModels, send: Callable[[msgspec.Struct], None]) -> None:
         self._served_models = served_models
-        self._report = report
+        self._send = send
         self._gateways: dict[str, Gateway] = {}
         """Gateway of each loaded model, by the address of its first engine."""
         self._numbers = itertools.count()
@@ -58,7 +58,7 @@ class ModelManager:
         while message := await reader.readline():
             match decode_to_api_process(message):
                 case Models(models):
-                    await self._follow({model.engine: model for model in models if model.engine}, models)
+                    await self.follow(models)
                     gc.enable()
                     self._send(Ready())
                 case Done(number, failure):
@@ -101,7 +101,9 @@ class ModelManager:
         self._send(request)
         await done
 
-    async def _follow(self, running: Mapping[str, ServedModel], models: tuple[ServedModel, ...]) -> None:
+    async def follow(self, models: tuple[ServedModel, ...]) -> None:
+        """Serve those of the models that have engines."""
+        running: Mapping[str, ServedModel] = {model.engine: model for model in models if model.engine}
         self._served_models.set_models(models)
         serving = {service.gateway: service for service in self._served_models}
         for address, gateway in list(self._gateways.items()):
@@ -159,11 +161,6 @@ class ModelManager:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _send(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._report.write(line(message))
-            self._report.flush()
 
 
 def _load_input_processor(model: ServedModel) -> InputProcessor:

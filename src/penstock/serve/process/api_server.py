@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import BinaryIO
 
+import msgspec
 import uvicorn
 
 from penstock.config.profiles import load
@@ -20,7 +21,7 @@ from ..dialects import kserve, paddlenlp
 from ..http.protocol import protocol
 from ..metrics import Metrics
 from ..models.manager import ModelManager
-from ..models.messages import ApiProcessStart
+from ..models.messages import ApiProcessStart, line
 from ..models.served_models import ServedModels
 from .loop_watchdog import Watchdog
 
@@ -51,7 +52,13 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     profile = load(options.compat)
     metrics = Metrics(profile.metrics if profile else None)
     served_models = ServedModels(options, metrics)
-    model_manager = ModelManager(served_models, report)
+
+    def send(message: msgspec.Struct) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            report.write(line(message))
+            report.flush()
+
+    model_manager = ModelManager(served_models, send)
     repository = kserve.ModelRepository(served_models, model_manager, [paddlenlp.PaddleNLPModel(served_models)])
     listeners = [socket.socket(fileno=descriptor) for descriptor in start.sockets]
     health_listeners = listeners if options.port < 0 else listeners[1:]

@@ -1,0 +1,207 @@
+"""Penstock as an engine of Ray Serve LLM: ``LLMConfig(server_cls="penstock.ray.llm:PenstockServer", …)``.
+
+Ray Serve LLM takes its request classes from vLLM or SGLang, one of which must be installed. Its engine interface is not
+public: the extra ``ray`` names the minor release that this module was written for.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import msgspec
+from fastapi import FastAPI
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    EmbeddingResponse,
+    ErrorInfo,
+    ErrorResponse,
+    ScoreResponse,
+    TokenizeResponse,
+)
+from ray.llm._internal.serve.core.engine.protocol import LLMEngine
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from penstock.config.options import Configuration
+from penstock.core import Code, PenstockError
+
+from .asgi_client import post
+from .configuration import configuration_of, deployment_options, with_cores
+from .replica import Replica
+
+NO_TRANSCRIPTIONS = "Penstock serves no model that transcribes audio"
+SENT_AGAIN = frozenset(("authorization", "x-api-key", "user-agent"))
+"""Headers of the client that the server's functions read."""
+
+
+def configuration_from(config: LLMConfig) -> Configuration:
+    """The configuration for a model of Ray Serve LLM: ``engine_kwargs`` are options by our names or vLLM's.
+
+    Raises ``PenstockError`` for those that are unknown or wrong, and for what Penstock has in another way.
+    """
+    source = config.model_loading_config
+    if config.placement_group_config:
+        message = "is not supported: a replica's ranks run beside it; ask for cores by ray_actor_options' num_cpus"
+        raise PenstockError(Code.UNSUPPORTED, message, "placement_group_config")
+    if source.model_source is not None and not isinstance(source.model_source, str):
+        message = "is not supported as a mirror in a cloud: give a folder, or a name on the hub"
+        raise PenstockError(Code.UNSUPPORTED, message, "model_source")
+    given = {
+        "model": source.model_source or source.model_id,
+        "served_model_name": source.model_id,
+        "tokenizer": source.tokenizer_source,
+        **config.engine_kwargs,
+    }
+    if config.lora_config is not None:
+        given |= {"enable_lora": True, "max_loras": config.lora_config.max_num_adapters_per_replica}
+    return configuration_of(given)
+
+
+class PenstockEngine(LLMEngine):  # type: ignore[misc]
+    """Ray Serve LLM's calls, answered by the server's own functions over a ``Replica``."""
+
+    def __init__(self, llm_config: LLMConfig) -> None:
+        actor = llm_config.deployment_config.get("ray_actor_options") or {}
+        configuration, _ = with_cores(configuration_from(llm_config), actor.get("num_cpus"))
+        self.replica = Replica(configuration)
+
+    async def start(self) -> None:
+        await self.replica.start()
+
+    async def shutdown(self) -> None:
+        await self.replica.close()
+
+    async def check_health(self) -> None:
+        self.replica.check()
+
+    def routing_stats(self) -> dict[str, Any]:
+        return {}
+
+    async def build_asgi_app(self) -> FastAPI:
+        """For direct streaming: every dialect. Ray Serve LLM adds routes and middleware to it."""
+        app = FastAPI(openapi_url=None)
+        app.mount("/", self.replica.app)
+        return app
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        async for part in self._answer("/v1/chat/completions", request, raw_request_info, ChatCompletionResponse):
+            yield part
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        async for part in self._answer("/v1/completions", request, raw_request_info, CompletionResponse):
+            yield part
+
+    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        async for part in self._answer("/v1/embeddings", request, raw_request_info, EmbeddingResponse):
+            yield part
+
+    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        async for part in self._answer("/v1/score", request, raw_request_info, ScoreResponse):
+            yield part
+
+    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        async for part in self._answer("/tokenize", request, raw_request_info, TokenizeResponse):
+            yield part
+
+    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        async for part in self._answer("/detokenize", request, raw_request_info, DetokenizeResponse):
+            yield part
+
+    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        yield _error(501, NO_TRANSCRIPTIONS, "not_implemented_error")
+
+    async def reset_prefix_cache(self) -> None:
+        await self.replica.gateway.engine_client.reset_prefix_cache()
+
+    async def resolve_lora(self, lora_model: Any) -> None:
+        """Load an adapter that Ray Serve LLM has downloaded; requests name it by ``model_id``."""
+        client = self.replica.gateway.engine_client
+        if lora_model.model_id not in client.adapters:
+            await client.load_adapter(lora_model.model_id, lora_model.local_path)
+
+    async def sleep(self, **kwargs: Any) -> None:
+        _refuse("sleep")
+
+    async def wakeup(self, **kwargs: Any) -> None:
+        _refuse("wakeup")
+
+    async def pause(self, **kwargs: Any) -> None:
+        _refuse("pause")
+
+    async def resume(self, **kwargs: Any) -> None:
+        _refuse("resume")
+
+    async def start_profile(self) -> None:
+        _refuse("start_profile")
+
+    async def stop_profile(self) -> None:
+        _refuse("stop_profile")
+
+    async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        _refuse("collective_rpc")
+
+    async def _answer(self, path: str, request: Any, info: Any, kind: Any) -> AsyncGenerator[Any, None]:
+        """POST a request to the server's application: yields the events of a stream as text, or one ``kind`` or
+        ``ErrorResponse``."""
+        fields = request.model_dump(mode="json", exclude_unset=True)
+        headers = {name: value for name, value in (info.headers if info else {}).items() if name.lower() in SENT_AGAIN}
+        headers["content-type"] = "application/json"
+        if request_id := fields.pop("request_id", None):
+            headers["x-request-id"] = str(request_id)
+        body = msgspec.json.encode(fields)
+        status, received = 0, b""
+        decode = codecs.getincrementaldecoder("utf-8")().decode
+        async with aclosing(post(self.replica.app, path, body, headers)) as parts:
+            async for part in parts:
+                if isinstance(part, int):
+                    status = part
+                elif status == 200 and fields.get("stream"):
+                    yield decode(part)
+                else:
+                    received += part
+        if not received:
+            return
+        answer = msgspec.json.decode(received)
+        if status == 200:
+            if kind is DetokenizeResponse:
+                answer["text"] = answer["prompt"]  # as SGLang calls it
+            yield kind.model_validate(answer)
+        else:
+            error = answer.get("error", {})
+            yield _error(status, error.get("message", ""), error.get("type", ""), error.get("param"))
+
+
+class PenstockServer(LLMServer):  # type: ignore[misc] # whose types mypy does not read
+    """A replica of Ray Serve LLM with Penstock's engine."""
+
+    _default_engine_cls = PenstockEngine
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
+        """Options of the deployment: those of ``deployment_config``, and else Penstock's."""
+        given = copy.deepcopy(llm_config.deployment_config)
+        actor = given.get("ray_actor_options") or {}
+        configuration, num_cpus = with_cores(configuration_from(llm_config), actor.get("num_cpus"))
+        runtime_env = {**actor.get("runtime_env", {}), **(llm_config.runtime_env or {})}
+        actor = {"num_cpus": num_cpus, **actor, "runtime_env": runtime_env}
+        if llm_config.accelerator_type:
+            actor = {"num_gpus": 1, "accelerator_type": llm_config.accelerator_type, **actor}
+        return {**deployment_options(configuration), **given, "ray_actor_options": actor}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For the policy ``penstock.ray.autoscaling:Autoscaling``."""
+        return self.engine.replica.autoscaling_stats if self.engine else {}
+
+
+def _error(status: int, message: str, kind: str, param: str | None = None) -> Any:
+    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
+
+
+def _refuse(method: str) -> NoReturn:
+    raise NotImplementedError(f"Penstock's engine has no {method}")

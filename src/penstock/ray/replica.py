@@ -1,0 +1,124 @@
+"""A replica: one process that is supervisor and API process of a model in one, with the engine in a process of its
+own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.cli.serve import download_model
+from penstock.cli.served_models import served_models
+from penstock.config import logs
+from penstock.config.options import Configuration
+from penstock.config.profiles import load
+from penstock.core import Code, PenstockError
+from penstock.engine.service.launcher import EngineProcesses
+from penstock.frontend.gateway import Gateway
+from penstock.serve.models.messages import Failed, Ready, ServedModel
+from penstock.serve.process.supervisor import metrics_folder
+
+from .autoscaling import autoscaling_stats
+
+if TYPE_CHECKING:
+    from penstock.serve.models.manager import ModelManager
+
+
+class Replica:
+    """A model with its engine, and the server's ASGI application over it. Create and use it in one event loop."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        self._resources = ExitStack()
+        self._engines: EngineProcesses | None = None
+        self._manager: ModelManager | None = None
+
+    async def start(self) -> None:
+        """Start the engine; returns once requests are accepted. Raises ``PenstockError`` where it cannot start."""
+        logs.set_up(self._configuration.log, "replica")
+        self._resources.enter_context(metrics_folder())
+        (model,) = served_models(self._configuration)
+        configuration = await asyncio.to_thread(download_model, self._configuration)
+        self._engines = EngineProcesses(configuration.engine, configuration.log)
+        try:
+            await self._engines.start()
+            self._watch = asyncio.create_task(self._engines.watch())
+            await self._serve(
+                msgspec.structs.replace(model, configuration=configuration, engines=self._engines.addresses)
+            )
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _serve(self, model: ServedModel) -> None:
+        # Imported once there is a folder for metrics, which decides how they are counted.
+        from penstock.serve.app import build
+        from penstock.serve.dialects import kserve, paddlenlp
+        from penstock.serve.metrics import Metrics
+        from penstock.serve.models.manager import ModelManager
+        from penstock.serve.models.served_models import ServedModels
+
+        options = model.configuration.server
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_message(message: msgspec.Struct) -> None:
+            if isinstance(message, Failed):
+                ready.set_exception(PenstockError.of(message.failure))
+            elif isinstance(message, Ready):
+                ready.set_result(None)
+
+        profile = load(options.compat)
+        served = ServedModels(options, Metrics(profile.metrics if profile else None))
+        self._manager = manager = ModelManager(served, on_message)
+        repository = kserve.ModelRepository(served, manager, [paddlenlp.PaddleNLPModel(served)])
+        await manager.follow((model,))
+        await ready
+        (service,) = served
+        self.gateway: Gateway = service.gateway
+        self.app: ASGIApp = _RoutePrefix(build(served, repository))
+
+    @property
+    def autoscaling_stats(self) -> dict[str, float]:
+        return autoscaling_stats(self.gateway.engine_client.stats)
+
+    def check(self) -> None:
+        """Raises ``PenstockError`` where the engine has died too often: this replica serves nothing any more. While an
+        engine is started again, the replica is well."""
+        if self._watch.done():
+            raise PenstockError(Code.UNAVAILABLE, "the engine has died too often and is not started again")
+
+    async def close(self) -> None:
+        """Stop the engine after its open requests."""
+        if self._engines:
+            await self._engines.close()
+        if self._manager:
+            await self._manager.close()
+        self._resources.close()
+
+
+class _RoutePrefix:
+    """Removes an application's ``route_prefix`` from paths: Ray Serve leaves it there and names it in ``root_path``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        prefix = scope.get("root_path", "")
+        if prefix and scope["path"].startswith(prefix):
+            scope = {**scope, "path": scope["path"].removeprefix(prefix) or "/", "root_path": ""}
+        await self._app(scope, receive, send)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """The replica starts and ends its engine itself."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

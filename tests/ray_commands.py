@@ -1,0 +1,184 @@
+"""A Ray cluster of several node processes, and ``serve run`` on it, as their users run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import httpx
+import yaml
+from serving import free_ports, processes
+
+SERVE = "from ray.serve.scripts import cli; cli()"
+TO_START = 120.0
+
+
+class RayCommand:
+    """A command, what it and its processes write, and nothing left of it at the end.
+
+    Args:
+        url: where its application is served.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str = "") -> None:
+        self.url = url
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def find(self, pattern: str, after: int = 0, limit: float = TO_START) -> re.Match[str]:
+        """Wait until a line has ``pattern``, from line ``after`` on."""
+        deadline = time.monotonic() + limit
+        with self._more:
+            while True:
+                for line in self.lines[after:]:
+                    if found := re.search(pattern, line):
+                        return found
+                after = max(after, len(self.lines))
+                if not self._reader.is_alive() or not self._more.wait(max(0.0, deadline - time.monotonic())):
+                    raise AssertionError("\n".join([f"no line has {pattern!r}:", *self.lines[-80:]]))
+
+    def wait_ready(self, path: str) -> None:
+        """Wait until its application is served, of which ``serve run`` says nothing where it has a file."""
+        deadline = time.monotonic() + TO_START
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(self.url + path).status_code == 200:
+                    return
+            assert time.monotonic() < deadline and self.process.poll() is None, "\n".join(self.lines[-80:])
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Interrupt it as Ctrl-C does, and kill what is left after a while."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while processes(self.process.pid) and time.monotonic() < deadline:
+            self.process.poll()
+            time.sleep(0.05)
+        for pid in processes(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(10)
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with self._more:
+                self.lines.append(line.decode(errors="backslashreplace").rstrip("\n"))
+                self._more.notify_all()
+        with self._more:
+            self._more.notify_all()
+
+
+@contextmanager
+def scratch() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder for a cluster's files, with a short path as Ray's sockets are there, and the environment of its
+    commands."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    environment = {
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_TOKEN": uuid4().hex,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_COLOR_PREFIX": "0",
+    }
+    try:
+        yield folder, environment
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class RayCluster:
+    """A cluster whose nodes are processes of this machine.
+
+    Args:
+        cores: of the head, and of each other node.
+    """
+
+    def __init__(self, *cores: int) -> None:
+        self._stack = ExitStack()
+        self.folder, self.environment = self._stack.enter_context(scratch())
+        nodes = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), *map(str, cores)]
+        self._nodes = RayCommand(nodes, self.environment)
+
+    def __enter__(self) -> Self:
+        self.address = self._nodes.find("cluster at (.+)")[1]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._nodes.close()
+        self._stack.close()
+
+    @property
+    def raylets(self) -> list[int]:
+        """Process ids of the nodes' raylets."""
+        return [pid for pid in processes(self._nodes.process.pid) if "/raylet/raylet" in _command(pid)]
+
+    def replicas_of(self, raylet: int) -> list[int]:
+        """Process ids of the replicas on a raylet's node."""
+        return [
+            pid
+            for pid in processes(self._nodes.process.pid)
+            if "ServeReplica" in _command(pid) and f"PPid:\t{raylet}\n" in Path(f"/proc/{pid}/status").read_text()
+        ]
+
+    def serve(self, args: Mapping[str, Any], import_path: str = "penstock.ray:app", path: str = "/ready") -> RayCommand:
+        """``serve run`` of an application; returns once ``path`` is served."""
+        (port,) = free_ports(1)
+        document = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "127.0.0.1", "port": port},
+            "applications": [{"name": "default", "import_path": import_path, "args": dict(args)}],
+        }
+        file = self.folder / f"{port}.yaml"
+        file.write_text(yaml.safe_dump(document))
+        command = [sys.executable, "-c", SERVE, "run", "--address", self.address, str(file)]
+        running = RayCommand(command, self.environment, f"http://127.0.0.1:{port}")
+        try:
+            running.wait_ready(path)
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
