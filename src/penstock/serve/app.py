@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,6 +35,7 @@ from .http.middleware import (
 from .http.openapi import components
 from .http.reply import INTERNAL, refuse
 from .http.request_record import record_of
+from .http.routes import Route, Routes
 from .models.served_models import ServedModels
 
 SCHEMAS: dict[str, tuple[type, ...]] = {
@@ -56,7 +58,7 @@ def build(
         repository: the models of the KServe v2 protocol.
         health_ports: ports that serve health and metrics only.
     """
-    app = FastAPI(title="Penstock", version=__version__, summary="LLM serving with OpenAI's API.", openapi_url=None)
+    routes = Routes()
     blade = BladeLLM(served_models)
     default = openai.OpenAI(served_models, vllm.check if vllm.is_ascend(served_models) else None)
     dialects: list[Dialect] = [blade, paddlenlp.PaddleNLP(served_models), default]
@@ -67,15 +69,15 @@ def build(
         **vllm.ERROR_FORMATS,
     }
     error_formats = ErrorFormats(default.error_format, by_path, [blade.error_format_of, anthropic.error_format_of])
-    add_shared_routes(app, served_models, dialects, openai.shared_paths())
-    anthropic.add_routes(app, served_models)
-    openai.add_routes(app, served_models)
-    responses.add_routes(app, served_models)
-    fastdeploy.add_routes(app, served_models)
-    vllm.add_routes(app, served_models)
-    management.add_routes(app, served_models)
-    kserve.add_routes(app, repository)
-    _add_health_routes(app, served_models)
+    add_shared_routes(routes, served_models, dialects, openai.shared_paths())
+    anthropic.add_routes(routes, served_models)
+    openai.add_routes(routes, served_models)
+    responses.add_routes(routes, served_models)
+    fastdeploy.add_routes(routes, served_models)
+    vllm.add_routes(routes, served_models)
+    management.add_routes(routes, served_models)
+    kserve.add_routes(routes, repository)
+    _add_health_routes(routes, served_models)
 
     async def failed(request: Request, error: Exception) -> Response:
         return _ErrorResponse(*_failure_of(request, error), error_formats)
@@ -88,10 +90,9 @@ def build(
         record_of(scope).failure = NOT_HERE
         await refuse(send, NOT_HERE, error_formats.of(scope))
 
-    for kind in (PenstockError, HTTPException, Exception):
-        app.add_exception_handler(kind, failed)
     prefix = served_models.options.root_path.rstrip("/")
-    _add_document(app, served_models.options.strict_requests, prefix)
+    _add_document(routes, served_models.options.strict_requests, prefix)
+    app = Starlette(routes=routes, exception_handlers={PenstockError: failed, HTTPException: failed, Exception: failed})
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
         wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
@@ -107,54 +108,59 @@ def build(
     return RootPathMiddleware(wrapped, prefix) if prefix else wrapped
 
 
-def _add_document(app: FastAPI, strict: bool, root: str) -> None:
+def _add_document(routes: Routes, strict: bool, root: str) -> None:
     """Serve the OpenAPI document, which is built with its first request, in a thread so as not to block the loop."""
     building = asyncio.Lock()
     encoded = b""
 
     def build() -> bytes:
-        document = app.openapi()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas: dict[str, Any] = {}
         for prefix, types in SCHEMAS.items():
-            schemas.update(components(types, prefix, strict))
+            schemas |= components(types, prefix, strict)
+        document: dict[str, Any] = {
+            "openapi": "3.1.0",
+            "info": {"title": "Penstock", "summary": "LLM serving with OpenAI's API.", "version": __version__},
+            "paths": routes.operations,
+            "components": {"schemas": schemas},
+        }
         if root:
             document["servers"] = [{"url": root}]
         return msgspec.json.encode(document)
 
-    async def described() -> Response:
+    async def described(_: Request) -> Response:
         nonlocal encoded
         async with building:
             encoded = encoded or await asyncio.to_thread(build)
         return Response(encoded, media_type="application/json")
 
-    app.add_api_route("/openapi.json", described, include_in_schema=False, response_class=Response)
+    routes.append(Route("/openapi.json", described))
 
 
-def _add_health_routes(app: FastAPI, served_models: ServedModels) -> None:
+def _add_health_routes(routes: Routes, served_models: ServedModels) -> None:
     """Health, version and metrics."""
 
-    async def live() -> Response:
+    async def live(_: Request) -> Response:
         return Response()
 
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         served_models.check()
         return Response()
 
-    async def version() -> Response:
+    async def version(_: Request) -> Response:
         result: dict[str, Any] = {"version": __version__}
         for service in served_models:
             if engine := service.gateway.engine_client.engine:
                 result |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
         return JSONResponse(result)
 
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(served_models.metrics.page(served_models.engine_stats), media_type=CONTENT_TYPE_LATEST)
 
-    app.add_api_route("/live", live, summary="This process answers", response_class=Response)
-    app.add_api_route("/health", health, summary="The engine serves", response_class=Response)
-    app.add_api_route("/ready", health, summary="Requests are accepted", response_class=Response)
-    app.add_api_route("/version", version, summary="Version, and the kernels that decide a result's bits")
-    app.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
+    routes.add("/live", live, summary="This process answers")
+    routes.add("/health", health, summary="The engine serves")
+    routes.add("/ready", health, summary="Requests are accepted")
+    routes.add("/version", version, summary="Version, and the kernels that decide a result's bits")
+    routes.add("/metrics", metrics, summary="Prometheus metrics")
 
 
 class _ErrorResponse(Response):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ..http.body import read_object
 from ..http.error_format import ErrorFormat
 from ..http.request_record import record_of
+from ..http.routes import Routes
 from ..models.served_models import ServedModels
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions/completions")
@@ -39,7 +40,7 @@ class Dialect(Protocol):
 
 
 def add_shared_routes(
-    app: FastAPI, served_models: ServedModels, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
+    routes: Routes, served_models: ServedModels, dialects: Sequence[Dialect], described: dict[str, dict[str, Any]]
 ) -> None:
     """Add the shared paths. The first dialect that recognizes a request answers it.
 
@@ -64,6 +65,4 @@ def add_shared_routes(
 
     for paths, endpoint in ((COMPLETIONS, create_completion), (CHATS, create_chat)):
         for path in paths:
-            app.add_api_route(
-                path, endpoint, methods=["POST"], openapi_extra=described[paths[0]], response_class=Response
-            )
+            routes.add(path, endpoint, method="POST", described=described[paths[0]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.config.settings import SECRET
@@ -14,6 +14,7 @@ from penstock.core.errors import invalid
 from ..http.body import convert, read_object
 from ..http.openapi import OBJECT, operation, reference
 from ..http.request_record import record_of
+from ..http.routes import Routes
 from ..models.served_models import ServedModels
 from .openai.responses import ErrorResponse
 
@@ -30,10 +31,10 @@ class Abort(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 SCHEMAS = (Abort,)
 
 
-def add_routes(app: FastAPI, served_models: ServedModels) -> None:
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add ``/config-info`` and ``/v1/abort_requests``."""
 
-    async def config_info() -> Response:
+    async def config_info(_: Request) -> Response:
         models = {model.name: _shown(model.configuration) for model in served_models.models}
         first = next(iter(models.values()), {})
         return _json(first | {"models": models} if len(models) > 1 else first)
@@ -57,20 +58,14 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         return _json({"status": "success", "result": {"aborted": aborted, "not_found": missing}})
 
     failure = reference(ErrorResponse)
-    app.add_api_route(
-        "/config-info",
-        config_info,
-        summary="How the server is configured, but for what is secret",
-        openapi_extra=operation(OBJECT, failure),
-        response_class=Response,
-    )
-    app.add_api_route(
+    shown = "How the server is configured, but for what is secret"
+    routes.add("/config-info", config_info, summary=shown, described=operation(OBJECT, failure))
+    routes.add(
         "/v1/abort_requests",
         abort_requests,
-        methods=["POST"],
+        method="POST",
         summary="Cancel requests of this process by id, or all of them",
-        openapi_extra=operation(OBJECT, failure, reference(Abort)),
-        response_class=Response,
+        described=operation(OBJECT, failure, reference(Abort)),
     )
 
 

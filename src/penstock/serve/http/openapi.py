@@ -31,12 +31,14 @@ def operation(
     failure: dict[str, Any],
     request: dict[str, Any] | None = None,
     streamed: bool = False,
+    query: Iterable[str] = (),
 ) -> dict[str, Any]:
     """An operation of the OpenAPI document.
 
     Args:
         answer, failure, request: schemas; None for an answer without JSON, and for a request without a body.
         streamed: whether the answer may be a stream of server-sent events.
+        query: names of parameters that the URL may have.
     """
     answers: dict[str, Any] = {"200": {"description": "the answer"}}
     if answer:
@@ -47,6 +49,8 @@ def operation(
     described: dict[str, Any] = {"responses": answers | failures}
     if request:
         described["requestBody"] = {"required": True, "content": _json(request)}
+    if query:
+        described["parameters"] = [{"name": name, "in": "query", "schema": STRING} for name in query]
     return described
 
 

@@ -1,6 +1,6 @@
 """Messages between the supervisor and its API processes, one JSON document a line.
 
-The module imports nothing else of the server, so that the supervisor does not load FastAPI and uvicorn.
+The module imports nothing else of the server, so that the supervisor does not load Starlette and uvicorn.
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import msgspec
-from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, QueryParams
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import Scope
 
 from penstock.core.errors import invalid
+from penstock.serve.http.routes import Route, Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
@@ -38,7 +39,7 @@ class AnthropicRoute(Route):
         return super().matches(scope)
 
 
-def add_model_routes(app: FastAPI, served_models: ServedModels) -> None:
+def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add Anthropic's model routes; to be called before OpenAI's, which match any request."""
     created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
@@ -60,8 +61,8 @@ def add_model_routes(app: FastAPI, served_models: ServedModels) -> None:
         service = served_models.find(name)
         return _json(info(service, service.name if name == DEFAULT_NAME else name))
 
-    app.router.routes.append(AnthropicRoute("/v1/models", list_models, methods=["GET"]))
-    app.router.routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
+    routes.append(AnthropicRoute("/v1/models", list_models, methods=["GET"]))
+    routes.append(AnthropicRoute("/v1/models/{name:path}", retrieve_model, methods=["GET"]))
 
 
 def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:

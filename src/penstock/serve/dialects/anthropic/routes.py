@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -20,6 +20,7 @@ from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
@@ -115,7 +116,7 @@ class MessageHandler:
         yield event("message_stop")
 
 
-def add_routes(app: FastAPI, served_models: ServedModels) -> None:
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the routes of Anthropic's API."""
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
@@ -144,7 +145,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         count = await count_prompt(service, chat, size, record_of(raw_request.scope).unknown)
         return Response(encode(TokenCount(input_tokens=count)), media_type="application/json")
 
-    add_model_routes(app, served_models)
+    add_model_routes(routes, served_models)
     for path, endpoint, request, response in (
         ("/v1/messages", create_message, MessagesRequest, MessageResponse),
         ("/v1/messages/count_tokens", count_tokens, CountTokensRequest, TokenCount),
@@ -152,4 +153,4 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         request_schema, response_schema = reference(request, SCHEMA_PREFIX), reference(response, SCHEMA_PREFIX)
         error_schema = reference(ErrorResponse, SCHEMA_PREFIX)
         described = operation(response_schema, error_schema, request_schema, streamed=request is MessagesRequest)
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)
+        routes.add(path, endpoint, method="POST", described=described)

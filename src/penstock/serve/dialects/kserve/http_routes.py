@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
@@ -19,6 +20,7 @@ from penstock.serve.http.error_format import ErrorFormat
 from penstock.serve.http.openapi import OBJECT, operation
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
+from penstock.serve.http.routes import Endpoint, Routes
 from penstock.serve.http.unknown_fields import UnknownFields
 from penstock.serve.models.served_models import MIN_BODY_SIZE
 
@@ -82,7 +84,7 @@ class Json(Response):
         super().__init__(msgspec.json.encode(document))
 
 
-def add_routes(app: FastAPI, repository: ModelRepository) -> None:
+def add_routes(routes: Routes, repository: ModelRepository) -> None:
     """Add all routes below ``/v2``."""
     served_models, memory = repository.served_models, repository.memory
 
@@ -98,33 +100,33 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
         """Parse a request that changes the server; unknown fields are refused, as it would do something else."""
         return convert(await settings_body_of(request), schema, UnknownFields(strict=True))
 
-    async def live() -> Response:
+    async def live(_: Request) -> Response:
         return Response()
 
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         served_models.check()
         return Response()
 
-    async def server() -> Response:
+    async def server(_: Request) -> Response:
         return Json(state.server_metadata())
 
-    async def model_metadata(name: str, version: str = "") -> Response:
+    async def model_metadata(_: Request, name: str, version: str = "") -> Response:
         return Json(repository.find(name, version).metadata())
 
-    async def model_config(name: str, version: str = "") -> Response:
+    async def model_config(_: Request, name: str, version: str = "") -> Response:
         return Json(repository.find(name, version).config())
 
-    async def model_ready(name: str, version: str = "") -> Response:
+    async def model_ready(_: Request, name: str, version: str = "") -> Response:
         try:
             repository.find(name, version).check()
         except PenstockError as error:  # 400 whatever the reason, as Triton has it
             raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
-    async def model_stats(name: str, version: str = "") -> Response:
+    async def model_stats(_: Request, name: str, version: str = "") -> Response:
         return Json({"model_stats": [repository.counts.statistics(repository.find(name, version))]})
 
-    async def all_stats() -> Response:
+    async def all_stats(_: Request) -> Response:
         return Json({"model_stats": [repository.counts.statistics(model) for model in repository]})
 
     async def infer(request: Request, name: str, version: str = "") -> Response:
@@ -171,7 +173,7 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
         settings = await settings_body_of(request) if request.method == "POST" else {}
         return Json(state.trace_settings(repository, settings, name))
 
-    async def memory_status(name: str = "") -> Response:
+    async def memory_status(_: Request, name: str = "") -> Response:
         return Json(memory.status(name))
 
     async def register(request: Request, name: str) -> Response:
@@ -179,21 +181,21 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
         memory.register(name, wish.key, wish.offset, wish.byte_size)
         return Response()
 
-    async def unregister(name: str = "") -> Response:
+    async def unregister(_: Request, name: str = "") -> Response:
         memory.unregister(name)
         return Response()
 
-    async def no_cuda_memory() -> Response:
+    async def no_cuda_memory(_: Request, name: str = "") -> Response:
         raise PenstockError(Code.UNSUPPORTED, NO_CUDA)
 
-    async def cuda_status() -> Response:
+    async def cuda_status(_: Request) -> Response:
         return Json([])
 
-    async def cuda_unregister(name: str = "") -> Response:
+    async def cuda_unregister(_: Request, name: str = "") -> Response:
         return Response()  # there is none
 
     model = "/v2/models/{name}"
-    routes: Iterable[tuple[str, str, Callable[..., Any]]] = [
+    endpoints: Iterable[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
         ("GET", "/v2", server),
         ("GET", "/v2/health/live", live),
         ("GET", "/v2/health/ready", ready),
@@ -231,16 +233,20 @@ def add_routes(app: FastAPI, repository: ModelRepository) -> None:
             for path in ("/v2/trace/setting", f"{model}/trace/setting")
         ],
     ]
-    for method, path, endpoint in routes:
+    for method, path, endpoint in endpoints:
         asks = path.endswith(WITH_BODY)
         described = operation(OBJECT if asks else None, FAILED, OBJECT if asks else None, path.endswith("_stream"))
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            openapi_extra=described,
-            response_class=Response,
-        )
+        routes.add(path, _with_parameters(endpoint), method=method, described=described)
+
+
+def _with_parameters(endpoint: Callable[..., Awaitable[Response]]) -> Endpoint:
+    """An endpoint that is called with the request, and with the parameters of the path by their names."""
+
+    @functools.wraps(endpoint)
+    async def called(request: Request) -> Response:
+        return await endpoint(request, **request.path_params)
+
+    return called
 
 
 FAILED = {"type": "object", "properties": {"error": {"type": "string"}}}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.core import Failure, SamplingParams
@@ -19,6 +19,7 @@ from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import STRING, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import record_of
+from penstock.serve.http.routes import Routes
 from penstock.serve.models.messages import DEFAULT_NAME
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
@@ -138,7 +139,7 @@ def _parse(served_models: ServedModels, fields: dict[str, Any], schema: type[T],
     return request
 
 
-def add_routes(app: FastAPI, served_models: ServedModels) -> None:
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add all routes but completions and chats."""
 
     async def read(raw_request: Request, schema: type[T]) -> tuple[T, int]:
@@ -163,11 +164,12 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         longest = engine.max_model_len if engine else None
         return Model(id=name, created=served_models.created, root=service.name, parent=parent, max_model_len=longest)
 
-    async def list_models() -> Response:
+    async def list_models(_: Request) -> Response:
         named = [(service, [*service.names, *service.gateway.engine_client.adapters]) for service in served_models]
         return Json(ModelList(data=[model(service, name) for service, names in named for name in names]))
 
-    async def retrieve_model(name: str) -> Response:
+    async def retrieve_model(raw_request: Request) -> Response:
+        name = raw_request.path_params["name"]
         service = served_models.find(name)
         return Json(model(service, service.name if name == DEFAULT_NAME else name))
 
@@ -216,21 +218,15 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         ("/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
         ("/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
     ):
-        app.add_api_route(
-            path, endpoint, methods=["POST"], openapi_extra=_described(answer, schema), response_class=Response
-        )
+        routes.add(path, endpoint, method="POST", described=_described(answer, schema))
     if served_models.options.allow_runtime_lora_updating:
         for path, update, named in (
             ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapterRequest),
             ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapterRequest),
         ):
-            app.add_api_route(
-                path, update, methods=["POST"], openapi_extra=_described(None, named), response_class=Response
-            )
-    app.add_api_route("/v1/models", list_models, openapi_extra=_described(ModelList), response_class=Response)
-    app.add_api_route(
-        "/v1/models/{name:path}", retrieve_model, openapi_extra=_described(Model), response_class=Response
-    )
+            routes.add(path, update, method="POST", described=_described(None, named))
+    routes.add("/v1/models", list_models, described=_described(ModelList))
+    routes.add("/v1/models/{name:path}", retrieve_model, described=_described(Model))
 
 
 def shared_paths() -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request as HttpRequest
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.serve.dialects.dispatch import Dialect

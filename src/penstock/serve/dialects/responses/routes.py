@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core import Failure
@@ -22,6 +22,7 @@ from penstock.serve.http.error_format import ErrorFormat, rename_field
 from penstock.serve.http.openapi import OBJECT, operation, reference
 from penstock.serve.http.reply import Reply
 from penstock.serve.http.request_record import RequestRecord, record_of
+from penstock.serve.http.routes import Routes
 from penstock.serve.models.served_models import ServedModels
 from penstock.serve.models.service import ModelService
 
@@ -137,7 +138,7 @@ ECHOED_FIELDS = (
 """Fields of the request that the response repeats."""
 
 
-def add_routes(app: FastAPI, served_models: ServedModels) -> None:
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add the routes of OpenAI's Responses API."""
 
     async def create_response(raw_request: Request) -> Response:
@@ -166,4 +167,4 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
     ):
         schema = reference(request, SCHEMA_PREFIX)
         described = operation(OBJECT, reference(ErrorResponse), schema, streamed=request is ResponsesRequest)
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=described, response_class=Response)
+        routes.add(path, endpoint, method="POST", described=described)

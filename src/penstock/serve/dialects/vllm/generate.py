@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Annotated
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core import Code, Failure, PenstockError, SamplingParams
@@ -23,6 +23,7 @@ from ...http.error_format import ErrorFormat
 from ...http.openapi import operation, reference
 from ...http.reply import Reply
 from ...http.request_record import RequestRecord, record_of
+from ...http.routes import Routes
 from ...models.served_models import ServedModels
 from ...models.service import ModelService
 from ..openai.parse import parse
@@ -87,7 +88,7 @@ def check(sampling: SamplingParams) -> None:
         raise invalid("n", "must be 1 where temperature is 0 or top_k is 1, as all would be the same", 1)
 
 
-def add_routes(app: FastAPI, served_models: ServedModels) -> None:
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
     """Add ``/generate``."""
     error_format = NUL_DELIMITED if is_ascend(served_models) else NEWLINE_DELIMITED
 
@@ -105,7 +106,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
         )
 
     described = operation(reference(GenerateResponse), reference(ErrorResponse), reference(GenerateRequest))
-    app.add_api_route(PATH, create, methods=["POST"], openapi_extra=described, response_class=Response)
+    routes.add(PATH, create, method="POST", described=described)
 
 
 class GenerateHandler:

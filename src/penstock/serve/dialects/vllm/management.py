@@ -9,7 +9,7 @@ import json
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.config.settings import settings
@@ -20,6 +20,7 @@ from ...chat.request import NonEmptyText
 from ...http.body import convert, read_object
 from ...http.openapi import OBJECT, operation, reference
 from ...http.request_record import record_of
+from ...http.routes import Routes
 from ...models.served_models import ServedModels
 from ..openai.responses import ErrorResponse
 
@@ -36,26 +37,28 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 SCHEMAS = (AbortRequest,)
 
 
-def add_routes(app: FastAPI, served_models: ServedModels) -> None:
-    async def ping() -> Response:
+def add_routes(routes: Routes, served_models: ServedModels) -> None:
+    async def ping(_: Request) -> Response:
         served_models.check()
         return Response()
 
-    async def load() -> Response:
+    async def load(_: Request) -> Response:
         """The number of open requests of this API process."""
         return JSONResponse({"server_load": served_models.num_open_requests})
 
-    async def server_info(config_format: str = "text") -> Response:
+    async def server_info(raw_request: Request) -> Response:
+        config_format = raw_request.query_params.get("config_format", "text")
         fields = {model.name: _plain(model.configuration) for model in served_models.models}
         if config_format not in ("text", "json"):
             raise invalid("config_format", "is neither text nor json")
         config: Any = fields if config_format == "json" else json.dumps(fields)
         return JSONResponse({"version": __version__, "vllm_config": config})
 
-    async def tokenizer_info(model: str | None = None) -> Response:
+    async def tokenizer_info(raw_request: Request) -> Response:
+        model = raw_request.query_params.get("model")
         return JSONResponse(served_models.find(model).gateway.input_processor.tokenizer.info)
 
-    async def reset_prefix_cache() -> Response:
+    async def reset_prefix_cache(_: Request) -> Response:
         served_models.check()
         for service in served_models:
             await service.gateway.engine_client.reset_prefix_cache()
@@ -72,21 +75,13 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
 
     failure = reference(ErrorResponse)
     for method in ("GET", "POST"):
-        app.add_api_route(
-            "/ping",
-            ping,
-            methods=[method],
-            summary="The engine serves",
-            openapi_extra=operation(None, failure),
-            response_class=Response,
-        )
-    for path, endpoint, summary in (
-        ("/load", load, "How many requests are open"),
-        ("/server_info", server_info, "How the server is configured, but for what is secret"),
-        ("/tokenizer_info", tokenizer_info, "The tokenizer's configuration and chat template"),
+        routes.add("/ping", ping, method=method, summary="The engine serves", described=operation(None, failure))
+    for path, endpoint, parameters, summary in (
+        ("/load", load, (), "How many requests are open"),
+        ("/server_info", server_info, ("config_format",), "How the server is configured, but for what is secret"),
+        ("/tokenizer_info", tokenizer_info, ("model",), "The tokenizer's configuration and chat template"),
     ):
-        described = operation(OBJECT, failure)
-        app.add_api_route(path, endpoint, summary=summary, openapi_extra=described, response_class=JSONResponse)
+        routes.add(path, endpoint, summary=summary, described=operation(OBJECT, failure, query=parameters))
     for path, change, summary, request_schema in (
         ("/reset_prefix_cache", reset_prefix_cache, "Forget all cached prefixes", None),
         (
@@ -96,10 +91,7 @@ def add_routes(app: FastAPI, served_models: ServedModels) -> None:
             reference(AbortRequest),
         ),
     ):
-        described = operation(None, failure, request_schema)
-        app.add_api_route(
-            path, change, methods=["POST"], summary=summary, openapi_extra=described, response_class=Response
-        )
+        routes.add(path, change, method="POST", summary=summary, described=operation(None, failure, request_schema))
 
 
 def _plain(configuration: msgspec.Struct) -> dict[str, Any]:
