@@ -39,14 +39,14 @@ class Namespaces:
     """Some namespaces, which end with the context. What was started within them goes on without a network then.
 
     Args:
-        count: of machines. Their addresses are 10.87.0.1, 10.87.0.2 and so on, with one switch between all.
+        count: of machines. Their addresses are 10.0.0.1, 10.0.0.2 and so on, with one switch between all.
     """
 
     def __init__(self, count: int) -> None:
         number = next(_numbers)
         self._switch = f"penstock-{os.getpid()}-{number}-switch"
         self._names = [f"penstock-{os.getpid()}-{number}-{node}" for node in range(count)]
-        self.addresses = [f"10.87.0.{node + 1}" for node in range(count)]
+        self.addresses = [f"10.0.0.{node + 1}" for node in range(count)]
 
     def __enter__(self) -> Self:
         try:

@@ -3,11 +3,13 @@ off is named, and ends the engine, which starts again with the node."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +26,11 @@ from serving import Served, workers_of
 from test_executors import lost, request, run
 from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, tokens
 from test_ranks import checkpoint as checkpoint  # the fixture
+from test_seed_paddlenlp import PORTS, SEVERAL, START, Terminal
 from transformers import Qwen3Config
 
 from penstock import LLM, PenstockError
+from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
@@ -67,7 +71,7 @@ def shared_secret(secret: Path) -> None:
 
 def options_of(checkpoint: Path, grid: Grid, nnodes: int, **more: Any) -> dict[str, Any]:
     fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, "engine_iteration_timeout": TIMEOUT}
-    place = {"nnodes": nnodes, "master_addr": "10.87.0.1", "node_timeout": 60.0}
+    place = {"nnodes": nnodes, "master_addr": "10.0.0.1", "node_timeout": 60.0}
     return OPTIONS | fixed | parallel(grid) | place | more
 
 
@@ -168,11 +172,11 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
         os.kill(pids[0], signal.SIGKILL)
 
     failures: list[tuple[Callable[[Served, list[int]], None], str]] = [
-        (kill_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.87.0.2\) ended: killed by SIGKILL"),
-        (stop_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.87.0.2\) has not answered in time"),
+        (kill_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.0.0.2\) ended: killed by SIGKILL"),
+        (stop_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.0.0.2\) has not answered in time"),
         (kill_own_rank, r"the worker of rank 0 \(process {0}\) ended: killed by SIGKILL"),
-        (cut, r"the connection to node 1 \(.*, 10.87.0.2\) is lost: connection timed out"),
-        (kill_node, r"the connection to node 1 \(.*, 10.87.0.2\) is lost: (it was closed|connection reset)"),
+        (cut, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: connection timed out"),
+        (kill_node, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: (it was closed|connection reset)"),
     ]
     with nodes(machines, options) as (served,):
         expected = None
@@ -228,7 +232,7 @@ def test_nodes_that_do_not_fit_are_refused(
     options = options_of(checkpoint, (2, 1), 2)
     with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of the first"):
         NodeProcess(EngineOptions(**options | {"node_rank": 1}))
-    with pytest.raises(PenstockError, match=r"node 1 of 2 did not join at 10.87.0.1:29501 within 0.1 seconds"):
+    with pytest.raises(PenstockError, match=r"node 1 of 2 did not join at 10.0.0.1:29501 within 0.1 seconds"):
         engine_on(machines, options | {"node_timeout": 0.1})
     started_engines: list[Engine] = []
     waiting = threading.Thread(target=lambda: started_engines.append(engine_on(machines, options)))
@@ -265,7 +269,7 @@ def test_nodes_that_do_not_fit_are_refused(
         assert tokens(started_engines[0], 1)
         started_engines[0].close()
     alone = node(machines, 1, options | {"node_timeout": 1.0, "master_port": 29999})
-    alone.find("node 0 at 10.87.0.1:29999 has not answered within 1 seconds .--node-timeout.: connection refused")
+    alone.find("node 0 at 10.0.0.1:29999 has not answered within 1 seconds .--node-timeout.: connection refused")
     assert alone.ended() == 2
     alone.kill()
 
@@ -308,7 +312,7 @@ def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
 def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Path) -> None:
     """It says whom it waits for. Clients hear of a node that is killed, and are served again once it is back."""
     flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
-    flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.87.0.1"]
+    flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.0.0.1"]
     flags += ["-tp", "2", "--node-timeout", "60", "--master-port", "29555"]
 
     def second() -> Served:
@@ -320,7 +324,7 @@ def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Pa
     body = {"model": str(checkpoint), "prompt": "abc", "temperature": 0, "ignore_eos": True}
     other = None
     try:
-        served.find(r"waiting at 10\.87\.0\.1:29555 for node 1 of 2")
+        served.find(r"waiting at 10\.0\.0\.1:29555 for node 1 of 2")
         other = second()
         served.start()
         with machines.inside(0), httpx.Client(base_url=served.url) as client:
@@ -350,3 +354,74 @@ def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Pa
         served.kill()
         if other:
             other.kill()
+
+
+# --- As other systems start it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("paddlenlp", "MP_NNODE", "POD_IPS", "POD_0_IP", "INTER_PROC_PORT", "start_server")
+@pytest.mark.usefixtures("shared_secret")
+def test_paddlenlp_s_two_nodes_start_as_printed(machines: Namespaces, tmp_path: Path) -> None:
+    """One after the other; devices are those that there are."""
+    several = SEVERAL.replace("MP_NUM=16", "MP_NUM=2").replace("0,1,2,3,4,5,6,7", "0")
+    script = f"{PORTS}{several}{START}"
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    terminals = [Terminal(tmp_path / folder) for folder in ("first", "second")]
+    said: dict[int, tuple[int, str]] = {}
+
+    def start(rank: int) -> None:
+        with machines.inside(rank):
+            said[rank] = terminals[rank].run(script)
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in (0, 1)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [said[rank][0] for rank in (0, 1)] == [0, 0], said
+        assert "Ready: process" in said[0][1] and re.search("Ready: process [0-9]+, node 1 of 2", said[1][1]), said
+        with machines.inside(0):
+            url = terminals[0].printed("http://127.0.0.1:9965/v1/chat/completions")
+            answer = httpx.post(url, json={"text": "Hello", "max_dec_len": 2})
+        assert answer.status_code == 200 and answer.json()["error_code"] == 0, answer.text
+    finally:
+        for terminal in terminals:
+            assert terminal.run("stop_server")[1].startswith("Stopped process")
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_torchrun_starts_several_nodes(machines: Namespaces, checkpoint: Path) -> None:
+    served: list[Served] = []
+    for rank in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--node-rank", str(rank), "--master-addr", "10.0.0.1", "--master-port", "29501"]
+        flags = ["--model", str(checkpoint), "--max-model-len", "256", "--num-gpu-blocks-override", "40"]
+        with machines.inside(rank):
+            served.append(Served(*flags, command=[*command, "-m", "penstock.cli.main", "serve"]))
+    try:
+        served[0].start()
+        assert sorted(workers_of(served[0].pid)) == ["penstock-rank0"]
+        assert sorted(workers_of(served[1].pid)) == ["penstock-rank1"]
+        with machines.inside(0):
+            body = {"model": str(checkpoint), "prompt": "abc", "max_tokens": 3}
+            assert httpx.post(f"{served[0].url}/completions", json=body).status_code == 200
+    finally:
+        for each in served:
+            each.kill()
+
+
+@pytest.mark.row("fastdeploy", "ips")
+def test_fastdeploy_s_addresses_are_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    for ips, expected in (
+        ("127.0.0.1,198.51.100.1", (2, 0, "127.0.0.1")),
+        ("198.51.100.1,127.0.0.1,198.51.100.2", (3, 1, "198.51.100.1")),
+        ("127.0.0.1", (1, 0, "127.0.0.1")),
+    ):
+        assert main(["config", "--json", "--compat", "fastdeploy", "--ips", ips]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert tuple(found[name]["value"] for name in ("nnodes", "node_rank", "master_addr")) == expected
+    assert main(["config", "--compat", "fastdeploy", "--ips", "198.51.100.1,198.51.100.2"]) == 2
+    assert "none is an address of this machine" in capsys.readouterr().err

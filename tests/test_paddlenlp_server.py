@@ -24,7 +24,6 @@ from penstock import LLM, PenstockError, demo
 from penstock.cli.main import main
 from penstock.config.profiles import load
 from penstock.config.sources import read
-from penstock.core import Code
 
 PORTS = ("HEALTH_HTTP_PORT", "SERVICE_GRPC_PORT", "METRICS_HTTP_PORT", "SERVICE_HTTP_PORT")
 GIVEN = dict(zip(PORTS, ("8110", "8811", "8722", "9965"), strict=True))
@@ -166,10 +165,9 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         assert status == 0 and (shell.folder / "here" / name / "config.json").exists(), said
         assert "--speculate_model_path is ignored: MTP layers are part of" in said
         for arguments, words in (
-            (("--nnodes", "2", "--mode", "master"), "--nnodes: 2 is not supported yet"),
-            (("--mode", "slave"), "--mode: slave is for several nodes"),
+            (("-m", "org/chat-2nodes", "-n", "3"), "--nnodes: is 3, and org/chat-2nodes is for 2 nodes"),
+            (("--mode", "slave"), "--mode: slave is for several nodes, and --nnodes is 1"),
             (("--model_name", "org/chat/a8w8_fp8"), "weights as a8w8_fp8 are not supported yet"),
-            (("--model_name", "org/chat-2nodes/weight_only_int8"), "several machines are not supported yet"),
             (("--model_name", "org/unknown"), "has no model org/unknown"),
         ):
             status, said = shell.run("download_model.py", *arguments, **named)
@@ -233,8 +231,8 @@ def test_what_a_name_in_the_environment_means(name: str) -> None:
     assert found.sources[setting] == name
 
 
-@pytest.mark.row("paddlenlp", "INTER_PROC_PORT", "tag")
-@pytest.mark.parametrize(("name", "value"), [("INTER_PROC_PORT", "8813"), ("tag", "3.0.0")])
+@pytest.mark.row("paddlenlp", "tag")
+@pytest.mark.parametrize(("name", "value"), [("tag", "3.0.0")])
 def test_what_means_nothing_is_told(
     name: str, value: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
@@ -283,12 +281,13 @@ def test_what_is_wrong_in_the_environment_is_named(given: dict[str, str], words:
         read({}, None, GIVEN | given, load("paddlenlp"))
 
 
-@pytest.mark.row("paddlenlp", "MP_NNODE")
-def test_several_nodes_are_refused_by_name() -> None:
-    given = {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "10.0.0.1,10.0.0.2", "POD_0_IP": "10.0.0.1"}
-    with pytest.raises(PenstockError, match=r"MP_NNODE: 2 is not supported yet, only 1 is") as raised:
-        read({}, None, GIVEN | given, load("paddlenlp"))
-    assert raised.value.failure.code is Code.UNSUPPORTED
+@pytest.mark.row("paddlenlp", "MP_NNODE", "INTER_PROC_PORT")
+@pytest.mark.parametrize(("first", "rank"), [("127.0.0.1", 0), ("198.51.100.1", 1)])
+def test_a_node_knows_which_it_is(first: str, rank: int) -> None:
+    given = {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "127.0.0.1,198.51.100.1", "POD_0_IP": first}
+    found = read({}, None, GIVEN | given | {"INTER_PROC_PORT": "8813"}, load("paddlenlp")).configuration.engine
+    assert (found.nnodes, found.node_rank, found.master_addr, found.master_port) == (2, rank, first, 8813)
+    assert found.tensor_parallel_size == 16
 
 
 @pytest.mark.row("paddlenlp", "MP_NUM")

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from penstock.config.options import ServerOptions
 from penstock.config.profiles import load
-from penstock.config.profiles.paddlenlp import OLD, model_named
-from penstock.core import Code, PenstockError
+from penstock.config.profiles.paddlenlp import OLD, model_named, nodes_named
+from penstock.core import PenstockError
 from penstock.core.errors import invalid
+from penstock.engine.executor.node_messages import NODE_READY
 
 from ..flags import TITLES, add_options, configure
 from ..parser import Parser
@@ -66,7 +67,7 @@ def download_model() -> int:
     parser = _parser("download_model.py", "Fetch a model from the Hugging Face hub.")
     parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help="org/model or org/model/format")
     parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="where its folder model_name is put")
-    parser.add_argument("--nnodes", "-n", type=int, default=1, help="machines that it is for; so far 1")
+    parser.add_argument("--nnodes", "-n", type=int, default=1, help="machines that it is for")
     parser.add_argument("--mode", "-M", choices=("master", "slave"), help="which of several machines this is")
     parser.add_argument(
         "--speculate_model_path",
@@ -100,17 +101,15 @@ def _run_on_first_rank(work: Callable[[], int]) -> int:
 
     The first rank may use all cores that ``mpirun`` may, which binds each rank to some.
 
-    Raises ``PenstockError`` (``unsupported``) where there are several nodes.
+    Raises ``PenstockError`` (``invalid``) where ``mpirun`` has started several nodes, and ``MP_NNODE`` says one.
     """
     names = next((names for names in MPI if all(name in os.environ for name in names)), None)
     if not names:
         return work()
     rank, here, everywhere = [int(os.environ[name]) for name in names]
-    if here != everywhere:
-        message = (
-            f"mpirun has started {everywhere} ranks, {here} of them on this node; several nodes are not supported yet"
-        )
-        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {message}", "MP_NNODE", 1)
+    if here != everywhere and os.environ.get("MP_NNODE", "1") == "1":
+        words = f"is 1, and mpirun has started {everywhere} ranks, {here} of them on this node"
+        raise invalid("MP_NNODE", words)
     if rank:
         return 0
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
@@ -124,8 +123,10 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
     args.profile = load("paddlenlp")
     if args.model_name:
         os.environ[MODEL_NAME] = args.model_name
-    options = configure(args).configuration.server
-    _check_ports(options)
+    configuration = configure(args).configuration
+    options, engine = configuration.server, configuration.engine
+    if not engine.node_rank:
+        _check_ports(options)
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--compat", "paddlenlp", *flags]
     if name := os.environ.get(MODEL_NAME):
         folder = Path(os.environ.get("MODEL_DIR") or MODELS, name)
@@ -138,7 +139,7 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     print(f"Starting, with the log in {file}", flush=True)
     with _registered(server):
-        while not _ready(options):
+        while not (_node_ready(file) if engine.node_rank else _ready(options)):
             try:
                 status = server.wait(0.1)
             except subprocess.TimeoutExpired:
@@ -146,6 +147,9 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             print("\n".join(["The server has ended:", *lines[-LAST_LINES:]]), file=sys.stderr)
             return status or 1
+    if engine.node_rank:
+        print(f"Ready: process {server.pid}, node {engine.node_rank} of {engine.nnodes}")
+        return 0
     where = f"http://127.0.0.1:{options.port}/v1/chat/completions"
     if options.port < 0:
         where = f"gRPC at 127.0.0.1:{options.grpc_port}"
@@ -186,6 +190,11 @@ def _check_ports(options: ServerOptions) -> None:
             socket.create_server((options.host, port)).close()
         except OSError as error:
             raise invalid(old, f"{port} is not available ({error.strerror}); set another port") from error
+
+
+def _node_ready(log: Path) -> bool:
+    """Whether a node without a server has loaded its part of the model, as its log says."""
+    return NODE_READY in log.read_text(encoding="utf-8", errors="replace")
 
 
 def _ready(options: ServerOptions) -> bool:
@@ -246,10 +255,10 @@ def _process_start_time(pid: int) -> str:
 
 
 def _download(args: argparse.Namespace) -> int:
-    if args.nnodes != 1:
-        raise invalid("--nnodes", f"{args.nnodes} is not supported yet, only 1 is", 1)
-    if args.mode == "slave":
-        raise invalid("--mode", "slave is for several nodes, which are not supported yet")
+    if (named := nodes_named(args.model_name)) not in (None, args.nnodes):
+        raise invalid("--nnodes", f"is {args.nnodes}, and {args.model_name} is for {named} nodes", named)
+    if args.mode == "slave" and args.nnodes == 1:
+        raise invalid("--mode", "slave is for several nodes, and --nnodes is 1")
     if args.speculate_model_path:
         print("--speculate_model_path is ignored: MTP layers are part of their model's checkpoint", file=sys.stderr)
     folder = args.dir / args.model_name

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from . import COMBINED, Alias, Profile, Settings, ignored, one_of, refused
-from .vllm import FLAGS, GRAPHS, ONE_MACHINE, ROLES
+from .vllm import COLLECTIVES, FLAGS, GRAPHS, ROLES
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -48,7 +48,7 @@ PROFILE = Profile(
         "num_speculative_tokens": COMBINED,
         "ngram_prompt_lookup_max": COMBINED,
         "ngram_prompt_lookup_min": COMBINED,
-        "worker_use_ray": ignored(ONE_MACHINE, switch=True),
+        "worker_use_ray": ignored(COLLECTIVES, switch=True),
         "max_context_len_to_capture": ignored(GRAPHS),
         "use_v2_block_manager": ignored("there is one KV cache manager", switch=True),
     },

@@ -13,7 +13,7 @@ from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """``--decode_algo`` → the drafter: a draft model, or n-grams."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
-ONE_MACHINE = "the ranks of a model run on one machine, and share its memory"
+COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 GRAPHS = "steps are captured once, for batches of every size"
 
 
@@ -63,7 +63,7 @@ PROFILE = Profile(
         "disable_cuda_graph": ignored(GRAPHS, switch=True),
         "cuda_graph_max_batch_size": ignored(GRAPHS),
         "cuda_graph_batch_sizes": ignored(GRAPHS),
-        "enable_custom_allreduce": ignored(ONE_MACHINE, switch=True),
+        "enable_custom_allreduce": ignored(COLLECTIVES, switch=True),
     },
     together=_speculative,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config.addresses import own_index
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 
@@ -14,7 +15,7 @@ LENGTH = 2048
 LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
-ONE_MACHINE = "the ranks of a model run on one machine, and share its memory"
+COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 GRAPHS = "steps are captured once, for batches of every size"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 NONE_IN_HOST_MEMORY = DerivedMetric(
@@ -36,6 +37,17 @@ def _defaults(given: Mapping[str, str]) -> Mapping[str, Any]:
     if given.get("--enable_chunked_prefill") == "true":
         result["long_prefill_token_threshold"] = int(length * LONG)
     return result
+
+
+def _nodes(text: str) -> Mapping[str, Any]:
+    """Addresses of all nodes, the first one's first; which one this machine is."""
+    ips = [ip.strip() for ip in text.split(",") if ip.strip()]
+    if len(ips) < 2:
+        return {}
+    own = own_index(ips)
+    if own is None:
+        raise ValueError("none is an address of this machine")
+    return {"nnodes": len(ips), "node_rank": own, "master_addr": ips[0]}
 
 
 def _waiting(text: str) -> float:
@@ -77,6 +89,7 @@ PROFILE = Profile(
         "max_model_len": Alias("max_model_len"),
         "tensor_parallel_size": Alias("tensor_parallel_size"),
         "data_parallel_size": Alias("data_parallel_size"),
+        "ips": Alias(read=_nodes),
         "mm_processor_kwargs": ignored(OF_TEXT),
         "limit_mm_per_prompt": ignored(OF_TEXT),
         "enable_mm": ignored(f"FastDeploy has deprecated it, and {OF_TEXT}", switch=True),
@@ -88,12 +101,12 @@ PROFILE = Profile(
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
         "use_cudagraph": ignored(GRAPHS, switch=True),
         "graph_optimization_config": ignored(GRAPHS),
-        "enable_custom_all_reduce": ignored(ONE_MACHINE, switch=True),
+        "enable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
         "splitwise_role": only_value("mixed", "separate prefill and decode instances are not supported yet"),
         "innode_prefill_ports": refused("separate prefill and decode instances are not supported yet"),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": only_value("0", "weights are loaded once, at the start"),
-        "enable_expert_parallel": ignored(ONE_MACHINE, switch=True),
+        "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
         "enable_logprob": Alias("enable_logprob", on, switch=True),
         "workers": Alias("api_server_count"),
     },

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.core.errors import Code, PenstockError, invalid
+from penstock.config.addresses import own_index
+from penstock.core.errors import invalid
 
-from . import Alias, DerivedMetric, Profile, ignored, same, share
+from . import COMBINED, Alias, DerivedMetric, Profile, Settings, ignored, same, share
 
 OLD = {
     "HTTP_PORT": "HEALTH_HTTP_PORT",
@@ -21,19 +22,28 @@ OLD = {
 FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8a8"}
 """Format in the third part of a model's name → ``quantization``."""
 
+NODES = r"-(\d+)nodes$"
+"""In a model's name: how many nodes it is for."""
+
+
+def nodes_named(name: str) -> int | None:
+    """The number of nodes in a model's name; None where it has none."""
+    found = re.search(NODES, [*name.strip("/").split("/"), ""][1])
+    return int(found[1]) if found else None
+
 
 def model_named(name: str) -> Mapping[str, Any]:
-    """Parse a model's name: ``org/name`` on the hub, and the quantization, which is done at load here.
+    """Parse a model's name: ``org/name`` on the hub, and the quantization, which is done at load here. A checkpoint is
+    the same for any number of nodes.
 
     Raises ``ValueError`` for an invalid name, or an unsupported format.
     """
     parts = name.strip("/").split("/")
     if len(parts) not in (2, 3) or not all(parts):
         raise ValueError("a name is org/model or org/model/format")
-    if re.search(r"-\d+nodes$", parts[1]):
-        raise ValueError("models in parts for several machines are not supported yet")
-    result: dict[str, Any] = {"model": f"{parts[0]}/{parts[1].removesuffix('-MTP')}"}
-    if parts[1].endswith("-MTP"):
+    model = re.sub(NODES, "", parts[1])
+    result: dict[str, Any] = {"model": f"{parts[0]}/{model.removesuffix('-MTP')}"}
+    if model.endswith("-MTP"):
         result["speculative_config"] = '{"method": "mtp"}'
     if len(parts) == 3:
         if parts[2] not in FORMATS:
@@ -80,7 +90,7 @@ def _handled_elsewhere(read: Callable[[str], object] = str) -> Alias:
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raises ``PenstockError`` for contradictory variables, and for several nodes."""
+    """Raises ``PenstockError`` (``invalid``) for contradictory variables."""
     for old, new in OLD.items():
         if old in given and given.get(new, given[old]) != given[old]:
             raise invalid(new, f"is {given[new]}, and {old}, its older name, is {given[old]}; give one of them")
@@ -92,13 +102,34 @@ def _check(given: Mapping[str, str]) -> None:
     if devices and "MP_NUM" in given and len(devices) != ranks // nodes:
         message = f"names {len(devices)} devices, where MP_NUM {ranks} on MP_NNODE {nodes} nodes needs {ranks // nodes}"
         raise invalid("CUDA_VISIBLE_DEVICES", message)
-    if nodes > 1:
-        raise PenstockError(Code.UNSUPPORTED, f"MP_NNODE: {nodes} is not supported yet, only 1 is", "MP_NNODE", 1)
+    named = nodes_named(given.get("model_name", ""))
+    if named not in (None, nodes):
+        raise invalid("model_name", f"{given['model_name']} is for {named} nodes, and MP_NNODE is {nodes}", nodes)
+
+
+def _addresses(given: Mapping[str, str]) -> tuple[list[str], str]:
+    """``POD_IPS`` and ``POD_0_IP``."""
+    ips = [ip.strip() for ip in given.get("POD_IPS", "").split(",") if ip.strip()]
+    return ips, given.get("POD_0_IP", "").strip()
+
+
+def _nodes(given: Mapping[str, str]) -> Settings:
+    """Which of several nodes this is: node 0 has the address ``POD_0_IP``, the others follow in their order."""
+    nodes = _count(given, "MP_NNODE")
+    if nodes == 1:
+        return
+    ips, first = _addresses(given)
+    order = [first, *(ip for ip in ips if ip != first)]
+    own = own_index(order)
+    if own is None:
+        raise invalid("POD_IPS", f"none of {', '.join(ips)} is an address of this machine")
+    yield "nnodes", nodes, "MP_NNODE"
+    yield "node_rank", own, "POD_IPS"
+    yield "master_addr", first, "POD_0_IP"
 
 
 def _check_nodes(given: Mapping[str, str], nodes: int) -> None:
-    ips = [ip.strip() for ip in given.get("POD_IPS", "").split(",") if ip.strip()]
-    first = given.get("POD_0_IP", "").strip()
+    ips, first = _addresses(given)
     if nodes > 1 and not (ips and first):
         name = "POD_0_IP" if ips else "POD_IPS"
         raise invalid(name, f"is missing, and MP_NNODE is {nodes}")
@@ -119,14 +150,14 @@ _names: dict[str, Alias] = {
     "MODEL_DIR": Alias("model"),
     "model_name": Alias(read=model_named),
     "MP_NUM": Alias("tensor_parallel_size"),
-    "MP_NNODE": _handled_elsewhere(),
-    "POD_IPS": _handled_elsewhere(),
-    "POD_0_IP": _handled_elsewhere(),
+    "MP_NNODE": COMBINED,
+    "POD_IPS": COMBINED,
+    "POD_0_IP": COMBINED,
     "CUDA_VISIBLE_DEVICES": _handled_elsewhere(),
     "HEALTH_HTTP_PORT": Alias("health_port", _port),
     "SERVICE_GRPC_PORT": Alias("grpc_port", _port),
     "METRICS_HTTP_PORT": Alias("metrics_port", _port),
-    "INTER_PROC_PORT": ignored("processes communicate over Unix sockets"),
+    "INTER_PROC_PORT": Alias("master_port", _port),
     "SERVICE_HTTP_PORT": Alias("port", _http_port),
     "DISABLE_STREAMING": Alias("disable_streaming", _switch),
     "MAX_SEQ_LEN": Alias("max_prompt_len", _at_most(2**31 - 1)),
@@ -167,6 +198,7 @@ PROFILE = Profile(
     },
     variables={old: _names[new] for old, new in OLD.items()} | _names,
     check=_check,
+    together=_nodes,
     metrics={
         f"inference_server_metrics.{name}": figure
         for name, figure in {

@@ -23,7 +23,7 @@ OF_BACKENDS = {
     "disable_additional_properties": "guided_decoding_disable_additional_properties",
 }
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-ONE_MACHINE = "the ranks of a model run on one machine, and share its memory"
+COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 GRAPHS = "steps are captured once, for batches of every size"
 ROLES = "separate prefill and decode instances are not supported yet; without this flag one instance does both"
 OF_TEXT = "models are text-only; images and videos are refused in requests"
@@ -100,7 +100,7 @@ FLAGS: Mapping[str, Alias] = {
     "tensor_parallel_size": Alias("tensor_parallel_size", short="-tp"),
     "pipeline_parallel_size": Alias("pipeline_parallel_size", short="-pp"),
     "data_parallel_size": Alias("data_parallel_size", short="-dp"),
-    "decode_context_parallel_size": only_value("1", ONE_MACHINE, short="-dcp"),
+    "decode_context_parallel_size": only_value("1", COLLECTIVES, short="-dcp"),
     "nnodes": Alias("nnodes", short="-n"),
     "node_rank": Alias("node_rank", short="-r"),
     "headless": Alias(read=lambda text: {}, switch=True),  # as nodes other than the first are anyway
@@ -119,10 +119,10 @@ FLAGS: Mapping[str, Alias] = {
     "logits_processors": refused(NO_CODE),
     "middleware": refused(NO_CODE),
     "enable_sleep_mode": refused("sleep mode is not supported", switch=True),
-    "enable_expert_parallel": ignored(ONE_MACHINE, switch=True),
+    "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
     "distributed_executor_backend": Alias("distributed_executor_backend", one_of(EXECUTORS)),
-    "disable_custom_all_reduce": ignored(ONE_MACHINE, switch=True),
-    "fully_sharded_loras": ignored(ONE_MACHINE, switch=True),
+    "disable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
+    "fully_sharded_loras": ignored(COLLECTIVES, switch=True),
     "max_parallel_loading_workers": ignored("weights are mapped, not copied"),
     "safetensors_load_strategy": ignored("weights are mapped, not copied"),
     "trust_remote_code": ignored("code of a checkpoint is never executed", switch=True),

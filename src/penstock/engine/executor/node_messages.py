@@ -8,6 +8,9 @@ import msgspec
 
 from penstock.config.options import EngineOptions
 
+NODE_READY = "ready: node"
+"""Begins the line in a node's log once its ranks have loaded the model."""
+
 
 class Join(msgspec.Struct, tag=True, frozen=True):
     """The first message of a node to node 0."""

@@ -23,6 +23,7 @@ from .local_ranks import LocalRanks
 from .messages import Close
 from .node_link import ALL_RANKS, DEFAULT_TIMEOUT, NodeLink, NodeLostError, SecretError, connect
 from .node_messages import (
+    NODE_READY,
     GetPlaces,
     Join,
     Places,
@@ -53,6 +54,8 @@ from .ring import PeerLostError
 logger = logging.getLogger(__name__)
 
 CLOSE = encoder.encode(Close())
+START_REPLIES = 3
+"""Messages of a rank while it starts: the answers to ``Load``, ``Profile`` and ``InitCache``."""
 
 
 class NodeProcess:
@@ -144,7 +147,7 @@ class NodeProcess:
         asked = False
         try:
             link.send(encode(RanksStarted([process.pid for process in local.processes])))
-            asked = _Relay(link, local, self._stopped).run()
+            asked = _Relay(link, local, self._stopped, f"{NODE_READY} {node} of {options.nnodes}").run()
         finally:
             if not asked:
                 local.kill()
@@ -173,12 +176,19 @@ class NodeProcess:
 
 
 class _Relay:
-    """Passes on the messages of node 0 to all ranks, and those of ranks to node 0."""
+    """Passes on the messages of node 0 to all ranks, and those of ranks to node 0.
 
-    def __init__(self, link: NodeLink, local: LocalRanks, stopped: threading.Event) -> None:
+    Args:
+        ready: what to say in the log once the ranks have loaded the model.
+    """
+
+    def __init__(self, link: NodeLink, local: LocalRanks, stopped: threading.Event, ready: str) -> None:
         self._link = link
         self._local = local
         self._stopped = stopped
+        self._ready = ready
+        self._loading = START_REPLIES * len(local.processes)
+        """Number of messages of the ranks until they have loaded the model."""
         local.ended.register(link.socket, select.EPOLLRDHUP)  # who waits for a rank to read notices
         self._poll = select.poll()
         self._poll.register(link.socket, select.POLLIN)
@@ -222,6 +232,9 @@ class _Relay:
     def _from_rank(self, process: RankProcess) -> None:
         while process.has_message():
             self._link.send(process.receive_bytes(float("inf")), process.rank)
+            self._loading -= 1
+            if not self._loading:
+                logger.info(self._ready)
 
 
 def run_node(options: EngineOptions, logs: LogOptions | None = None, secret: bytes | None = None) -> None:
