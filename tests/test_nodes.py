@@ -410,6 +410,9 @@ def test_torchrun_starts_several_nodes(machines: Namespaces, checkpoint: Path) -
             assert httpx.post(f"{served[0].url}/completions", json=body).status_code == 200
     finally:
         for each in served:
+            each.terminate()  # what it has started is in sessions of their own
+        for each in served:
+            each.ended()
             each.kill()
 
 

@@ -59,7 +59,7 @@ def collect_facts() -> dict[str, Any]:
         result["threads"] = str(usable_cores())
         result["numa nodes"] = describe_nodes()
         options = read({}, None).configuration.engine
-        ranks = max(2, options.tensor_parallel_size * options.pipeline_parallel_size)
+        ranks = max(2, options.tensor_parallel_size * options.pipeline_parallel_size // options.nnodes)
         try:
             placed = describe_placement(options.cpu_binding, ranks)
         except PenstockError as error:

@@ -123,7 +123,8 @@ def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int
         return int(args.gpu_memory * GIB * options.gpu_memory_utilization) - weights - reserved
     share = 1 if options.kv_cache_sequences else FREE_SHARE
     swapped = int(options.swap_space * GIB) if options.preemption_mode == "swap" else 0
-    processes = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size // options.nnodes
+    processes = max(ranks, 1) * options.data_parallel_size
     return int((free_host_bytes() // processes - weights - reserved) * share) - swapped
 
 
