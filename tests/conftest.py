@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LONG = (
-    "installed exactness storm ranks ray several_models server server_schema async_llm guided run_batch chat llm "
+    "installed exactness storm ranks nodes ray several_models server server_schema async_llm guided run_batch chat llm "
     "data_parallel together hub ops speculation lora bladellm kserve seed_paddlenlp chat_prompts paddlenlp_server "
     "logprobs bench_serve search"
 ).split()

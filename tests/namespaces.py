@@ -47,6 +47,8 @@ class Namespaces:
         self._switch = f"penstock-{os.getpid()}-{number}-switch"
         self._names = [f"penstock-{os.getpid()}-{number}-{node}" for node in range(count)]
         self.addresses = [f"10.0.0.{node + 1}" for node in range(count)]
+        self.names = dict(zip(self.addresses, self._names, strict=True))
+        """The namespace of each address."""
 
     def __enter__(self) -> Self:
         try:

@@ -86,9 +86,9 @@ def node(machines: Namespaces, rank: int, options: dict[str, Any], **environment
 
 
 @contextmanager
-def nodes(machines: Namespaces, options: dict[str, Any]) -> Iterator[list[Served]]:
+def nodes(machines: Namespaces, options: dict[str, Any], **environment: str) -> Iterator[list[Served]]:
     """All but the first. They end with SIGTERM."""
-    started = [node(machines, rank, options) for rank in range(1, options["nnodes"])]
+    started = [node(machines, rank, options, **environment) for rank in range(1, options["nnodes"])]
     try:
         yield started
         for each in started:
@@ -162,6 +162,9 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
     def stop_rank(served: Served, pids: list[int]) -> None:
         os.kill(pids[1], signal.SIGSTOP)
 
+    def stop_node(served: Served, pids: list[int]) -> None:
+        os.kill(served.pid, signal.SIGSTOP)
+
     def cut(served: Served, pids: list[int]) -> None:
         machines.connect(1, False)
 
@@ -175,6 +178,7 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
         (kill_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.0.0.2\) ended: killed by SIGKILL"),
         (stop_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.0.0.2\) has not answered in time"),
         (kill_own_rank, r"the worker of rank 0 \(process {0}\) ended: killed by SIGKILL"),
+        (stop_node, r"node 1 \(.*, 10.0.0.2\) has not answered in time"),
         (cut, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: connection timed out"),
         (kill_node, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: (it was closed|connection reset)"),
     ]
@@ -192,6 +196,8 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
                 if fail is cut:
                     served.find("lost node 0 .*: connection timed out")
                 machines.connect(1, True)
+                if served.running:
+                    os.kill(served.pid, signal.SIGCONT)
                 deadline = time.monotonic() + 30
                 while (left := workers_of(served.pid)) and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -219,6 +225,10 @@ def test_a_step_that_fails_on_one_node_fails_on_all(
             assert [failure and failure.code for failure in failed] == [Code.INTERNAL] * 4
             assert engine.failure is None
             assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
+        os.kill(pids[1], signal.SIGKILL)
+        while engine.failure is None:  # also while it is idle: statistics ask all ranks
+            assert engine.gpu_memory == 0
+        assert f"process {pids[1]}) of node 1" in engine.failure.message
 
 
 # --- The start --------------------------------------------------------------------------------------------------------
@@ -260,6 +270,9 @@ def test_nodes_that_do_not_fit_are_refused(
     started.append(
         (node(machines, 1, options | {"cluster_secret_file": str(wrong_secret)}), "has another cluster secret")
     )
+    (tmp_path / "sitecustomize.py").write_text("import penstock.version\npenstock.version.__version__ = '9.9'\n")
+    another = node(machines, 1, options, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    started.append((another, "it runs Penstock 9.9, and node 0 runs"))
     for served, words in started:
         served.find(re.escape(words))
         assert served.ended() == 2
@@ -268,6 +281,9 @@ def test_nodes_that_do_not_fit_are_refused(
         waiting.join()
         assert tokens(started_engines[0], 1)
         started_engines[0].close()
+    computes_otherwise = r"rank 1 .* of node 1 .* computes otherwise than rank 0: fingerprint .*portable.* there and "
+    with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=computes_otherwise):
+        engine_on(machines, options)
     alone = node(machines, 1, options | {"node_timeout": 1.0, "master_port": 29999})
     alone.find("node 0 at 10.0.0.1:29999 has not answered within 1 seconds .--node-timeout.: connection refused")
     assert alone.ended() == 2
@@ -389,6 +405,27 @@ def test_paddlenlp_s_two_nodes_start_as_printed(machines: Namespaces, tmp_path: 
     finally:
         for terminal in terminals:
             assert terminal.run("stop_server")[1].startswith("Stopped process")
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_mpirun_starts_and_stops_two_nodes(machines: Namespaces, tmp_path: Path) -> None:
+    """Which it reaches by a program in place of ssh. They share a file system, as clusters may."""
+    terminal = Terminal(tmp_path)
+    agent = tmp_path / "agent"
+    names = " ".join(f"{address}) space={name};;" for address, name in machines.names.items())
+    agent.write_text(f'#!/bin/sh\ncase $1 in {names} esac; shift; exec ip netns exec $space sh -c "$*"\n')
+    agent.chmod(0o755)
+    terminal.environment |= {"PRTE_MCA_plm_ssh_agent": str(agent), "PRTE_MCA_prte_allow_run_as_root": "1"}
+    several = SEVERAL.replace("MP_NUM=16", "MP_NUM=2").replace("0,1,2,3,4,5,6,7", "0")
+    mpirun = "mpirun -n 2 --map-by node --host 10.0.0.1,10.0.0.2"
+    with machines.inside(0):
+        status, said = terminal.run(f"{PORTS}{several}export MODEL_DIR=/models\n{mpirun} start_server")
+        assert status == 0 and said.count("Ready: process") == 2 and "node 1 of 2" in said, said
+        url = terminal.printed("http://127.0.0.1:9965/v1/chat/completions")
+        assert httpx.post(url, json={"text": "Hello", "max_dec_len": 2}).json()["error_code"] == 0
+        status, said = terminal.run(f"{several}{mpirun} stop_server")
+        assert status == 0 and said.count("Stopped process") >= 2, said
 
 
 @pytest.mark.thorough

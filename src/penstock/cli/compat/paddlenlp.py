@@ -133,7 +133,10 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
         if not (folder / "config.json").exists():
             _fetch(name, folder)
         command += ["--model", str(folder)]
-    file = Path("log", "console.log" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server.log").resolve()
+    log_name = "console" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server"
+    if engine.node_rank:  # nodes may share the folder
+        log_name += f"-node{engine.node_rank}"
+    file = Path("log", f"{log_name}.log").resolve()
     file.parent.mkdir(exist_ok=True)
     with file.open("wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

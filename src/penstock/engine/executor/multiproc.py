@@ -257,8 +257,9 @@ class MultiprocExecutor:
         if not words:
             computes = self._steps or any(isinstance(call.op, Propose) for call in self._calls.values())
             late = self._slowest() if computes else awaited
-            name = late.name if isinstance(late, RemoteNode) else late
-            words = f"{name} has not answered in time and was killed (--engine-iteration-timeout)"
+            words = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
+            if isinstance(late, RemoteNode):
+                words = f"{late.name} has not answered in time (--engine-iteration-timeout)"
         self._kill()
         lost = WorkerLostError(words)
         for pending in self._calls.values():
