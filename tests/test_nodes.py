@@ -290,6 +290,31 @@ def test_nodes_that_do_not_fit_are_refused(
     alone.kill()
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespaces, checkpoint: Path) -> None:
+    """As after a cut of the network that node 0 has not noticed."""
+    options = options_of(checkpoint, (3, 1), 3)
+    engines: list[Engine] = []
+    waiting = threading.Thread(target=lambda: engines.append(engine_on(machines, options)))
+    waiting.start()
+    served = [node(machines, 1, options)]
+    try:
+        served[0].find("joined node 0")
+        served.append(node(machines, 1, options))
+        served[1].find("10.0.0.2 has joined as node_rank 1 before it")
+        os.kill(served[0].pid, signal.SIGKILL)
+        served[1].find("joined node 0")
+        served.append(node(machines, 2, options))
+        waiting.join()
+        with closing(engines[0]) as engine:
+            assert tokens(engine, 1)
+            assert engine._executor.pids[1] in workers_of(served[1].pid).values()  # type: ignore[attr-defined]
+    finally:
+        for each in served:
+            each.kill()
+
+
 def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
     listener = Listener("127.0.0.1", 0, b"a secret of the tests")
     address = "127.0.0.1", listener.port

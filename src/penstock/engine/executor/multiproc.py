@@ -195,9 +195,10 @@ class MultiprocExecutor:
         """The answers of all ranks."""
         self._send(message)
         answers = [self._receive_init_reply(rank) for rank in self._ranks]
-        if failed := next((answer.failed for answer in answers if answer.failed), None):
-            self.close()
-            raise _error(failed)
+        for rank, answer in zip(self._ranks, answers, strict=True):
+            if answer.failed:
+                self.close()
+                raise _error(answer.failed, rank)
         return answers
 
     def _receive_init_reply(self, rank: RankProcess | RemoteRank) -> InitReply:
@@ -323,8 +324,12 @@ def _settle(pending: _PendingCall) -> None:
         pending.future.set_result(pending.answers[0].value)
 
 
-def _error(failed: Failed) -> Exception:
-    return PenstockError.of(failed.failure) if failed.failure else StepFailedError(failed.words)
+def _error(failed: Failed, rank: RankProcess | RemoteRank | None = None) -> Exception:
+    """The error, with the node where it is another one."""
+    where = f"{rank.node.name}: " if isinstance(rank, RemoteRank) else ""
+    if failed.failure:
+        return PenstockError.of(msgspec.structs.replace(failed.failure, message=where + failed.failure.message))
+    return StepFailedError(where + failed.words)
 
 
 def _shut_down(local: LocalRanks, nodes: list[RemoteNode], owner: int) -> None:

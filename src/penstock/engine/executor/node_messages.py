@@ -25,9 +25,11 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a node that cannot take part."""
+    """The answer to a node that cannot take part, or of one that cannot start its ranks."""
 
     reason: str
+    retry: bool = False
+    """Whether it may take part later."""
 
 
 class StartRanks(msgspec.Struct, tag=True, frozen=True):

@@ -54,6 +54,8 @@ from .ring import PeerLostError
 logger = logging.getLogger(__name__)
 
 CLOSE = encoder.encode(Close())
+RETRY = 2.0
+"""Seconds until a node that could not take part yet tries again."""
 START_REPLIES = 3
 """Messages of a rank while it starts: the answers to ``Load``, ``Profile`` and ``InitCache``."""
 
@@ -142,7 +144,11 @@ class NodeProcess:
             raise
         finally:
             listener.close()
-        local = LocalRanks(options, self._logs, [rank for rank in ranks if rank.node == node], links)
+        try:
+            local = LocalRanks(options, self._logs, [rank for rank in ranks if rank.node == node], links)
+        except (PenstockError, OSError) as error:
+            link.send(encode(Refused(str(error))))
+            raise
         link.limit = MAX_MESSAGE
         asked = False
         try:
@@ -163,6 +169,9 @@ class NodeProcess:
             except TimeoutError:
                 progress.say(lambda: f"joined {self._where}, which waits for other nodes")
                 continue
+            if isinstance(message, Refused) and message.retry:
+                self._stopped.wait(RETRY)
+                raise NodeLostError(message.reason)
             if isinstance(message, Refused):
                 raise PenstockError(Code.INVALID, f"{self._where} refuses this node: {message.reason}", "node_rank")
             if isinstance(message, StartRanks):

@@ -156,7 +156,8 @@ class Progress:
     def say(self, words: Callable[[], str]) -> None:
         if (now := time.monotonic()) >= self._next:
             self._next = now + PROGRESS
-            logger.info("%s (%.0f of %g seconds)", words(), now - self._begun, self._timeout)
+            limit = f" of {self._timeout:g}" if self._timeout < float("inf") else ""
+            logger.info("%s (%.0f%s seconds)", words(), now - self._begun, limit)
 
 
 # --- Node 0 -----------------------------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ def _await_nodes(
             join = _join(link)
             if reason := _refusal(options, digest, joined, link, join):
                 host = link.host
-                link.send(encode(Refused(reason)), deadline=time.monotonic() + POLL)
+                retry = join is not None and reason == _taken(joined, join)
+                link.send(encode(Refused(reason, retry)), deadline=time.monotonic() + POLL)
                 link.close()
                 logger.warning("node %s (%s) is refused: %s", join.node_rank if join else "?", host, reason)
             elif join:
@@ -255,11 +257,17 @@ def _refusal(
             return f"{name} is {other!r} there and {own!r} on node 0: give all nodes the same"
     if not 0 < join.node_rank < options.nnodes:
         return f"node_rank is {join.node_rank}, and must be from 1 to {options.nnodes - 1}"
-    if join.node_rank in joined:
-        return f"{joined[join.node_rank][0].host} has joined as node_rank {join.node_rank} before it"
     if join.model != digest:
         return "its checkpoint has other contents than that of node 0"
-    return ""
+    return _taken(joined, join)
+
+
+def _taken(joined: dict[int, tuple[NodeLink, Join]], join: Join) -> str:
+    """Why a node cannot take part yet: another has its number, or it has itself, over a connection that is lost and not
+    given up yet. Empty where nobody has."""
+    if join.node_rank not in joined:
+        return ""
+    return f"{joined[join.node_rank][0].host} has joined as node_rank {join.node_rank} before it"
 
 
 def _check_alive(joined: dict[int, tuple[NodeLink, Join]]) -> None:
