@@ -10,8 +10,8 @@ export Q ?= What is the capital of Canada?
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
-# Lint runs beside the tests, and says what it has to say after them. tests/installed.py is the wheel in clean environments, of
-# this Python and of a newer one where there is one; what could not be tried is listed. A recipe that names $(MAKE) would also
+# Lint runs beside the tests, and says what it has to say after them. tests/installed.py is the wheel in a clean environment; what
+# could not be tried is listed. A recipe that names $(MAKE) would also
 # run where make is only asked what it would do, as that test does.
 test: .venv/tools
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
@@ -25,7 +25,7 @@ test-install: .venv/tools
 
 # What takes minutes to hours: the tests that `make test` leaves out, and drawn schedules and requests in large numbers.
 thorough: .venv/tools executors exactness
-	$(BIN)/python -m pytest -m thorough
+	$(BIN)/python -m pytest -m thorough tests/test_*.py tests/installed.py
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
 	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py

@@ -1,7 +1,7 @@
 """The wheel in clean environments, which have its own dependencies and no test tools (``make test-install``).
 
-One environment is made with this Python, another with a newer one where the machine has it. ``WHEEL`` names a
-wheel to look at in place of building one.
+One environment is made with this Python; ``make thorough`` makes another with a newer one where the machine has it.
+``WHEEL`` names a wheel to look at in place of building one.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="module", params=["this Python", "a newer Python"])
+@pytest.fixture(scope="module", params=["this Python", pytest.param("a newer Python", marks=pytest.mark.thorough)])
 def clean(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Clean:
     own = request.param == "this Python"
     python = Path(os.path.realpath(sys.executable)) if own else newer()

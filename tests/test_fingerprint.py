@@ -9,19 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
+import fingerprints
 import pytest
 from checkpoints import SMALL, save
+from fingerprints import OPTIONS, fingerprint_and_results
 from transformers import LlamaConfig
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels
 
-OPTIONS = {"dtype": "bfloat16", "num_gpu_blocks_override": 60, "weight_cache_dir": "none"}
 SAME: list[dict[str, Any]] = [
     {},
     {"threads": 1},
@@ -41,21 +41,6 @@ OTHER: list[dict[str, Any]] = [
     *({"quantization": name} for name in ("w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32")),
 ]
 """Options that do."""
-
-
-def results(llm: LLM) -> str:
-    """Tokens, log probabilities and logits of some requests."""
-    rng = Random(0)
-    prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (7, 150)]
-    greedy = SamplingParams(temperature=0, max_tokens=10, logprobs=2, ignore_eos=True, return_generation_logits=True)
-    sampled = SamplingParams(temperature=1, seed=3, max_tokens=10, ignore_eos=True)
-    outputs = [*llm.generate(prompts, greedy, use_tqdm=False), *llm.generate(prompts, sampled, use_tqdm=False)]
-    return repr([(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].generation_logits) for o in outputs])
-
-
-def fingerprint_and_results(folder: Path, **options: Any) -> tuple[str, str]:
-    llm = LLM(folder, **OPTIONS | options)
-    return llm.engine.info.fingerprint, results(llm)
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +76,10 @@ def test_instruction_sets(checkpoint: Path, instruction_set: None) -> None:
 
 def test_the_instruction_set_of_pytorch(checkpoint: Path) -> None:
     """PyTorch computes the sampler, and has kernels for several instruction sets, too."""
-    script = "import sys; from test_fingerprint import *; print(*fingerprint_and_results(Path(sys.argv[1])), sep='\\n')"
     found = []
     for capability in ("default", "avx2"):
-        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(Path(__file__).parent)}
-        command = [sys.executable, "-c", script, str(checkpoint)]
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        command = [sys.executable, fingerprints.__file__, str(checkpoint)]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         found.append(ran.stdout.splitlines()[-2:])
     (first, first_bits), (second, second_bits) = found
