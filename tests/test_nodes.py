@@ -27,6 +27,7 @@ from test_executors import lost, request, run
 from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, tokens
 from test_ranks import checkpoint as checkpoint  # the fixture
 from test_seed_paddlenlp import PORTS, SEVERAL, START, Terminal
+from test_speculation import with_head
 from transformers import Qwen3Config
 
 from penstock import LLM, PenstockError
@@ -231,6 +232,32 @@ def test_a_step_that_fails_on_one_node_fails_on_all(
         assert f"process {pids[1]}) of node 1" in engine.failure.message
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_nodes_that_lose_each_other_end_the_engine(machines: Namespaces, checkpoint: Path) -> None:
+    """While node 0 still reaches both."""
+    options = options_of(checkpoint, (3, 1), 3)
+    with nodes(machines, options), closing(engine_on(machines, options)) as engine:
+        assert tokens(engine, 1)
+        begun = time.monotonic()
+        message = lost(engine, lambda: machines.separate(1, 2))
+        assert time.monotonic() - begun < 3 * TIMEOUT
+        assert re.search("rank [12] .* of node [12] .* has not answered in time", message), message
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_nodes_draft_together(machines: Namespaces, tmp_path: Path) -> None:
+    folder = with_head(tmp_path, knowing=False)
+    config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
+    with ranks(folder, (1, 1)) as (engine, _):
+        expected = {n: tokens(engine, n) for n in (1, 2, 8)}
+    options = options_of(folder, (2, 1), 2, speculative_config=config)
+    with nodes(machines, options), closing(engine_on(machines, options)) as engine:
+        assert {n: tokens(engine, n) for n in (1, 2, 8)} == expected
+        assert engine.speculation and engine.speculation.stats.draft_tokens > 0
+
+
 # --- The start --------------------------------------------------------------------------------------------------------
 
 
@@ -281,13 +308,19 @@ def test_nodes_that_do_not_fit_are_refused(
         waiting.join()
         assert tokens(started_engines[0], 1)
         started_engines[0].close()
-    computes_otherwise = r"rank 1 .* of node 1 .* computes otherwise than rank 0: fingerprint .*portable.* there and "
-    with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=computes_otherwise):
-        engine_on(machines, options)
     alone = node(machines, 1, options | {"node_timeout": 1.0, "master_port": 29999})
     alone.find("node 0 at 10.0.0.1:29999 has not answered within 1 seconds .--node-timeout.: connection refused")
     assert alone.ended() == 2
     alone.kill()
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_a_node_that_would_give_other_bits_is_refused(machines: Namespaces, checkpoint: Path) -> None:
+    options = options_of(checkpoint, (2, 1), 2)
+    words = r"rank 1 .* of node 1 .* computes otherwise than rank 0: fingerprint .*portable.* there and "
+    with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=words):
+        engine_on(machines, options)
 
 
 @pytest.mark.thorough
@@ -395,6 +428,36 @@ def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Pa
         served.kill()
         if other:
             other.kill()
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("shared_secret")
+def test_nodes_come_back_to_an_engine_that_is_killed(machines: Namespaces, checkpoint: Path) -> None:
+    flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
+    flags += ["--num-gpu-blocks-override", "40", "--master-addr", "10.0.0.1", "-pp", "2", "--nnodes", "2"]
+    started = []
+    for rank in range(2):
+        with machines.inside(rank):
+            started.append(Served(*flags, "--node-rank", str(rank)))
+    served, other = started
+    try:
+        served.start()
+        os.kill(served.pids["engine"][0], signal.SIGKILL)
+        other.find("lost node 0 at 10.0.0.1:29501: (it was closed|connection reset)")
+        seen = len(other.lines)
+        other.find("ready: node 1 of 2", after=seen)
+        body = {"model": str(checkpoint), "prompt": "abc", "max_tokens": 3}
+        with machines.inside(0), httpx.Client(base_url=served.url) as client:
+            deadline = time.monotonic() + 30
+            while client.post("/completions", json=body).status_code != 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        for each in started:
+            each.terminate()
+        assert [each.ended() for each in started] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
 
 
 # --- As other systems start it ----------------------------------------------------------------------------------------
