@@ -151,11 +151,19 @@ class RayCluster:
 
     def replicas_of(self, raylet: int) -> list[int]:
         """Process ids of the replicas on a raylet's node."""
-        return [
-            pid
-            for pid in processes(self._nodes.process.pid)
-            if "ServeReplica" in _command(pid) and f"PPid:\t{raylet}\n" in Path(f"/proc/{pid}/status").read_text()
-        ]
+        return self._workers_of(raylet, "ServeReplica")
+
+    def actors_of(self, raylet: int) -> list[int]:
+        """Process ids of the actors there that have an engine's ranks."""
+        return self._workers_of(raylet, "ray::_Node")
+
+    def _workers_of(self, raylet: int, name: str) -> list[int]:
+        found = []
+        for pid in processes(self._nodes.process.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if name in _command(pid) and f"PPid:\t{raylet}\n" in Path(f"/proc/{pid}/status").read_text():
+                    found.append(pid)
+        return found
 
     def serve(self, args: Mapping[str, Any], import_path: str = "penstock.ray:app", path: str = "/ready") -> RayCommand:
         """``serve run`` of an application; returns once ``path`` is served."""

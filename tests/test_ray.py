@@ -20,9 +20,11 @@ import fastapi
 import httpx
 import pytest
 from ray_commands import RayCluster, RayCommand, scratch
-from serving import Servers, free_ports
+from serving import Served, Servers, free_ports
 
 from penstock import PenstockError, demo
+from penstock.config.options import EngineOptions
+from penstock.engine.engine import Engine
 from penstock.ray import Arguments, app
 
 BLOCKS = ("--num-gpu-blocks-override", "100")
@@ -53,7 +55,7 @@ def deployed() -> Iterator[RayCommand]:
 
 
 def complete(url: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/completions", json={"max_tokens": 20, "logprobs": 3, **body})
+    answer = httpx.post(f"{url}/v1/completions", json={"max_tokens": 20, "logprobs": 3, "temperature": 0, **body})
     found: dict[str, Any] = answer.json()
     assert answer.status_code == 200, found
     return found
@@ -137,6 +139,12 @@ def test_options_that_a_deployment_cannot_have(given: dict[str, Any], said: str)
         app(Arguments(**given))
 
 
+def test_options_that_ranks_on_a_cluster_cannot_have() -> None:
+    for given in ({"nnodes": 2}, {"data_parallel_size": 2}):
+        with pytest.raises(PenstockError, match=next(iter(given))):
+            Engine(EngineOptions(tensor_parallel_size=2, distributed_executor_backend="ray", **given))
+
+
 def test_without_the_extra_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None; import penstock.ray"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -215,6 +223,50 @@ def until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+PLACED = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray", "--threads", "1")
+
+
+@pytest.mark.thorough
+def test_ranks_on_a_placement_group(servers: Servers) -> None:
+    """Two ranks on two of three nodes compute what one computes. Where the process of a node is killed, or the node,
+    requests get an error, and the engine comes back with ranks on the nodes that are left."""
+    expected = {prompt: bits(complete(servers.get(*BLOCKS).root, prompt=prompt)) for prompt in PROMPTS}
+    with RayCluster(1, 1, 1) as cluster:
+        environment = cluster.environment | {"RAY_ADDRESS": cluster.address}
+        with Served(*BLOCKS, *PLACED, environment=environment) as served:
+            assert served.find("Ray has placed 2 ranks on (.) of its nodes")[1] == "2"
+            with ThreadPoolExecutor(4) as threads:
+                found = threads.map(lambda prompt: bits(complete(served.root, prompt=prompt)), PROMPTS)
+                assert list(found) == list(expected.values())
+            for of_node in (False, True):
+                after = len(served.lines)
+                with httpx.stream("POST", f"{served.url}/completions", json=LONG) as response:
+                    lines = response.iter_lines()
+                    next(lines)
+                    (node,) = (raylet for raylet in cluster.raylets if cluster.actors_of(raylet))
+                    for pid in [node] * of_node + cluster.actors_of(node):
+                        os.kill(pid, signal.SIGKILL)
+                    assert any('"error"' in line for line in lines)
+                served.find("node 1 .* (is lost|ended)", after)
+                served.find("Ray has placed 2 ranks on 2 of its nodes", after)
+                until(lambda: httpx.get(f"{served.root}/ready").status_code == 200)
+                assert bits(complete(served.root, prompt=PROMPTS[0])) == expected[PROMPTS[0]]
+
+
+@pytest.mark.thorough
+def test_a_replica_on_several_nodes(servers: Servers) -> None:
+    args = {
+        "num_gpu_blocks_override": 100,
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "ray",
+        "num_cpus": 2,
+    }
+    expected = [bits(complete(servers.get(*BLOCKS).root, prompt=prompt)) for prompt in PROMPTS]
+    with RayCluster(0, 1, 1) as cluster, cluster.serve(args) as running:
+        assert sum(bool(cluster.actors_of(raylet)) for raylet in cluster.raylets) == 1
+        assert [bits(complete(running.url, prompt=prompt)) for prompt in PROMPTS] == expected
 
 
 @pytest.mark.thorough

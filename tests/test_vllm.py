@@ -303,7 +303,7 @@ def test_what_has_no_meaning_here_is_said(caplog: pytest.LogCaptureFixture, caps
 
 @pytest.mark.row("vllm", "--distributed-executor-backend")
 def test_executors(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, ours in {"ray": "auto", "external_launcher": "auto", "uni": "uni", "mp": "mp"}.items():
+    for name, ours in {"ray": "ray", "external_launcher": "auto", "uni": "uni", "mp": "mp"}.items():
         assert main(["config", "--json", "--compat", "ascend-vllm", "--distributed-executor-backend", name]) == 0
         assert json.loads(capsys.readouterr().out)["distributed_executor_backend"]["value"] == ours
 

@@ -246,10 +246,11 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         600.0
     )
     distributed_executor_backend: Annotated[
-        Literal["auto", "uni", "mp"],
+        Literal["auto", "uni", "mp", "ray"],
         option(
-            "Where the model is computed: in the engine's own process (uni), or in worker processes (mp); auto is mp "
-            "where there are several ranks."
+            "Where the model is computed: in the engine's own process (uni), in worker processes (mp), or, where there "
+            "are several ranks, in worker processes on the nodes of a Ray cluster (ray); auto is mp where there are "
+            "several ranks."
         ),
     ] = "auto"
     cpu_binding: Annotated[

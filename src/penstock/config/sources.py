@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 ALL_ADDRESSES = "0.0.0.0"
 """Default of ``host`` with API keys or under a profile."""
 SECTIONS = tuple(Configuration.__struct_fields__)
-NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS")
-"""Environment variables that are not options: they are read by the kernels, and by their build."""
+NO_OPTIONS = ("PENSTOCK_ISA", "PENSTOCK_SETS", "PENSTOCK_RAY_PLACEMENT_GROUP")
+"""Environment variables that are not options: they are read by the kernels, their build, and the executor ``ray``."""
 
 
 @dataclass(frozen=True)

@@ -426,6 +426,10 @@ def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions 
     several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
     if several and options.distributed_executor_backend == "uni":
         raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
+    if several and options.distributed_executor_backend == "ray":
+        from .executor.ray_executor import RayExecutor
+
+        return RayExecutor(options, logs)
     if several or options.distributed_executor_backend == "mp":
         from .executor.multiproc import MultiprocExecutor
 

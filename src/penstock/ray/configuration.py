@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.options import Configuration
+from penstock.config.options import Configuration, EngineOptions
 from penstock.config.profiles import load
 from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import did_you_mean, settings
@@ -60,7 +60,8 @@ def configuration_of(given: Mapping[str, Any]) -> Configuration:
 
 
 def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Configuration, float]:
-    """The configuration with as many threads as its replica has cores, and the number of cores.
+    """The configuration with as many threads as its replica has cores, and the number of cores that the replica's own
+    process reserves: all, or, with a placement group, those of the group's first bundle.
 
     Args:
         num_cpus: cores of a replica; None is a core for each thread, or one core for each rank.
@@ -71,19 +72,35 @@ def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Co
         num_cpus = float(ranks * max(engine.threads, 1))
     if not engine.threads:
         engine = msgspec.structs.replace(engine, threads=max(1, int(num_cpus) // ranks))
+    if _is_placed(engine):
+        num_cpus = float(engine.threads)
     return msgspec.structs.replace(configuration, engine=engine), num_cpus
 
 
 def deployment_options(configuration: Configuration) -> dict[str, Any]:
     """Options of a Ray Serve deployment: what a replica accepts is what its engine's queue has room for, and what it
-    is given to stop is ``drain_timeout``."""
+    is given to stop is ``drain_timeout``. With the executor ``ray`` it has a placement group for the engine's ranks, of
+    which it is in the first bundle itself."""
     engine = configuration.engine
+    placement: dict[str, Any] = {}
+    if _is_placed(engine):
+        from penstock.engine.executor.ray_executor import bundle_of
+
+        bundles = [bundle_of(engine)] * (engine.tensor_parallel_size * engine.pipeline_parallel_size)
+        placement = {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
     open_requests = (engine.max_num_seqs + engine.max_waiting) * engine.data_parallel_size
     return {
+        **placement,
         "max_ongoing_requests": open_requests,
         "max_queued_requests": max(engine.max_waiting, 1),
         "graceful_shutdown_timeout_s": engine.drain_timeout + EXIT_TIMEOUT,
     }
+
+
+def _is_placed(engine: EngineOptions) -> bool:
+    """Whether ranks are placed on several nodes."""
+    several = engine.tensor_parallel_size * engine.pipeline_parallel_size > 1
+    return several and engine.distributed_executor_backend == "ray"
 
 
 def _text(value: Any) -> str:

@@ -4,10 +4,12 @@ own."""
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
+import ray
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.cli.serve import download_model
@@ -16,6 +18,7 @@ from penstock.config import logs
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
+from penstock.engine.executor.ray_executor import PLACEMENT_GROUP
 from penstock.engine.service.launcher import EngineProcesses
 from penstock.frontend.gateway import Gateway
 from penstock.serve.models.messages import Failed, Ready, ServedModel
@@ -42,6 +45,8 @@ class Replica:
         self._resources.enter_context(metrics_folder())
         (model,) = served_models(self._configuration)
         configuration = await asyncio.to_thread(download_model, self._configuration)
+        if group := ray.util.get_current_placement_group():
+            os.environ |= {PLACEMENT_GROUP: group.id.hex(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         self._engines = EngineProcesses(configuration.engine, configuration.log)
         try:
             await self._engines.start()

@@ -28,8 +28,8 @@ GRAPHS = "steps are captured once, for batches of every size"
 ROLES = "separate prefill and decode instances are not supported yet; without this flag one instance does both"
 OF_TEXT = "models are text-only; images and videos are refused in requests"
 NO_CODE = "loading code is not supported"
-EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "auto", "external_launcher": "auto"}
-"""vLLM's names → ours; the last two place several devices, of which there is one."""
+EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
+"""vLLM's names → ours; the last one places several devices, of which there is one."""
 IN_METRICS = "statistics are in /metrics, not in the log"
 LOGGED = "the log has a line for each request, and never its text"
 

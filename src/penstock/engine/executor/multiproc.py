@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -69,9 +70,17 @@ class MultiprocExecutor:
     Args:
         options: of the engine.
         logs: how the workers set up their logs; None leaves logging alone, as in an application's own process.
+        secret: of the nodes; None reads ``cluster_secret_file``.
+        check: raises where it is of no use to wait for other nodes any more.
     """
 
-    def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        logs: LogOptions | None = None,
+        secret: bytes | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._options = options
         self._times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._steps: deque[tuple[int, float]] = deque()
@@ -88,7 +97,7 @@ class MultiprocExecutor:
         links: Links = {}
         infos = all_ranks(options)
         if options.nnodes > 1:
-            nodes, links = gather_nodes(options)
+            nodes, links = gather_nodes(options, secret, check)
         try:
             local = LocalRanks(options, logs, [info for info in infos if info.node == 0], links)
         except BaseException:

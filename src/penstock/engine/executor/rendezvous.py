@@ -163,19 +163,25 @@ class Progress:
 # --- Node 0 -----------------------------------------------------------------------------------------------------------
 
 
-def gather_nodes(options: EngineOptions) -> tuple[list[RemoteNode], Links]:
+def gather_nodes(
+    options: EngineOptions, secret: bytes | None = None, check: Callable[[], None] = lambda: None
+) -> tuple[list[RemoteNode], Links]:
     """Wait for the other nodes, and have them start their ranks; returns them, and the connections of this node's
     ranks.
 
+    Args:
+        secret: of the nodes; None reads ``cluster_secret_file``.
+        check: raises where it is of no use to wait any more.
+
     Raises ``PenstockError`` where a node does not come within ``node_timeout``.
     """
-    secret = read_secret(options.cluster_secret_file, make=True)
+    secret = read_secret(options.cluster_secret_file, make=True) if secret is None else secret
     digest = model_digest(options)
     listener = Listener(options.master_addr, options.master_port, secret)
     joined: dict[int, tuple[NodeLink, Join]] = {}
     links: Links = defaultdict(list)
     try:
-        _await_nodes(options, digest, listener, joined)
+        _await_nodes(options, digest, listener, joined, check)
         session = os.urandom(16)
         addresses = [("", 0)] + [(link.host, join.port) for link, join in (joined[rank] for rank in sorted(joined))]
         for link, _ in joined.values():
@@ -201,10 +207,15 @@ def gather_nodes(options: EngineOptions) -> tuple[list[RemoteNode], Links]:
 
 
 def _await_nodes(
-    options: EngineOptions, digest: str, listener: Listener, joined: dict[int, tuple[NodeLink, Join]]
+    options: EngineOptions,
+    digest: str,
+    listener: Listener,
+    joined: dict[int, tuple[NodeLink, Join]],
+    check: Callable[[], None],
 ) -> None:
     progress = Progress(options.node_timeout)
     while missing := [rank for rank in range(1, options.nnodes) if rank not in joined]:
+        check()
         where = f"{options.master_addr}:{options.master_port}"
         names = f"node{'s' if missing[1:] else ''} {', '.join(map(str, missing))} of {options.nnodes}"
         if progress.overdue:

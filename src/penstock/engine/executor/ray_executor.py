@@ -1,0 +1,251 @@
+"""The executor whose ranks are on the nodes of a Ray cluster.
+
+Ray places the ranks and starts the processes of nodes; everything else is as with ``--nnodes``: ranks talk by shared
+memory and TCP, and nothing of a step passes through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from penstock.config import logs as logs_of_process
+from penstock.config.options import EngineOptions, LogOptions
+from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import invalid
+
+from .multiproc import MultiprocExecutor
+from .rendezvous import Progress
+
+try:
+    import ray
+    from ray import PlacementGroupID
+    from ray.util.placement_group import (
+        PlacementGroup,
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    hint = f"ray is not installed ({error}); try pip install 'penstock-llm[ray]'"
+    raise invalid("distributed_executor_backend", hint) from error
+
+logger = logging.getLogger(__name__)
+
+FIELD = "distributed_executor_backend"
+PLACEMENT_GROUP = "PENSTOCK_RAY_PLACEMENT_GROUP"
+"""Environment variable with the id of the group that Ray Serve has made for a replica with this engine."""
+NODE_ID = "ray.io/node-id"
+"""Label of Ray's nodes."""
+POLL = 0.2
+
+
+class RayExecutor(MultiprocExecutor):
+    """A worker process for each rank, on the nodes of the Ray cluster that this machine is part of.
+
+    A placement group (that of ``PLACEMENT_GROUP``, or one made here) has a bundle for each rank, the first one on this
+    machine. Ranks whose bundles are on the same
+    node share its memory; where nodes have different numbers of them, they do so in groups of equal size.
+
+    Raises ``PenstockError``: ``unavailable`` where there is no cluster, or no room for the bundles within
+    ``node_timeout``; else as ``MultiprocExecutor``.
+    """
+
+    def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
+        self._placed = _Placement(options)
+        try:
+            placed, secret = self._placed.start(logs)
+            super().__init__(placed, logs, secret, self._placed.check)
+        except BaseException:
+            self._placed.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._placed.close()
+
+
+class _Placement:
+    """The placement group of an engine's ranks, and an actor for each node but this one."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        if options.nnodes > 1 or options.node_rank:
+            raise invalid("nnodes", "is not given where Ray places the ranks", 1)
+        if options.data_parallel_size > 1:
+            words = "a model on a Ray cluster has one engine; data_parallel_size must be 1"
+            raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size", 1)
+        self._options = options
+        self._actors: list[Any] = []
+        self._running: list[Any] = []
+        """What each actor's ``run`` returns once it has ended."""
+        _connect()
+        self._bundle = bundle_of(options)
+        if given := os.environ.get(PLACEMENT_GROUP):
+            self._group = PlacementGroup(PlacementGroupID.from_hex(given))
+            own = None
+        else:
+            world = options.tensor_parallel_size * options.pipeline_parallel_size
+            here = {NODE_ID: ray.get_runtime_context().get_node_id()}
+            selectors = [here, *({} for _ in range(world - 1))]
+            self._group = placement_group([self._bundle] * world, strategy="PACK", bundle_label_selector=selectors)
+            own = self._group
+        self._finalizer = weakref.finalize(self, _remove, own, self._actors)
+
+    def start(self, logs: LogOptions | None) -> tuple[EngineOptions, bytes]:
+        """Wait for the bundles and start the other nodes' processes; returns the options with which these are joined,
+        and the secret."""
+        self._await_bundles()
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        counts = Counter(nodes.values())
+        size = math.gcd(*counts.values())
+        master = ray.util.get_node_ip_address()
+        options = msgspec.structs.replace(
+            self._options,
+            nnodes=len(nodes) // size,
+            master_addr=master,
+            master_port=_free_port(master),
+            threads=max(self._options.threads, 1),
+            cpu_binding="none" if self._options.cpu_binding == "auto" else self._options.cpu_binding,
+        )
+        secret = secrets.token_bytes(32)
+        first: dict[str, list[int]] = {}
+        for index, node in sorted(nodes.items(), key=lambda item: (item[1] != nodes[0], item[1], item[0])):
+            first.setdefault(node, []).append(index)
+        bundles = [group[at] for group in first.values() for at in range(0, len(group), size)]
+        for rank, index in enumerate(bundles[1:], 1):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            actor = ray.remote(_Node).options(
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=strategy,
+                name=f"penstock-{self._group.id.hex()}-node-{rank}",
+            )
+            self._actors.append(actor.remote(msgspec.structs.replace(options, node_rank=rank), logs, secret))
+        self._running += [actor.run.remote() for actor in self._actors]
+        logger.info("Ray has placed %d ranks on %d of its nodes", len(nodes), len(counts))
+        return options, secret
+
+    def check(self) -> None:
+        """Raises ``PenstockError`` where the process of a node has ended."""
+        ended, _ = ray.wait(self._running, timeout=0) if self._running else ([], [])
+        for result in ended:
+            rank = self._running.index(result) + 1
+            try:
+                failure = msgspec.convert(ray.get(result), Failure)
+            except ray.exceptions.RayError as error:
+                words = f"the process of node {rank} has ended: {str(error).splitlines()[0]}"
+                raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
+            raise PenstockError.of(msgspec.structs.replace(failure, message=f"node {rank}: {failure.message}"))
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _await_bundles(self) -> None:
+        progress = Progress(self._options.node_timeout)
+        while not self._is_created():
+            words = f"room for {self._group.bundle_count} ranks of {self._bundle} each, the first on this machine"
+            if progress.overdue:
+                free = {name: ray.available_resources().get(name, 0.0) for name in self._bundle}
+                timeout = f"within {self._options.node_timeout:g} seconds (--node-timeout)"
+                message = f"the Ray cluster had no {words}, {timeout}; free: {free}"
+                raise PenstockError(Code.UNAVAILABLE, message, FIELD)
+            progress.say(lambda: f"waiting for the Ray cluster to have {words}")  # noqa: B023
+
+    def _is_created(self) -> bool:
+        """Whether all bundles have nodes. Those of a node that has died get others."""
+        created = bool(self._group.wait(POLL) and placement_group_table(self._group)["state"] == "CREATED")
+        if not created:
+            time.sleep(POLL)
+        return created
+
+
+class _Node:
+    """An actor: the process of a node other than the first."""
+
+    def __init__(self, options: EngineOptions, logs: LogOptions | None, secret: bytes) -> None:
+        from .node_process import NodeProcess
+
+        if logs:
+            logs_of_process.set_up(logs, f"node-{options.node_rank}")
+        self._failure: PenstockError | None = None
+        try:
+            self._node = NodeProcess(options, logs, secret)
+        except PenstockError as error:
+            self._failure = error
+
+    def run(self) -> dict[str, Any]:
+        """Be the node until the actor is killed; returns why it cannot be."""
+        if not self._failure:
+            try:
+                self._node.run()
+            except PenstockError as error:
+                self._failure = error
+        failure = self._failure.failure if self._failure else Failure(Code.UNAVAILABLE, "it was stopped")
+        plain: dict[str, Any] = msgspec.to_builtins(failure)
+        return plain
+
+
+def bundle_of(options: EngineOptions) -> dict[str, float]:
+    """What a rank takes of Ray's resources."""
+    bundle = {"CPU": float(max(options.threads, 1))}
+    return bundle | ({"GPU": 1.0} if options.device.startswith("cuda") else {})
+
+
+def _connect() -> None:
+    """Connect to the cluster that this machine is part of. Raises ``PenstockError`` where there is none."""
+    if ray.is_initialized():
+        return
+    with _signal_handlers():
+        try:
+            ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            words = f"no Ray cluster runs on this machine ({reason}); run ray start --head, or ray start --address …"
+            raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
+
+
+@contextlib.contextmanager
+def _signal_handlers() -> Iterator[None]:
+    """Keep the process's own handlers: Ray sets one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def _remove(group: Any, actors: list[Any]) -> None:
+    """End the actors, and give the resources of the group back, if there is one to be removed."""
+    if not ray.is_initialized():
+        return
+    for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+    if group is not None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            remove_placement_group(group)
