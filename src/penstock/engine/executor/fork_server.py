@@ -32,6 +32,7 @@ import msgspec
 from penstock.core import Code, PenstockError
 
 from ..exit_status import exit_reason
+from ..lean_torch import import_torch
 from .messages import Start
 
 EXIT_TIMEOUT = 5.0
@@ -206,6 +207,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     _name(SERVER_NAME)
     gc.disable()  # collections take a tenth of the time of importing
+    import_torch()
     from . import worker_process  # noqa: F401
 
     gc.collect()

@@ -30,6 +30,7 @@ from penstock.config import logs
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 
+from ..lean_torch import import_torch
 from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from . import messages
 from .heartbeat import Heartbeat
@@ -92,6 +93,7 @@ class EngineServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
         gc.disable()  # collections take a tenth of the time of importing torch
         try:
+            import_torch()
             from ..engine import Engine
 
             if self._options.data_parallel_size > 1:
