@@ -195,8 +195,7 @@ bool Group::receive_some(Peer& peer) {
   if (head) {
     const Header& h = peer.header;
     const bool fits = h.offset >= 0 && h.row_bytes >= 0 && h.stride >= 0 && h.rows >= 0 && h.row_bytes <= capacity_ &&
-                      h.stride <= capacity_ && h.rows * (h.row_bytes + 4) / (h.row_bytes + 4) == h.rows &&
-                      h.rows * (h.row_bytes + 4) <= capacity_;
+                      h.rows <= capacity_ / (h.row_bytes + 4);
     if (!fits) lost(peer, "it has sent something else than was expected");
     peer.rows.resize(h.rows * (h.row_bytes + (h.indexed ? 4 : 0)));
     if (!peer.rows.empty()) return true;

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import stat
+import struct
 import sys
 import threading
 import time
@@ -19,7 +20,9 @@ from typing import Any
 
 import httpx
 import namespaces
+import numpy as np
 import pytest
+import torch
 from checkpoints import SMALL, save
 from namespaces import Namespaces
 from serving import Served, workers_of
@@ -28,6 +31,7 @@ from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, 
 from test_ranks import checkpoint as checkpoint  # the fixture
 from test_seed_paddlenlp import PORTS, SEVERAL, START, Terminal
 from test_speculation import with_head
+from torch import Tensor
 from transformers import Qwen3Config
 
 from penstock import LLM, PenstockError
@@ -39,8 +43,10 @@ from penstock.engine.executor.layout import connections, ranks_of
 from penstock.engine.executor.node_link import NodeLostError, SecretError, connect
 from penstock.engine.executor.node_process import NodeProcess
 from penstock.engine.executor.rendezvous import Listener
+from penstock.parallel import Shard
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+from penstock.parallel.shared_memory import PeerLink, SharedMemoryGroup, create_memory  # which needs the kernels
 
 TIMEOUT = 4.0
 """``engine_iteration_timeout``."""
@@ -147,6 +153,67 @@ def test_who_talks_to_whom() -> None:
             for other in ranks:
                 talk = rank.sends_to(other) or (rank.precedes(other) and rank.node != other.node)
                 assert not talk or tuple(sorted((rank.world_rank, other.world_rank))) in pairs
+
+
+HEADER = struct.Struct("<Qqqqqii")
+"""Place, offset, bytes of a row, stride, rows; whether rows are numbered; whether the step has failed."""
+FIRST_PLACE = (1 << 24) + 1
+"""The first barrier of the first step."""
+
+
+@contextmanager
+def group_of_two() -> Iterator[tuple[SharedMemoryGroup, socket.socket]]:
+    """One rank of two, and the other node's end of the connection between them."""
+    memory = create_memory()
+    own, other = socket.socketpair()
+    try:
+        with own, other:
+            yield SharedMemoryGroup(memory, 0, 2, patience=10, links=[PeerLink(own.fileno(), 1, True, True)]), other
+    finally:
+        os.close(memory)
+
+
+def gather(group: SharedMemoryGroup) -> Tensor:
+    return group.all_gather(lambda out: out.fill_(1.0), 3, Shard(0, 2, 4), torch.float32)  # type: ignore[union-attr]
+
+
+def test_outputs_of_another_node_come_in_pieces() -> None:
+    with group_of_two() as (group, other):
+        with group.step():
+            rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+            message = HEADER.pack(FIRST_PLACE, 4096 + 8, 8, 16, 3, 0, 0) + rows.tobytes()
+            message += HEADER.pack(2 << 24, 0, 0, 0, 0, 0, 0)  # the end of the step
+
+            def send() -> None:
+                for byte in message:
+                    other.sendall(bytes([byte]))
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            gathered = gather(group)
+            assert gathered[:, 2:].tolist() == rows.tolist() and (gathered[:, :2] == 1).all()
+        sender.join()
+        assert other.recv(HEADER.size) == HEADER.pack(FIRST_PLACE, 4096, 8, 16, 3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (FIRST_PLACE, 0, 8, 16, 3, 0, 0),  # over the ranks' places
+        (FIRST_PLACE, 2**36 - 8, 8, 16, 3, 0, 0),
+        (FIRST_PLACE, 4096, 8, 2**62, 3, 0, 0),
+        (FIRST_PLACE, 4096, 8, -16, 3, 0, 0),
+        (FIRST_PLACE, 4096, 2**61, 16, 8, 0, 0),
+        (FIRST_PLACE, 4096, 8, 16, 2**61, 0, 0),
+        (FIRST_PLACE, -8, 8, 16, 3, 0, 0),
+        (FIRST_PLACE, 4096, 8, 8, 3, 1, 0),  # with negative numbers of rows
+    ],
+)
+def test_what_does_not_fit_into_the_memory_is_a_lost_connection(header: tuple[int, ...]) -> None:
+    with group_of_two() as (group, other):
+        other.sendall(HEADER.pack(*header) + b"\xff" * 100)
+        with pytest.raises(ConnectionError, match="the link to rank 1 of the group is lost"), group.step():
+            gather(group)
 
 
 # --- Failures ---------------------------------------------------------------------------------------------------------
