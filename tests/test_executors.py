@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -224,6 +225,21 @@ def test_a_start_that_fails_leaves_no_worker(checkpoint: Path) -> None:
         start(checkpoint, num_gpu_blocks_override=0, kv_cache_sequences=1e9)
     gc.collect()
     assert not workers_of(os.getpid())
+
+
+def test_a_worker_that_dies_while_it_reads_an_adapter_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    config = tmp_path / "adapter_config.json"
+    os.mkfifo(config)
+
+    def kill() -> None:
+        with config.open("w"):  # once the worker reads it
+            os.kill(worker_of(os.getpid()), signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(PenstockError, match=r"adapters could not be loaded: the worker of rank 0 .* killed by SIGKILL"):
+        start(checkpoint, lora_modules=(f"a={tmp_path}",))
+    killing.join()
 
 
 def test_what_does_not_allow_a_start_is_said_as_in_one_process(checkpoint: Path, tmp_path: Path) -> None:

@@ -104,8 +104,11 @@ class Engine:
         self.adapters = LoRAManager(
             self._executor, max_loras=max_loras, lora_slots=lora_slots, keys_in_use=self.scheduler.adapters
         )
-        for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
-            self.adapters.wait(loading)
+        try:
+            for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
+                self.adapters.wait(loading)
+        except WorkerLostError as error:
+            raise PenstockError(Code.UNAVAILABLE, f"adapters could not be loaded: {error}") from error
         self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
         self._bitmasks = BitmaskBuilder(self.info.vocab_size)
         self._disable_any_whitespace = options.guided_decoding_disable_any_whitespace
