@@ -334,7 +334,7 @@ def test_nodes_that_do_not_fit_are_refused(
     """With one sentence each; node 0 waits for one that does, or ends with a sentence, too."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
     options = options_of(checkpoint, (2, 1), 2)
-    with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of the first"):
+    with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of node 0"):
         NodeProcess(EngineOptions(**options | {"node_rank": 1}))
     with pytest.raises(PenstockError, match=r"node 1 of 2 did not join at 10.0.0.1:29501 within 0.1 seconds"):
         engine_on(machines, options | {"node_timeout": 0.1})
@@ -413,6 +413,26 @@ def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespa
     finally:
         for each in served:
             each.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nnodes": 2}, "1 ranks .* cannot be divided among 2 nodes"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "3 ranks .* cannot be divided among 2 nodes"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "2 is not below nnodes, 2"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1}, "on other nodes run penstock serve --node-rank"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size must be 1"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "192.0.2.99"}, "cannot listen on 192.0.2.99:29501"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "/none"}, "/none cannot be read .*leave the"),
+    ],
+)
+@pytest.mark.usefixtures("shared_secret")
+def test_nodes_that_cannot_be_are_refused_with_a_sentence(
+    checkpoint: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PenstockError, match=words):
+        Engine(EngineOptions(model=str(checkpoint), **OPTIONS | options))
 
 
 def test_strangers_learn_nothing_and_hold_up_nobody() -> None:

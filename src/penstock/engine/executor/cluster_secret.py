@@ -37,8 +37,8 @@ def read_secret(file: str, make: bool) -> bytes:
                 raise invalid(FIELD, f"{path} may be read by other users: chmod 600 {path}")
             secret = opened.read(4096).strip()
     except OSError as error:
-        words = f"{path} cannot be read ({error.strerror}); copy the file of the first node, which makes one"
-        raise invalid(FIELD, words) from error
+        advice = "leave the option out, and one is made" if make else "copy the file of node 0, which makes one"
+        raise invalid(FIELD, f"{path} cannot be read ({error.strerror}); {advice}") from error
     if len(secret) < MIN_LENGTH:
         raise invalid(FIELD, f"{path} has less than {MIN_LENGTH} characters", MIN_LENGTH)
     return secret
