@@ -157,6 +157,11 @@ class RayCluster:
         """Process ids of the actors there that have an engine's ranks."""
         return self._workers_of(raylet, "ray::_Node")
 
+    @property
+    def engines(self) -> list[int]:
+        """Process ids of the engines of replicas."""
+        return [pid for pid in processes(self._nodes.process.pid) if "penstock.engine.service.server" in _command(pid)]
+
     def _workers_of(self, raylet: int, name: str) -> list[int]:
         found = []
         for pid in processes(self._nodes.process.pid):

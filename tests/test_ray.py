@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,50 @@ def test_a_node_that_is_killed_costs_errors_and_nothing_else() -> None:
                 client.result()
         assert not ended["wrong"] and not ended["slow"] and ended["failed"] < ended["right"]
         assert [text_of(running.url, prompt) for prompt in PROMPTS] == list(expected.values())
+
+
+@pytest.mark.thorough
+def test_a_replica_outlives_its_engine_and_is_replaced_after_three() -> None:
+    """Streams of an engine that is killed get an error. A replica that is killed takes its engine along. Open requests
+    end before a deployment does."""
+    args = {"num_gpu_blocks_override": 100, "deployment_config": {"health_check_period_s": 1}}
+    with RayCluster(2) as cluster, cluster.serve(args) as running:
+        expected = text_of(running.url, PROMPTS[0])
+        (raylet,) = cluster.raylets
+
+        def recovers() -> bool:
+            with suppress(AssertionError, httpx.HTTPError):
+                return text_of(running.url, PROMPTS[0]) == expected
+            return False
+
+        first = cluster.replicas_of(raylet)
+        for _ in range(3):
+            assert cluster.replicas_of(raylet) == first
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=LONG) as response:
+                lines = response.iter_lines()
+                next(lines)
+                (engine,) = cluster.engines
+                os.kill(engine, signal.SIGKILL)
+                assert any('"error"' in line for line in lines)
+            until(recovers)
+        (second,) = cluster.replicas_of(raylet)
+        assert [second] != first
+        (engine,) = cluster.engines
+        os.kill(second, signal.SIGKILL)
+        until(lambda: engine not in cluster.engines)
+        until(recovers)
+        after = len(running.lines)
+        with httpx.stream("POST", f"{running.url}/v1/completions", json={**LONG, "n": 3}) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            delete = "import ray, ray.serve; ray.init(); ray.serve.delete('default')"
+            environment = os.environ | cluster.environment | {"RAY_ADDRESS": cluster.address}
+            deleting = subprocess.Popen([sys.executable, "-c", delete], env=environment)
+            running.find("Removing 1 replica", after)
+            assert not any("output=5700" in line for line in running.lines[after:])  # it goes on
+            assert list(lines)[-1] == "data: [DONE]"
+        running.find("output=5700 .*finish=length", after)
+        assert deleting.wait(60) == 0 and not cluster.engines
 
 
 def text_of(url: str, prompt: str) -> str:
