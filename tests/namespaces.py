@@ -92,10 +92,11 @@ class Namespaces:
         """Plug in the cable of a machine, or pull it out."""
         _ip("-n", self._switch, "link", "set", f"port{node}", "up" if connected else "down")
 
-    def separate(self, one: int, other: int) -> None:
-        """Drop what two machines send each other."""
+    def separate(self, one: int, other: int, separated: bool = True) -> None:
+        """Drop what two machines send each other, or stop doing so."""
         for here, there in ((one, other), (other, one)):
-            _ip("-n", self._names[here], "route", "add", "blackhole", f"{self.addresses[there]}/32")
+            action = "add" if separated else "delete"
+            _ip("-n", self._names[here], "route", action, "blackhole", f"{self.addresses[there]}/32")
 
     def slow_down(self, node: int, rate: str) -> None:
         """Limit what a machine sends, such as ``10mbit``."""

@@ -302,14 +302,22 @@ def test_a_step_that_fails_on_one_node_fails_on_all(
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
 def test_nodes_that_lose_each_other_end_the_engine(machines: Namespaces, checkpoint: Path) -> None:
-    """While node 0 still reaches both."""
+    """While node 0 still reaches both; it does not start again then."""
     options = options_of(checkpoint, (3, 1), 3)
-    with nodes(machines, options), closing(engine_on(machines, options)) as engine:
-        assert tokens(engine, 1)
-        begun = time.monotonic()
-        message = lost(engine, lambda: machines.separate(1, 2))
-        assert time.monotonic() - begun < 3 * TIMEOUT
-        assert re.search("rank [12] .* of node [12] .* has not answered in time", message), message
+    with nodes(machines, options):
+        try:
+            with closing(engine_on(machines, options)) as engine:
+                assert tokens(engine, 1)
+                begun = time.monotonic()
+                message = lost(engine, lambda: machines.separate(1, 2))
+                assert time.monotonic() - begun < 3 * TIMEOUT
+                assert re.search("rank [12] .* of node [12] .* has not answered in time", message), message
+            words = "a node was lost while ranks were started: node 2 .*: node 1 at 10.0.0.2:[0-9]+ cannot be reached"
+            with pytest.raises(PenstockError, match=words):
+                engine_on(machines, options)
+        finally:
+            machines.separate(1, 2, False)
+        engine_on(machines, options).close()
 
 
 @pytest.mark.thorough

@@ -42,6 +42,7 @@ from .rendezvous import (
     Links,
     Listener,
     Progress,
+    UnreachableError,
     accept_links,
     all_ranks,
     check_nodes,
@@ -95,7 +96,10 @@ class NodeProcess:
                 try:
                     if self._take_part(link):
                         logger.info("%s has ended its engine", self._where)
-                except (OSError, SecretError, msgspec.MsgspecError) as error:
+                except UnreachableError as error:
+                    logger.warning("%s", error)
+                    self._stopped.wait(POLL)
+                except (OSError, msgspec.MsgspecError) as error:
                     if not self._stopped.is_set():
                         logger.warning("lost %s: %s", self._where, str(error).lower() or "it did not answer in time")
                         self._stopped.wait(POLL)
@@ -122,8 +126,8 @@ class NodeProcess:
         return None
 
     def _take_part(self, link: NodeLink) -> bool:
-        """Take part in one engine. Returns whether node 0 has ended it. Raises ``OSError`` and ``SecretError`` where
-        node 0 or another node is lost."""
+        """Take part in one engine. Returns whether node 0 has ended it. Raises ``OSError`` where node 0 or
+        another node is lost."""
         link.keep_alive((self._options.engine_iteration_timeout or DEFAULT_TIMEOUT) / 2)
         listener = Listener(link.socket.getsockname()[0], 0, self._secret)
         links: Links = defaultdict(list)
@@ -138,9 +142,11 @@ class NodeProcess:
             ranks, node = all_ranks(options), options.node_rank
             addresses = [self._master, *start.addresses[1:]]
             connect_links(self._secret, start.session, ranks, node, addresses, options, links)
-            accept_links(listener, start.session, ranks, node, options, links, self._check_stopped)
-        except BaseException:
+            accept_links(listener, start.session, ranks, node, options, links, lambda: self._check(link))
+        except BaseException as error:
             close_links(links)
+            if isinstance(error, UnreachableError):
+                link.send(encode(Refused(str(error))))
             raise
         finally:
             listener.close()
@@ -179,9 +185,11 @@ class NodeProcess:
             raise NodeLostError("it has sent something else than was expected")
         return None
 
-    def _check_stopped(self) -> None:
+    def _check(self, link: NodeLink) -> None:
+        """Raises ``NodeLostError`` after ``stop``, and where node 0 is lost."""
         if self._stopped.is_set():
             raise NodeLostError("stopped")
+        link.fetch()
 
 
 class _Relay:

@@ -61,6 +61,10 @@ Links = dict[int, list[PeerSocket]]
 """Connections to ranks of other nodes, by world rank."""
 
 
+class UnreachableError(OSError):
+    """Another node cannot be connected to. The message names it."""
+
+
 def model_digest(options: EngineOptions) -> str:
     """Identifies the contents of a checkpoint wherever it lies. Raises ``PenstockError`` where there is none."""
     return sampled_digest(Path(options.model) if options.model else demo.CHAT)
@@ -188,11 +192,10 @@ def gather_nodes(
             link.send(encode(StartRanks(session, options, addresses)), deadline=time.monotonic() + LINK_TIMEOUT)
         accept_links(listener, session, all_ranks(options), 0, options, links, lambda: _check_alive(joined))
         infos, nodes = all_ranks(options), []
+        started = _await_ranks(joined)
         for rank, (link, join) in sorted(joined.items()):
-            started = decode(link.receive(time.monotonic() + LINK_TIMEOUT))
-            if not isinstance(started, RanksStarted):
-                raise NodeLostError(started.reason if isinstance(started, Refused) else "it has not started its ranks")
-            nodes.append(RemoteNode(link, join, [info for info in infos if info.node == rank], started.pids))
+            pids = started[rank].pids
+            nodes.append(RemoteNode(link, join, [info for info in infos if info.node == rank], pids))
         logger.info("all %d nodes have joined: %s", options.nnodes, ", ".join(node.name for node in nodes))
         return nodes, links
     except BaseException as error:
@@ -243,6 +246,28 @@ def _await_nodes(
         except OSError as error:
             logger.warning("a node at %s has not joined: %s", link.host, error)
             link.close()
+
+
+def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksStarted]:
+    """Wait until all nodes have started their ranks. Raises ``OSError`` where one is lost, or cannot."""
+    started: dict[int, RanksStarted] = {}
+    deadline = time.monotonic() + LINK_TIMEOUT
+    while missing := [rank for rank in joined if rank not in started]:
+        for rank in missing:
+            link, join = joined[rank]
+            name = f"node {rank} ({join.host_name}, {link.host})"
+            try:
+                message = decode(link.receive(time.monotonic() + POLL))
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{name} has not started its ranks in time") from None
+                continue
+            except NodeLostError as error:
+                raise NodeLostError(f"{name}: {error}") from error
+            if not isinstance(message, RanksStarted):
+                raise NodeLostError(f"{name}: {message.reason if isinstance(message, Refused) else message}")
+            started[rank] = message
+    return started
 
 
 def _join(link: NodeLink) -> Join | None:
@@ -312,7 +337,7 @@ def accept_links(
     Args:
         check: raises where it is of no use to wait any more.
 
-    Raises ``TimeoutError``.
+    Raises ``UnreachableError``.
     """
     missing = {pair for pair in connections(ranks) if ranks[pair[0]].node == node}
     deadline = time.monotonic() + LINK_TIMEOUT
@@ -320,7 +345,7 @@ def accept_links(
         check()
         if time.monotonic() > deadline:
             hosts = sorted({ranks[higher].node for _, higher in missing})
-            raise TimeoutError(f"nodes {', '.join(map(str, hosts))} have not connected their ranks to node {node}")
+            raise UnreachableError(f"nodes {', '.join(map(str, hosts))} have not connected their ranks to node {node}")
         if not (link := listener.next(POLL)):
             continue
         try:
@@ -344,10 +369,15 @@ def connect_links(
     options: EngineOptions,
     links: Links,
 ) -> None:
-    """Connect this node's ranks to those of lower nodes. Raises ``OSError`` and ``SecretError``."""
+    """Connect this node's ranks to those of lower nodes. Raises ``OSError``."""
     for lower, higher in connections(ranks):
         if ranks[higher].node == node:
-            link = connect(addresses[ranks[lower].node], secret)
+            peer = ranks[lower].node
+            try:
+                link = connect(addresses[peer], secret)
+            except (OSError, SecretError) as error:
+                host, port = addresses[peer]
+                raise UnreachableError(f"node {peer} at {host}:{port} cannot be reached: {error}") from error
             link.send(encode(LinkRanks(session, lower, higher)), deadline=time.monotonic() + LINK_TIMEOUT)
             _add(links, higher, lower, link, options)
 
