@@ -30,6 +30,7 @@ from penstock.ray import Arguments, app
 
 BLOCKS = ("--num-gpu-blocks-override", "100")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
+LLM_APP = "ray.serve.llm:build_openai_app"
 PROMPTS = [f"The story of {i}:" for i in range(8)]
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of Canada?"}], "max_tokens": 20, "temperature": 0}
 
@@ -314,6 +315,33 @@ def test_a_replica_on_several_nodes(servers: Servers) -> None:
         assert [bits(complete(running.url, prompt=prompt)) for prompt in PROMPTS] == expected
 
 
+SMALL = {
+    "model_loading_config": {"model_id": "small", "model_source": str(demo.CHAT)},
+    "server_cls": "penstock.ray.llm:PenstockServer",
+    "engine_kwargs": {"num_gpu_blocks_override": 100},
+    "deployment_config": {"num_replicas": 1},
+}
+
+
+@pytest.mark.thorough
+def test_direct_streaming_of_ray_serve_llm(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests reach the replica's own application, which has all dialects."""
+    pytest.importorskip("ray.serve.llm", exc_type=ImportError)
+    monkeypatch.setenv("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING", "1")
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    served = servers.get(*BLOCKS)
+    path = "/v1/models"
+    with RayCluster(4) as cluster, cluster.serve({"llm_configs": [SMALL]}, LLM_APP, path) as running:
+        for prompt in PROMPTS:
+            assert bits(complete(running.url, prompt=prompt)) == bits(complete(served.root, prompt=prompt))
+            assert text_of(running.url, prompt) == text_of(served.root, prompt)
+        answers = [
+            httpx.post(f"{root}/v1/messages", json={**CHAT, "model": model}).json()["content"]
+            for root, model in ((served.root, "default"), (running.url, "small"))
+        ]
+        assert answers[0] == answers[1]
+
+
 @pytest.mark.thorough
 def test_an_engine_of_ray_serve_llm(servers: Servers) -> None:
     """Ray Serve LLM takes its request classes from vLLM or SGLang, and its own OpenAI application answers only where
@@ -322,15 +350,9 @@ def test_an_engine_of_ray_serve_llm(servers: Servers) -> None:
     if tuple(map(int, fastapi.__version__.split(".")[:2])) >= (0, 137):
         pytest.skip("Ray Serve LLM's OpenAI application does not answer under this FastAPI")
     served = servers.get(*BLOCKS)
-    config = {
-        "model_loading_config": {"model_id": "small", "model_source": str(demo.CHAT)},
-        "server_cls": "penstock.ray.llm:PenstockServer",
-        "engine_kwargs": {"num_gpu_blocks_override": 100},
-        "deployment_config": {"num_replicas": 1},
-    }
     ingress = {"num_replicas": 1, "autoscaling_config": None}
-    args = {"llm_configs": [config], "ingress_deployment_config": ingress}
-    with RayCluster(4) as cluster, cluster.serve(args, "ray.serve.llm:build_openai_app", "/v1/models") as running:
+    args = {"llm_configs": [SMALL], "ingress_deployment_config": ingress}
+    with RayCluster(4) as cluster, cluster.serve(args, LLM_APP, "/v1/models") as running:
         for path, body in (
             ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
             ("/v1/completions", {"prompt": PROMPTS[1], "temperature": 1, "seed": 3, "logprobs": 3}),
