@@ -206,6 +206,7 @@ ONE_VALUE: dict[str, Any] = {
 }
 REST: dict[str, Any] = {
     "max_waiting_time": -1,
+    "ips": "127.0.0.1",
     "tokenizer": str(demo.CHAT),
     "reasoning_parser": "ernie-x1",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},

@@ -58,8 +58,8 @@ class RayExecutor(MultiprocExecutor):
     """A worker process for each rank, on the nodes of the Ray cluster that this machine is part of.
 
     A placement group (that of ``PLACEMENT_GROUP``, or one made here) has a bundle for each rank, the first one on this
-    machine. Ranks whose bundles are on the same
-    node share its memory; where nodes have different numbers of them, they do so in groups of equal size.
+    machine. Ranks whose bundles are on the same node share its memory; where nodes have different numbers of them, they
+    do so in groups of equal size.
 
     Raises ``PenstockError``: ``unavailable`` where there is no cluster, or no room for the bundles within
     ``node_timeout``; else as ``MultiprocExecutor``.
