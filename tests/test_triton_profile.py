@@ -146,7 +146,7 @@ def test_a_repository_becomes_settings(
         ({"enable_chunked_context": "maybe"}, "enable_chunked_context: 'maybe' is wrong"),
         ({"decoding_mode": "medusa"}, "decoding_mode: 'medusa' is wrong"),
         ({"medusa_choices": "[0]"}, "medusa_choices: '[0]' is wrong"),
-        ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: '0,1' is wrong"),
+        ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: '0,1' has 2 devices for each instance"),
         ({"max_queue_delay_microseconds": "${other}"}, "${other} is not filled"),
         ({"triton_max_batch_size": "many"}, "is not a model configuration"),
     ],

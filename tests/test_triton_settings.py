@@ -169,6 +169,7 @@ def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], reposit
         ("tensorrt_llm", "kv_cache_host_memory_bytes", str(2**31), "swap_space", 2.0),
         ("tensorrt_llm", "exclude_input_in_output", "true", "exclude_input_in_output", True),
         ("tensorrt_llm", "max_beam_width", "4", "max_beam_width", 4),
+        ("tensorrt_llm", "gpu_device_ids", "0;1;2", "data_parallel_size", 3),
         ("tensorrt_llm", "decoding_mode", "lookahead", "speculative_config", '{"method": "ngram"}'),
         ("tensorrt_llm_bls", "accumulate_tokens", "true", "accumulate_tokens", True),
     ],
@@ -193,7 +194,8 @@ def test_a_name_means(
 @pytest.mark.parametrize(
     ("model", "key", "good", "wrong", "words"),
     [
-        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "--device selects the device"),
+        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices for each instance, and the engine is for 1"),
+        ("tensorrt_llm", "gpu_device_ids", "0;1", "0;2", "CUDA_VISIBLE_DEVICES says which these are"),
         ("tensorrt_llm", "decoding_mode", "top_k_top_p", "medusa", "each request selects its decoding"),
         ("tensorrt_llm", "normalize_log_probs", "true", "false", "possible is true"),
         ("tensorrt_llm", "max_attention_window_size", "", "512", "a model's attention is its own"),

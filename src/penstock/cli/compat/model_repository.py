@@ -16,7 +16,7 @@ from penstock.config.settings import did_you_mean, settings
 from penstock.core.errors import invalid
 
 from .engine_folder import settings_of
-from .repository_parameters import PARAMETERS, Flags
+from .repository_parameters import PARAMETERS, Flags, device_groups
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,13 @@ def _settings(files: list[File]) -> dict[str, Any]:
     built = settings_of(Path(engine))
     if "model" not in built:
         built["model"] = _checkpoint(Path(engine), tokenizer)
+    ranks = built.get("tensor_parallel_size", 1) * built.get("pipeline_parallel_size", 1)
+    for file in files:
+        if (text := file.text("gpu_device_ids")) and (count := len(device_groups(text)[0])) != ranks:
+            words = (
+                f"{text!r} has {count} devices for each instance, and the engine is for {ranks} (tp_size times pp_size)"
+            )
+            raise invalid(f"{file.path}: gpu_device_ids", words, ranks)
     return built | result.flags
 
 

@@ -51,6 +51,21 @@ def _blocks(text: str) -> int:
     return max(int(text) // BLOCK, 1)
 
 
+def device_groups(text: str) -> list[list[int]]:
+    """``gpu_device_ids``: the devices of each instance, as ``0,1;2,3``. Raises ``ValueError``."""
+    groups = [[int(number) for number in group.split(",")] for group in text.split(";")]
+    devices = [device for group in groups for device in group]
+    if devices != list(range(len(devices))):
+        raise ValueError("devices are numbered from 0 on; CUDA_VISIBLE_DEVICES says which these are")
+    if any(len(group) != len(groups[0]) for group in groups):
+        raise ValueError("all instances must have the same number of devices")
+    return groups
+
+
+def _instances(text: str) -> Flags:
+    return {"data_parallel_size": count} if (count := len(device_groups(text))) > 1 else {}
+
+
 def _decoding(text: str) -> Flags:
     if text.lower() == "lookahead":  # the nearest: n-grams of the text so far, which need no model either
         return {"speculative_config": json.dumps({"method": "ngram"})}
@@ -96,7 +111,7 @@ PARAMETERS: Mapping[str, Mapping[str, ParameterTranslation]] = {
         "eagle_choices": must_be((), "EAGLE is not supported; see --speculative-config"),
         "max_attention_window_size": must_be((), "a model's attention is its own"),
         "sink_token_length": must_be(("0",), "a model's attention is its own"),
-        "gpu_device_ids": must_be(("0",), "--device selects the device"),
+        "gpu_device_ids": ParameterTranslation(_instances),
         "kv_cache_host_memory_bytes": setting("swap_space", lambda text: int(text) / GIB),
         "normalize_log_probs": must_be(("true",), "logprobs are always normalized"),
         **dict.fromkeys(
