@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,22 +18,23 @@ from uuid import uuid4
 
 import httpx
 import yaml
-from serving import free_ports, processes
+from serving import Logged, free_ports, processes
 
 SERVE = "from ray.serve.scripts import cli; cli()"
 TO_START = 120.0
 
 
-class RayCommand:
+class RayCommand(Logged):
     """A command, what it and its processes write, and nothing left of it at the end.
 
     Args:
         url: where its application is served.
     """
 
+    patience = TO_START
+
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str = "") -> None:
         self.url = url
-        self.lines: list[str] = []
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -44,9 +43,8 @@ class RayCommand:
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        self._more = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        assert self.process.stdout
+        super().__init__(self.process.stdout)
 
     def __enter__(self) -> Self:
         return self
@@ -55,18 +53,6 @@ class RayCommand:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def find(self, pattern: str, after: int = 0, limit: float = TO_START) -> re.Match[str]:
-        """Wait until a line has ``pattern``, from line ``after`` on."""
-        deadline = time.monotonic() + limit
-        with self._more:
-            while True:
-                for line in self.lines[after:]:
-                    if found := re.search(pattern, line):
-                        return found
-                after = max(after, len(self.lines))
-                if not self._reader.is_alive() or not self._more.wait(max(0.0, deadline - time.monotonic())):
-                    raise AssertionError("\n".join([f"no line has {pattern!r}:", *self.lines[-80:]]))
 
     def wait_ready(self, path: str) -> None:
         """Wait until its application is served, of which ``serve run`` says nothing where it has a file."""
@@ -80,7 +66,7 @@ class RayCommand:
 
     def close(self) -> None:
         """Interrupt it as Ctrl-C does, and kill what is left after a while."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
         self.process.stdin.close()
         self.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 60
@@ -90,17 +76,7 @@ class RayCommand:
         for pid in processes(self.process.pid):
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        self._reader.join(10)
-        self.process.stdout.close()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            with self._more:
-                self.lines.append(line.decode(errors="backslashreplace").rstrip("\n"))
-                self._more.notify_all()
-        with self._more:
-            self._more.notify_all()
+        self.close_log()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 READY = r"ready: (.+) at (http[^\s\"]+)"
 SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
@@ -31,7 +31,47 @@ MODULES = {
 }
 
 
-class Served:
+class Logged:
+    """A process whose log is read, line by line, while it runs."""
+
+    patience = 60.0
+    """Seconds that ``find`` waits where nothing else is said."""
+
+    def __init__(self, log: IO[bytes]) -> None:
+        self.lines: list[str] = []
+        """What all its processes have written there."""
+        self._log = log
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def find(self, pattern: str, after: int = 0, limit: float | None = None) -> re.Match[str]:
+        """Wait until a line of the log has ``pattern``, from line ``after`` on."""
+        deadline = time.monotonic() + (self.patience if limit is None else limit)
+        with self._more:
+            while True:
+                for line in self.lines[after:]:
+                    if found := re.search(pattern, line):
+                        return found
+                after = max(after, len(self.lines))
+                if not self._reader.is_alive() or not self._more.wait(max(0.0, deadline - time.monotonic())):
+                    raise AssertionError("\n".join([f"no line has {pattern!r}:", *self.lines[-80:]]))
+
+    def close_log(self) -> None:
+        """After the process has ended."""
+        self._reader.join(10)
+        self._log.close()
+
+    def _read(self) -> None:
+        for line in self._log:
+            with self._more:
+                self.lines.append(line.decode(errors="backslashreplace").rstrip("\n"))
+                self._more.notify_all()
+        with self._more:
+            self._more.notify_all()
+
+
+class Served(Logged):
     """A server on a free port. Leaving stops it with SIGTERM: then its status is 0 and no process is left of it.
 
     Args:
@@ -49,11 +89,8 @@ class Served:
         )
         self.pid = self._process.pid
         """The supervisor's."""
-        self.lines: list[str] = []
-        """What all its processes have written to standard error."""
-        self._more = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        assert self._process.stderr is not None
+        super().__init__(self._process.stderr)
 
     def __enter__(self) -> Self:
         try:
@@ -111,18 +148,6 @@ class Served:
                     found[MODULES[word]].append(pid)
         return found
 
-    def find(self, pattern: str, after: int = 0, limit: float = 60.0) -> re.Match[str]:
-        """Wait until a line of the log has ``pattern``, from line ``after`` on."""
-        deadline = time.monotonic() + limit
-        with self._more:
-            while True:
-                for line in self.lines[after:]:
-                    if found := re.search(pattern, line):
-                        return found
-                after = max(after, len(self.lines))
-                if not self._reader.is_alive() or not self._more.wait(max(0.0, deadline - time.monotonic())):
-                    raise AssertionError("\n".join([f"no line has {pattern!r}:", *self.lines[-50:]]))
-
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
@@ -140,18 +165,7 @@ class Served:
         for pid in processes(self.pid):
             os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        self._reader.join(10)
-        if self._process.stderr:
-            self._process.stderr.close()
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            with self._more:
-                self.lines.append(line.decode(errors="backslashreplace").rstrip("\n"))
-                self._more.notify_all()
-        with self._more:
-            self._more.notify_all()
+        self.close_log()
 
 
 class Servers:

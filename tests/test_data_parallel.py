@@ -99,8 +99,10 @@ def test_answers_are_those_of_one_engine(served: Served) -> None:
 
 
 def test_a_request_goes_where_its_prefix_is_cached(served: Served) -> None:
-    """Prompts are spread over both engines by what they compute; then each is found again."""
-    with ThreadPoolExecutor(len(STORIES)) as threads:
+    """Prompts are spread over both engines by what they compute; then each is found again, also beside a request of
+    many sequences."""
+    with ThreadPoolExecutor(len(STORIES) + 1) as threads:
+        threads.submit(complete, served, prompt="One two three", n=8, max_tokens=300, ignore_eos=True)
         list(threads.map(lambda story: complete(served, prompt=story), STORIES))
     for story in STORIES:
         usage = complete(served, prompt=story + "It ends")["usage"]

@@ -227,6 +227,52 @@ def test_a_start_that_fails_leaves_no_worker(checkpoint: Path) -> None:
     assert not workers_of(os.getpid())
 
 
+def test_workers_outlive_the_process_that_has_forked_them(checkpoint: Path) -> None:
+    """Another one forks the next ones."""
+    with closing(start(checkpoint)) as engine:
+        worker = worker_of(os.getpid())
+        parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        assert Path(f"/proc/{parent}/comm").read_text() == "penstock-forks\n"
+        os.kill(parent, signal.SIGKILL)
+        engine.add(request("a"))
+        assert run(engine)[-1].finished is FinishReason.LENGTH
+        with closing(start(checkpoint)) as other:
+            other.add(request("b"))
+            assert run(other)[-1].finished is FinishReason.LENGTH
+        engine.add(request("c"))
+        engine.step()
+        os.kill(worker, signal.SIGKILL)
+        (*_, last) = run(engine)
+        assert last.failure and "ended: in a way that is not known" in last.failure.message
+
+
+def test_a_start_that_is_interrupted_leaves_no_worker(checkpoint: Path) -> None:
+    """By Ctrl-C, while the process that forks workers is being started."""
+    code = textwrap.dedent("""
+        import os, signal, subprocess, sys, threading
+        import msgspec
+        from penstock.config.options import EngineOptions
+        from penstock.engine.engine import Engine
+        sys.path.insert(0, sys.argv[2])
+        from serving import descendants, workers_of
+        options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
+        def interrupt():
+            while not descendants(os.getpid()):
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            Engine(options)
+        except KeyboardInterrupt:
+            print(len(workers_of(os.getpid())))
+        engine = Engine(options)
+        print(len(workers_of(os.getpid())))
+        """)
+    arguments = [msgspec.json.encode(options(checkpoint)), str(Path(__file__).parent)]
+    ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert ran.stdout.split() == ["0", "1"], ran.stderr
+
+
 def test_a_worker_that_dies_while_it_reads_an_adapter_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
     config = tmp_path / "adapter_config.json"
     os.mkfifo(config)

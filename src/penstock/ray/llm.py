@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import copy
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -63,6 +63,42 @@ def configuration_from(config: LLMConfig) -> Configuration:
     return configuration_of(given)
 
 
+def _posted(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+    """A method of the engine that posts its request to ``path`` of the server's application: it yields the events of a
+    stream as text, or one ``kind`` or ``ErrorResponse``."""
+
+    async def method(self: PenstockEngine, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        fields = request.model_dump(mode="json", exclude_unset=True)
+        given = raw_request_info.headers if raw_request_info else {}
+        headers = {name: value for name, value in given.items() if name.lower() in SENT_AGAIN}
+        headers["content-type"] = "application/json"
+        if request_id := fields.pop("request_id", None):
+            headers["x-request-id"] = str(request_id)
+        body = msgspec.json.encode(fields)
+        status, received = 0, b""
+        decode = codecs.getincrementaldecoder("utf-8")().decode
+        async with aclosing(post(self.replica.app, path, body, headers)) as parts:
+            async for part in parts:
+                if isinstance(part, int):
+                    status = part
+                elif status == 200 and fields.get("stream"):
+                    yield decode(part)
+                else:
+                    received += part
+        if not received:
+            return
+        answer = msgspec.json.decode(received)
+        if status == 200:
+            if kind is DetokenizeResponse:
+                answer["text"] = answer["prompt"]  # as SGLang calls it
+            yield kind.model_validate(answer)
+        else:
+            error = answer.get("error", {})
+            yield _error(status, error.get("message", ""), error.get("type", ""), error.get("param"))
+
+    return method
+
+
 class PenstockEngine(LLMEngine):  # type: ignore[misc]
     """Ray Serve LLM's calls, answered by the server's own functions over a ``Replica``."""
 
@@ -89,29 +125,12 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
         app.mount("/", self.replica.app)
         return app
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        async for part in self._answer("/v1/chat/completions", request, raw_request_info, ChatCompletionResponse):
-            yield part
-
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        async for part in self._answer("/v1/completions", request, raw_request_info, CompletionResponse):
-            yield part
-
-    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        async for part in self._answer("/v1/embeddings", request, raw_request_info, EmbeddingResponse):
-            yield part
-
-    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        async for part in self._answer("/v1/score", request, raw_request_info, ScoreResponse):
-            yield part
-
-    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        async for part in self._answer("/tokenize", request, raw_request_info, TokenizeResponse):
-            yield part
-
-    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        async for part in self._answer("/detokenize", request, raw_request_info, DetokenizeResponse):
-            yield part
+    chat = _posted("/v1/chat/completions", ChatCompletionResponse)
+    completions = _posted("/v1/completions", CompletionResponse)
+    embeddings = _posted("/v1/embeddings", EmbeddingResponse)
+    score = _posted("/v1/score", ScoreResponse)
+    tokenize = _posted("/tokenize", TokenizeResponse)
+    detokenize = _posted("/detokenize", DetokenizeResponse)
 
     async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         yield _error(501, NO_TRANSCRIPTIONS, "not_implemented_error")
@@ -145,36 +164,6 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
 
     async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         _refuse("collective_rpc")
-
-    async def _answer(self, path: str, request: Any, info: Any, kind: Any) -> AsyncGenerator[Any, None]:
-        """POST a request to the server's application: yields the events of a stream as text, or one ``kind`` or
-        ``ErrorResponse``."""
-        fields = request.model_dump(mode="json", exclude_unset=True)
-        headers = {name: value for name, value in (info.headers if info else {}).items() if name.lower() in SENT_AGAIN}
-        headers["content-type"] = "application/json"
-        if request_id := fields.pop("request_id", None):
-            headers["x-request-id"] = str(request_id)
-        body = msgspec.json.encode(fields)
-        status, received = 0, b""
-        decode = codecs.getincrementaldecoder("utf-8")().decode
-        async with aclosing(post(self.replica.app, path, body, headers)) as parts:
-            async for part in parts:
-                if isinstance(part, int):
-                    status = part
-                elif status == 200 and fields.get("stream"):
-                    yield decode(part)
-                else:
-                    received += part
-        if not received:
-            return
-        answer = msgspec.json.decode(received)
-        if status == 200:
-            if kind is DetokenizeResponse:
-                answer["text"] = answer["prompt"]  # as SGLang calls it
-            yield kind.model_validate(answer)
-        else:
-            error = answer.get("error", {})
-            yield _error(status, error.get("message", ""), error.get("type", ""), error.get("param"))
 
 
 class PenstockServer(LLMServer):  # type: ignore[misc] # whose types mypy does not read

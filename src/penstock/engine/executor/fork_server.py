@@ -35,6 +35,8 @@ from ..exit_status import exit_reason
 from ..lean_torch import import_torch
 from .messages import Start
 
+FORK_TIMEOUT = 300.0
+"""Seconds that the fork server has to import PyTorch, perhaps from a slow disk, and to fork."""
 EXIT_TIMEOUT = 5.0
 """Seconds after a worker's end within which the fork server reports how it ended."""
 SERVER_NAME = "penstock-forks"
@@ -110,6 +112,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(FORK_TIMEOUT)
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
@@ -124,24 +127,31 @@ class ForkServer:
         Args:
             descriptors: file descriptors that ``start`` names.
 
-        Raises ``PenstockError`` where the fork server has ended, and ``OSError`` where descriptors run out.
+        Raises ``PenstockError`` where the fork server has ended or does not answer, and ``OSError`` where descriptors
+        run out.
         """
         with self._lock:
             self._count += 1
-            message = _Fork(self._count, start, descriptors, sorted(os.sched_getaffinity(0)))
+            number = self._count
+            message = _Fork(number, start, descriptors, sorted(os.sched_getaffinity(0)))
             try:
                 socket.send_fds(self._socket, [_encoder.encode(message)], [1, 2, *descriptors])
             except (BrokenPipeError, ConnectionResetError):
                 raise self._ended() from None
-            while True:
-                reply, pidfds = self._receive()
-                if isinstance(reply, _Forked):
-                    if not pidfds:  # this process has no descriptor left for it
-                        os.kill(reply.pid, signal.SIGKILL)
-                        while reply.number not in self._statuses:
-                            self._receive()
-                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                    return ForkedProcess(self, reply.number, reply.pid, pidfds[0])
+            try:
+                pid, pidfds = self._await_fork(number)
+            except KeyboardInterrupt:  # nobody would have the worker
+                pid, pidfds = self._await_fork(number)
+                self._discard(number, pid, pidfds)
+                raise
+            if not pidfds:  # this process has no descriptor left for it
+                self._discard(number, pid, pidfds)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return ForkedProcess(self, number, pid, pidfds[0])
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
     def take_exit_status(self, number: int) -> int | None:
         """Exit status of the process ``number``, which has ended, once. None where it cannot be known."""
@@ -152,11 +162,37 @@ class ForkServer:
                 self._receive()
         return self._statuses.pop(number, None)
 
+    def _await_fork(self, number: int) -> tuple[int, list[int]]:
+        """Process id and ``pidfd`` of the worker ``number``."""
+        while True:
+            reply, pidfds = self._receive()
+            if isinstance(reply, _Forked):
+                if reply.number == number:
+                    return reply.pid, pidfds
+                self._discard(reply.number, reply.pid, pidfds)  # of a fork whose interruption was interrupted
+
+    def _discard(self, number: int, pid: int, pidfds: list[int]) -> None:
+        """End a worker that nobody will have."""
+        with contextlib.suppress(ProcessLookupError):
+            if pidfds:
+                signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+            elif number not in self._statuses:
+                os.kill(pid, signal.SIGKILL)
+        for pidfd in pidfds:
+            os.close(pidfd)
+        while number not in self._statuses:
+            self._receive()
+        del self._statuses[number]
+
     def _receive(self) -> tuple[_Forked | _Exited, list[int]]:
         try:
             message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             message = b""
+        except TimeoutError:
+            self._process.kill()
+            words = f"the process that forks workers has not answered in {FORK_TIMEOUT:g} seconds and was killed"
+            raise PenstockError(Code.UNAVAILABLE, words) from None
         if not message:
             raise self._ended()
         reply = _reply.decode(message)
@@ -186,16 +222,10 @@ def fork_worker(start: Start, descriptors: list[int]) -> ForkedProcess:
     global _shared
     with _sharing:
         started_in = os.getpid(), dict(os.environ), os.getcwd()
-        if _shared is None or _shared[0] != started_in:
+        if _shared is None or _shared[0] != started_in or not _shared[1].running:
             _shared = started_in, ForkServer()
         server = _shared[1]
-    try:
-        return server.fork(start, descriptors)
-    except PenstockError:
-        with _sharing:
-            if _shared and _shared[1] is server:
-                _shared = None
-        raise
+    return server.fork(start, descriptors)
 
 
 # --- The fork server's own process ----------------------------------------------------------------------------------
@@ -286,4 +316,5 @@ def _run_worker(message: _Fork) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # that process has ended
+        main()

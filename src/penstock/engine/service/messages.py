@@ -131,6 +131,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Sequences that are running."""
     waiting: int = 0
     """Sequences in the queue."""
+    requests_of_others: int = 0
+    """Open requests of other clients than the one that this is sent to."""
     blocks: int = 0
     """KV blocks on the device."""
     blocks_used: int = 0

@@ -266,8 +266,7 @@ class EnginePool:
         self._on_deltas(passed_on)
 
     def _on_replica_stats(self, replica: int, stats: messages.Stats) -> None:
-        own = sum(entry.replica == replica for entry in self._open.values())
-        self._num_other_requests[replica] = max(0, stats.running + stats.waiting - own)
+        self._num_other_requests[replica] = stats.requests_of_others
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
         """Engines that are not there will have the same when they come."""

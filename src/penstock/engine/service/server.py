@@ -266,7 +266,7 @@ class EngineServer:
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
             case messages.KeepAlive():
-                self._socket.send_multipart((client, messages.encode(self._stats())))
+                self._socket.send_multipart((client, messages.encode(self._stats(client))))
 
     def _answer_finished_loads(self) -> None:
         """Send the results of finished loads, after all clients were sent the new adapters."""
@@ -321,7 +321,7 @@ class EngineServer:
                 if _split_internal_id(request_id)[0] == client:
                     self._send(self._engine.scheduler.abort(request_id, CLIENT_SILENT))
 
-    def _stats(self) -> messages.Stats:
+    def _stats(self, client: bytes) -> messages.Stats:
         scheduler = self._engine.scheduler
         draft_counts = asdict(scheduler.speculation.stats) if scheduler.speculation else {}
         items = self._engine.last_plan.scheduled if scheduler.running else []
@@ -329,6 +329,7 @@ class EngineServer:
         return messages.Stats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
+            requests_of_others=sum(_split_internal_id(name)[0] != client for name in scheduler.request_ids()),
             blocks=scheduler.device_pool.total,
             blocks_used=scheduler.device_pool.num_used,
             preemptions=scheduler.num_preemptions,
