@@ -7,7 +7,8 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import executors
@@ -40,6 +41,30 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # so that collections need not visit what transformers and pytest have made
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
+    with _environment_unchanged():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    with _environment_unchanged():
+        return (yield)
+
+
+@contextmanager
+def _environment_unchanged() -> Iterator[None]:
+    """Without the variable that pytest sets anew for each test: a fork server serves an environment, and importing
+    PyTorch for each test takes a second."""
+    current = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    try:
+        yield
+    finally:
+        if current is not None:
+            os.environ["PYTEST_CURRENT_TEST"] = current
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -131,10 +131,11 @@ def test_help_loads_no_torch_and_names_units() -> None:
     ("module", "absent"),
     [
         ("penstock.serve.process.api_server", "torch"),
-        ("penstock.serve.process.supervisor", "torch fastapi uvicorn"),
-        ("penstock.cli.main", "torch fastapi huggingface_hub asyncio"),
-        ("penstock.engine.service.server", "fastapi starlette uvicorn prometheus_client huggingface_hub tokenizers"),
-        ("penstock.engine.engine", "fastapi starlette uvicorn prometheus_client tokenizers"),
+        ("penstock.serve.process.supervisor", "torch starlette uvicorn"),
+        ("penstock.cli.main", "torch starlette huggingface_hub asyncio"),
+        ("penstock.engine.executor.node_process", "torch starlette uvicorn"),
+        ("penstock.engine.service.server", "starlette uvicorn prometheus_client huggingface_hub tokenizers"),
+        ("penstock.engine.engine", "starlette uvicorn prometheus_client tokenizers"),
     ],
 )
 def test_a_process_loads_only_what_it_needs(module: str, absent: str) -> None:

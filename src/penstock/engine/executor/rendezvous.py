@@ -20,9 +20,9 @@ from penstock import demo
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.models.weights.safetensors import sampled_digest
 from penstock.version import __version__
 
+from .checkpoint_digest import sampled_digest
 from .cluster_secret import read_secret
 from .layout import RankInfo, connections, ranks_of
 from .messages import PeerSocket
