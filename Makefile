@@ -79,7 +79,7 @@ train: .venv/tools
 .venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
-	$(PIP) 'nanobind>=2.4' 'scikit-build-core>=0.11' $$(for tool in cmake ninja; do command -v $$tool >/dev/null || echo $$tool; done)
+	$(PIP) 'nanobind>=2.4' 'scikit-build-core>=1.0' $$(for tool in cmake ninja; do command -v $$tool >/dev/null || echo $$tool; done)
 	PENSTOCK_SETS=$${PENSTOCK_SETS:-native} $(PIP) --no-build-isolation --editable .
 	@$(BIN)/python -c 'import penstock.ops._kernels' || echo 'penstock has no CPU kernels: is there a C++ compiler (apt install g++)?'
 	touch $@

@@ -242,7 +242,7 @@ def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
             await first(stream)
             stopped = time.monotonic()
             os.kill(llm.ready.pid, signal.SIGSTOP)
-            while llm.gateway.engine_client.stats.heartbeat_age < 3:
+            while llm.gateway.engine_pool.stats.heartbeat_age < 3:
                 await asyncio.sleep(0.1)
             with pytest.raises(PenstockError, match="has not answered for") as refused:
                 await last(llm.chat(STORY, LONG))
@@ -251,7 +251,7 @@ def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
             assert time.monotonic() - stopped < 50  # the default is a minute
             assert output.outputs[0].failure is not None
             assert output.outputs[0].failure.retryable
-            assert (await llm.gateway.engine_client.ready()).pid != llm.ready.pid
+            assert (await llm.gateway.engine_pool.ready()).pid != llm.ready.pid
             answered = await last(llm.chat(STORY, SamplingParams(temperature=0, max_tokens=5)))
             assert len(answered.outputs[0].token_ids) == 5
 

@@ -163,7 +163,7 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
 
             async def replicas(count: int) -> None:
                 for gateway in gateways:
-                    while sum(one.blocks > 0 for one in gateway.engine_client.stats.replicas) != count:
+                    while sum(one.blocks > 0 for one in gateway.engine_pool.stats.replicas) != count:
                         await asyncio.sleep(0.02)
 
             await replicas(2)
@@ -174,7 +174,7 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
             await replicas(2)
             asked = [gateways[i % 2].generate(prompt, params, adapter="other") for i, prompt in enumerate(prompts)]
             token_ids = await asyncio.gather(*map(last, asked))
-            assert [list(gateway.engine_client.adapters) for gateway in gateways] == [["other"]] * 2
+            assert [list(gateway.engine_pool.adapters) for gateway in gateways] == [["other"]] * 2
             await gateways[1].close()
             return token_ids
 

@@ -51,7 +51,7 @@ class AsyncLLM:
         self._gateway = Gateway(self._process.addresses, self._input_processor, self.options.data_parallel_request_cost)
         self._watch.add_done_callback(self._on_watch_end)
         try:
-            await self._gateway.engine_client.ready()
+            await self._gateway.engine_pool.ready()
         except BaseException:
             await self.close()
             raise
@@ -82,11 +82,11 @@ class AsyncLLM:
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
         """As ``LLM.load_lora_adapter``, while requests are served."""
-        await self.gateway.engine_client.load_adapter(lora_name, str(lora_path))
+        await self.gateway.engine_pool.load_adapter(lora_name, str(lora_path))
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
         """As ``LLM.unload_lora_adapter``; requests that have begun with it go on."""
-        await self.gateway.engine_client.unload_adapter(lora_name)
+        await self.gateway.engine_pool.unload_adapter(lora_name)
 
     async def generate(
         self,
@@ -139,4 +139,4 @@ class AsyncLLM:
 
     def _on_watch_end(self, watch: asyncio.Task[None]) -> None:
         if not self._process or not self._process.closing:
-            self.gateway.engine_client.stop_serving(ENGINE_GONE)
+            self.gateway.engine_pool.stop_serving(ENGINE_GONE)

@@ -47,7 +47,7 @@ class Gateway:
     def __init__(self, addresses: Sequence[str], input_processor: InputProcessor, request_cost: int = 0) -> None:
         self.input_processor = input_processor
         vocabulary = input_processor.vocabulary
-        self.engine_client = EnginePool(
+        self.engine_pool = EnginePool(
             addresses, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel, request_cost
         )
         self.fair_queue = FairQueue()
@@ -62,7 +62,7 @@ class Gateway:
 
     async def close(self) -> None:
         self._template_renderer.close()
-        await self.engine_client.close()
+        await self.engine_pool.close()
         self._threads.shutdown(wait=False)
         self.input_processor.tokenizer.close()
 
@@ -100,7 +100,7 @@ class Gateway:
 
         Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
         """
-        if len(messages) > (maximum := self.engine_client.require_engine().max_model_len):
+        if len(messages) > (maximum := self.engine_pool.require_engine().max_model_len):
             raise too_long(
                 "messages", f"{len(messages)} of them are more than {maximum} tokens hold", len(messages), maximum
             )
@@ -164,13 +164,13 @@ class Gateway:
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
         request = msgspec.structs.replace(processor.request, deadline=deadline, external_id=external_id)
-        inbox = self._open[name] = DeltaQueue(partial(self.engine_client.pause, name))
+        inbox = self._open[name] = DeltaQueue(partial(self.engine_pool.pause, name))
         self._outputs[name] = output
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._on_deadline, name)
         try:
-            self.engine_client.add(request)
+            self.engine_pool.add(request)
             while not output.finished:
                 await inbox.wait()
                 if inbox.size > MAX_INLINE_TOKENS:
@@ -180,7 +180,7 @@ class Gateway:
                     if isinstance(delta, Failure):
                         processor.fail(delta)
                     elif processor.add(delta) is not None:
-                        self.engine_client.finish_sequence(name, delta.sequence)
+                        self.engine_pool.finish_sequence(name, delta.sequence)
                     changed = changed or not _is_prompt_logprobs_part(delta)
                 if changed:
                     yield output
@@ -188,7 +188,7 @@ class Gateway:
             if timer:
                 timer.cancel()
             del self._open[name], self._outputs[name]
-            self.engine_client.release(name, cancel=not output.finished)
+            self.engine_pool.release(name, cancel=not output.finished)
 
     def running(self) -> dict[str, int]:
         """Open requests: request id → number of tokens generated."""
@@ -205,7 +205,7 @@ class Gateway:
 
     def _check_length(self, prompt: Prompt) -> None:
         """Refuse a text that cannot fit the context, by its length alone, before it is encoded."""
-        engine = self.engine_client.require_engine()
+        engine = self.engine_pool.require_engine()
         maximum = engine.max_model_len
         if isinstance(prompt, str) and (minimum := len(prompt) // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
             message = f"has {len(prompt)} characters, far more than {maximum} tokens can hold"
@@ -224,18 +224,18 @@ class Gateway:
     def _on_deadline(self, name: str) -> None:
         """Fail a request at its deadline. The engine does so, too, but not while it computes a step or hangs."""
         if (inbox := self._open.get(name)) is not None:
-            self.engine_client.abort(name)
+            self.engine_pool.abort(name)
             inbox.put(DEADLINE_PASSED)
 
     def _on_cancel(self, request_ids: list[str]) -> None:
         cancelled = frozenset(request_ids)
         for name in [name for name, output in self._outputs.items() if output.request_id in cancelled]:
-            self.engine_client.abort(name)
+            self.engine_pool.abort(name)
             self._open[name].put(CANCELLED)
 
     def _on_engine_lost(self, failure: Failure, lost: Collection[str]) -> None:
         for name in lost:
-            self.engine_client.abort(name)
+            self.engine_pool.abort(name)
             self._open[name].put(failure)
 
 

@@ -57,7 +57,7 @@ class Group(Protocol):
         """``[rows, shard.size]`` of each rank to ``[rows, shard.total]`` on every rank, which nobody may change.
 
         Args:
-            compute: returns this rank's share. It may be given where to write it.
+            compute: returns this rank's shard. It may be given where to write it.
             shard: this rank's.
         """
         ...
@@ -116,7 +116,7 @@ SINGLE_RANK = SingleRank()
 
 
 def shard_outputs(group: Group, total: int) -> Shard:
-    """A rank's share of a matrix's outputs, or of a vocabulary.
+    """A rank's shard of a matrix's outputs, or of a vocabulary.
 
     Raises ``PenstockError`` (``invalid``) where there are fewer than ranks.
     """
@@ -129,10 +129,10 @@ def shard_outputs(group: Group, total: int) -> Shard:
 
 
 def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard, Shard]:
-    """A rank's share of attention heads: queries, and the keys and values that they attend to. Where there are fewer
+    """A rank's shard of attention heads: queries, and the keys and values that they attend to. Where there are fewer
     of the latter than ranks, several ranks keep the same ones.
 
-    Raises ``PenstockError`` (``invalid``) where no such shares are equal.
+    Raises ``PenstockError`` (``invalid``) where no such shards are equal.
     """
     rank, size = group.rank, group.size
     if size <= num_kv_heads:

@@ -136,11 +136,11 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
         yield _error(501, NO_TRANSCRIPTIONS, "not_implemented_error")
 
     async def reset_prefix_cache(self) -> None:
-        await self.replica.gateway.engine_client.reset_prefix_cache()
+        await self.replica.gateway.engine_pool.reset_prefix_cache()
 
     async def resolve_lora(self, lora_model: Any) -> None:
         """Load an adapter that Ray Serve LLM has downloaded; requests name it by ``model_id``."""
-        client = self.replica.gateway.engine_client
+        client = self.replica.gateway.engine_pool
         if lora_model.model_id not in client.adapters:
             await client.load_adapter(lora_model.model_id, lora_model.local_path)
 

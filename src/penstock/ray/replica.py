@@ -87,7 +87,7 @@ class Replica:
 
     @property
     def autoscaling_stats(self) -> dict[str, float]:
-        return autoscaling_stats(self.gateway.engine_client.stats)
+        return autoscaling_stats(self.gateway.engine_pool.stats)
 
     def check(self) -> None:
         """Raises ``PenstockError`` where the engine has died too often: this replica serves nothing any more. While an

@@ -149,7 +149,7 @@ def _add_health_routes(routes: Routes, served_models: ServedModels) -> None:
     async def version(_: Request) -> Response:
         result: dict[str, Any] = {"version": __version__}
         for service in served_models:
-            if engine := service.gateway.engine_client.engine:
+            if engine := service.gateway.engine_pool.engine:
                 result |= {"kernels": engine.fingerprint, "batch_invariant": engine.batch_invariant}
         return JSONResponse(result)
 

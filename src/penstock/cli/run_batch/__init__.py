@@ -106,7 +106,7 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ModelServ
     watch = asyncio.create_task(process.watch())
     names = configuration.server.served_model_name or (model or DEMO,)
     try:
-        await gateway.engine_client.ready()
+        await gateway.engine_pool.ready()
         served_models = ServedModels(configuration.server, Metrics())
         yield served_models.add(ServedModel(names=names, configuration=configuration, kserve={}), gateway), watch
     finally:

@@ -94,7 +94,7 @@ class Work:
 
     async def _engine_restarted(self) -> bool:
         """Wait for the engine's restart; False where it is gone."""
-        ready = asyncio.ensure_future(self._service.gateway.engine_client.ready())
+        ready = asyncio.ensure_future(self._service.gateway.engine_pool.ready())
         await asyncio.wait({ready, self._watch}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return not self._watch.done()

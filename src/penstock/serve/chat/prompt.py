@@ -94,7 +94,7 @@ class ChatPrompt:
         if request.truncate_prompt_tokens is None:
             return prompt
         max_tokens = request.max_completion_tokens or request.max_tokens or 1
-        room = gateway.engine_client.require_engine().max_model_len - max_tokens
+        room = gateway.engine_pool.require_engine().max_model_len - max_tokens
         return prompt | {"prompt_token_ids": truncate(prompt["prompt_token_ids"], request, room)}
 
     def _template_variables(self, request: ChatRequest, unknown: UnknownFields) -> dict[str, Any]:

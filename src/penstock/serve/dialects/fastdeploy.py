@@ -50,7 +50,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         for service in served_models:
             running = service.gateway.running()
             names = list(running if request.abort_all else requested)
-            service.gateway.engine_client.cancel(names)
+            service.gateway.engine_pool.cancel(names)
             here = [name for name in names if name in running]
             running_ids.update(here)
             aborted += [{"request_id": requested.get(n, n), "output_token_count": running[n]} for n in here]

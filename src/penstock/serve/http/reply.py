@@ -23,7 +23,7 @@ CLIENT_DISCONNECTED = Failure(Code.CANCELLED, "the client disconnected")
 INTERNAL = Failure(Code.INTERNAL, "internal error; the server's log says more")
 
 
-class Admission(Protocol):
+class RequestLimiter(Protocol):
     """Counts and limits open requests."""
 
     def admit(self) -> AbstractContextManager[None]:
@@ -54,7 +54,7 @@ class Reply(Response):
     """
 
     def __init__(
-        self, service: Admission, pieces: AsyncGenerator[bytes, None], error_format: ErrorFormat, streamed: bool
+        self, service: RequestLimiter, pieces: AsyncGenerator[bytes, None], error_format: ErrorFormat, streamed: bool
     ) -> None:
         super().__init__()
         self._service = service
@@ -63,7 +63,7 @@ class Reply(Response):
         self._streamed = streamed
 
     @classmethod
-    def of(cls, service: Admission, handler: Handler, error_format: ErrorFormat, streamed: bool | None) -> Reply:
+    def of(cls, service: RequestLimiter, handler: Handler, error_format: ErrorFormat, streamed: bool | None) -> Reply:
         """The reply of a handler: a stream where the request has ``stream``."""
         return cls(service, handler.stream() if streamed else handler.full(), error_format, bool(streamed))
 

@@ -77,7 +77,7 @@ class ModelManager:
     def refuse(self, failure: Failure) -> None:
         """Fail open requests with ``failure`` and refuse new ones."""
         for gateway in self._gateways.values():
-            gateway.engine_client.stop_serving(failure)
+            gateway.engine_pool.stop_serving(failure)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -143,7 +143,7 @@ class ModelManager:
     async def _announce(self, gateway: Gateway, model: ServedModel) -> None:
         """Tell the supervisor once the engine is ready."""
         with contextlib.suppress(PenstockError):  # the engine exited before it was ready
-            await gateway.engine_client.ready()
+            await gateway.engine_pool.ready()
             if self._gateways.get(model.engine) is not gateway:
                 return
             if not model.required:
@@ -154,7 +154,7 @@ class ModelManager:
         """Wait for open requests, at most ``drain_timeout``, and fail those that are left."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.idle.wait(), model.configuration.engine.drain_timeout)
-        service.gateway.engine_client.stop_serving(UNLOADED)
+        service.gateway.engine_pool.stop_serving(UNLOADED)
         self._send(Drained(model.engine))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -69,9 +69,7 @@ class ServedModels:
         for service in self:
             if service.has(name):
                 return service
-        known = ", ".join(
-            each for service in self for each in [*service.names, *service.gateway.engine_client.adapters]
-        )
+        known = ", ".join(each for service in self for each in [*service.names, *service.gateway.engine_pool.adapters])
         model = next((model for model in self._models if name in model.names), None)
         if model is None:
             self.check()  # it may be an adapter of a model that is being loaded
@@ -95,7 +93,7 @@ class ServedModels:
         if not self._received or any(model.required and model.name not in self._services for model in self._models):
             raise PenstockError.of(STARTING)
         for service in self:
-            service.gateway.engine_client.require_engine()
+            service.gateway.engine_pool.require_engine()
 
     @property
     def num_open_requests(self) -> int:
@@ -107,7 +105,7 @@ class ServedModels:
         """By model: the last statistics of its engine, and its options."""
         serving = [(model, self._services[model.name]) for model in self._models if model.name in self._services]
         return {
-            model.name: (service.gateway.engine_client.stats, model.configuration.engine) for model, service in serving
+            model.name: (service.gateway.engine_pool.stats, model.configuration.engine) for model, service in serving
         }
 
     @property
@@ -118,7 +116,7 @@ class ServedModels:
         """
         if self.options.max_body_size:
             return self.options.max_body_size
-        engines = [service.gateway.engine_client for service in self]
+        engines = [service.gateway.engine_pool for service in self]
         lengths = [engine.engine.max_model_len for engine in engines if engine.engine]
         if not lengths:
             self.check()

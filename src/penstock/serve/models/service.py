@@ -59,7 +59,7 @@ class ModelService:
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is one of the model's names or of its LoRA adapters."""
-        return name in self.names or name in self.gateway.engine_client.adapters
+        return name in self.names or name in self.gateway.engine_pool.adapters
 
     def adapter_of(self, name: str | None) -> str:
         """The LoRA adapter that a request's ``model`` names; empty for the base model.
@@ -68,7 +68,7 @@ class ModelService:
         """
         if name is None or name in ANY_MODEL or name in self.names:
             return ""
-        adapters = self.gateway.engine_client.adapters
+        adapters = self.gateway.engine_pool.adapters
         if name not in adapters:
             known = ", ".join([*self.names, *adapters])
             raise PenstockError(Code.NOT_FOUND, f"the model {name!r} does not exist; available: {known}", "model")

@@ -44,7 +44,7 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
     created = datetime.fromtimestamp(served_models.created, UTC).isoformat().replace("+00:00", "Z")
 
     def info(service: ModelService, name: str) -> ModelInfo:
-        engine = service.gateway.engine_client.engine
+        engine = service.gateway.engine_pool.engine
         length = engine.max_model_len if engine else None
         return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=length, max_tokens=length)
 
@@ -52,7 +52,7 @@ def add_model_routes(routes: Routes, served_models: ServedModels) -> None:
         models = [
             info(service, name)
             for service in served_models
-            for name in [*service.names, *service.gateway.engine_client.adapters]
+            for name in [*service.names, *service.gateway.engine_pool.adapters]
         ]
         return _json(_page(models, raw_request.query_params))
 

@@ -33,7 +33,7 @@ def read(fields: dict[str, Any], schema: type[T], service: ModelService, unknown
     for name in _booleans(schema) & given.keys():
         if isinstance(given[name], str):
             given[name] = BOOLEAN_TEXTS.get(given[name].lower(), given[name])
-    if isinstance(model := given.get("model"), str) and model not in service.gateway.engine_client.adapters:
+    if isinstance(model := given.get("model"), str) and model not in service.gateway.engine_pool.adapters:
         del given["model"]
     for name in UNSUPPORTED_FIELDS:
         if given.get(name) not in (None, False):

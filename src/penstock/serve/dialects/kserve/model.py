@@ -82,7 +82,7 @@ class Model:
 
     def check(self) -> None:
         """Raises ``PenstockError`` (``unavailable``) where the model cannot serve requests."""
-        self.service.gateway.engine_client.require_engine()
+        self.service.gateway.engine_pool.require_engine()
 
     def infer(self, call: ModelCall) -> AsyncGenerator[ModelResponse, None]:
         """The responses to a request. Raises ``PenstockError`` where it is invalid or fails."""

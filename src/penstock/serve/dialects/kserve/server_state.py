@@ -74,7 +74,7 @@ def _state(repository: ModelRepository, model: ServedModel) -> tuple[str, str]:
     if service is None:
         return ("LOADING", "") if model.engine else ("UNAVAILABLE", model.reason)
     try:
-        service.gateway.engine_client.require_engine()
+        service.gateway.engine_pool.require_engine()
     except PenstockError as error:
         return "UNAVAILABLE", error.failure.message
     return "READY", ""

@@ -105,7 +105,7 @@ class CompletionHandler:
         token_ids = await self._service.gateway.encode(prompt, special, size)
         if request.truncate_prompt_tokens is None:
             return {"prompt": prompt, "prompt_token_ids": token_ids}
-        maximum = self._service.gateway.engine_client.require_engine().max_model_len - (self.sampling.max_tokens or 1)
+        maximum = self._service.gateway.engine_pool.require_engine().max_model_len - (self.sampling.max_tokens or 1)
         return truncate(token_ids, request, maximum)
 
     async def added(

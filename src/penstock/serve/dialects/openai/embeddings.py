@@ -62,7 +62,7 @@ class _PoolingHandler:
             cut = self._request.truncate_prompt_tokens is not None
             if cut or (isinstance(prompt, str) and (not self._special or size > MAX_INLINE_SIZE)):
                 token_ids = await self._service.gateway.encode(prompt, self._special, size)
-                maximum = self._service.gateway.engine_client.require_engine().max_model_len
+                maximum = self._service.gateway.engine_pool.require_engine().max_model_len
                 prompt = {"prompt_token_ids": truncate(token_ids, self._request, maximum, "right")}
             stream = generate(
                 self._service, self._record, prompt, NO_GENERATION, pooling=self._pooling, **self._options

@@ -160,12 +160,12 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
     def model(service: ModelService, name: str) -> Model:
         parent = None if name in service.names else service.name
-        engine = service.gateway.engine_client.engine
+        engine = service.gateway.engine_pool.engine
         longest = engine.max_model_len if engine else None
         return Model(id=name, created=served_models.created, root=service.name, parent=parent, max_model_len=longest)
 
     async def list_models(_: Request) -> Response:
-        named = [(service, [*service.names, *service.gateway.engine_client.adapters]) for service in served_models]
+        named = [(service, [*service.names, *service.gateway.engine_pool.adapters]) for service in served_models]
         return Json(ModelList(data=[model(service, name) for service, names in named for name in names]))
 
     async def retrieve_model(raw_request: Request) -> Response:
@@ -178,14 +178,14 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         service = served_models.find(request.base_model_name)
         if request.lora_name == DEFAULT_NAME or any(request.lora_name in each.names for each in served_models.models):
             raise invalid("lora_name", f"{request.lora_name!r} is a model's own name")
-        if any(request.lora_name in each.gateway.engine_client.adapters for each in served_models):
+        if any(request.lora_name in each.gateway.engine_pool.adapters for each in served_models):
             raise invalid("lora_name", f"{request.lora_name!r} is loaded already; unload it first")
-        await service.gateway.engine_client.load_adapter(request.lora_name, request.lora_path)
+        await service.gateway.engine_pool.load_adapter(request.lora_name, request.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
     async def unload_lora_adapter(raw_request: Request) -> Response:
         request, _ = await read(raw_request, UnloadAdapterRequest)
-        await served_models.find(request.lora_name).gateway.engine_client.unload_adapter(request.lora_name)
+        await served_models.find(request.lora_name).gateway.engine_pool.unload_adapter(request.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def tokenize(raw_request: Request) -> Response:
@@ -201,13 +201,13 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         else:
             tokens = await gateway.encode(request.prompt or "", request.add_special_tokens is not False)
         spelled = [tokenizer.id_to_token(token_id) for token_id in tokens] if request.return_token_strs else None
-        maximum = gateway.engine_client.require_engine().max_model_len
+        maximum = gateway.engine_pool.require_engine().max_model_len
         return Json(TokenizeResponse(count=len(tokens), max_model_len=maximum, tokens=tokens, token_strs=spelled))
 
     async def detokenize(raw_request: Request) -> Response:
         request, _ = await read(raw_request, DetokenizeRequest)
         gateway = served_models.find(request.model).gateway
-        if len(request.tokens) > (maximum := gateway.engine_client.require_engine().max_model_len):
+        if len(request.tokens) > (maximum := gateway.engine_pool.require_engine().max_model_len):
             raise invalid("tokens", f"{len(request.tokens)} are more than the {maximum} of the context", maximum)
         return Json(DetokenizeResponse(prompt=gateway.input_processor.tokenizer.decode(request.tokens, False)))
 

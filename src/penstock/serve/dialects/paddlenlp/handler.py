@@ -48,7 +48,7 @@ class PaddleNLPHandler:
                 given = "input_ids" if request.text is None else "text that is not put into the chat template"
                 raise invalid("system", f"cannot be combined with {given}")
             self._messages.insert(0, {"role": "system", "content": request.system})
-        self._adapter = request.model if request.model in service.gateway.engine_client.adapters else None
+        self._adapter = request.model if request.model in service.gateway.engine_pool.adapters else None
         self._req_id = request.req_id or uuid4().hex
         record.facts["req_id"] = self._req_id
 
@@ -125,7 +125,7 @@ class PaddleNLPHandler:
         else:
             prompt = {"prompt_token_ids": request.input_ids}
         count, max_dec_len = len(prompt["prompt_token_ids"]), field_value(request, "max_dec_len") or 0
-        maximum = gateway.engine_client.require_engine().max_model_len
+        maximum = gateway.engine_pool.require_engine().max_model_len
         if max_dec_len and count + max_dec_len > maximum:
             message = f"{count} tokens of input and {max_dec_len} of output are more than the {maximum} of the context"
             raise invalid("max_tokens", message, maximum)

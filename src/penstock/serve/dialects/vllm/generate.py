@@ -143,7 +143,7 @@ class GenerateHandler:
         prompt: Prompt = request.prompt
         if request.truncate_prompt_tokens is not None:
             gateway = self._service.gateway
-            maximum = gateway.engine_client.require_engine().max_model_len - (self._sampling.max_tokens or 1)
+            maximum = gateway.engine_pool.require_engine().max_model_len - (self._sampling.max_tokens or 1)
             prompt = truncate(await gateway.encode(prompt), request, maximum)
         stream = generate(self._service, self._record, prompt, self._sampling, **options)
         async with aclosing(stream) as outputs:

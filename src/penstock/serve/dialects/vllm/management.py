@@ -61,7 +61,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
     async def reset_prefix_cache(_: Request) -> Response:
         served_models.check()
         for service in served_models:
-            await service.gateway.engine_client.reset_prefix_cache()
+            await service.gateway.engine_pool.reset_prefix_cache()
         return Response()
 
     async def abort_requests(raw_request: Request) -> Response:
@@ -70,7 +70,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         request_ids = [request.request_ids] if isinstance(request.request_ids, str) else request.request_ids
         ids = {*request_ids, *(name.removeprefix(prefix) for name in request_ids for prefix in PREFIXES)}
         for service in served_models:
-            service.gateway.engine_client.cancel(sorted(ids))
+            service.gateway.engine_pool.cancel(sorted(ids))
         return Response()
 
     failure = reference(ErrorResponse)

@@ -231,7 +231,7 @@ class Postprocessing(Model):
             raise invalid(
                 "SEQUENCE_LENGTH", f"has {len(lengths)} elements, and TOKENS_BATCH the shape {[*lead, longest]}"
             )
-        engine = self._service.gateway.engine_client.require_engine()
+        engine = self._service.gateway.engine_pool.require_engine()
         if longest > (maximum := engine.max_model_len):
             raise invalid("TOKENS_BATCH", f"{longest} tokens are more than the {maximum} of the context", maximum)
         if wrong := [length for length in lengths if not 0 <= length <= longest]:
