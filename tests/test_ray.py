@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import fastapi
 import httpx
 import pytest
 from ray_commands import RayCluster, RayCommand, scratch
-from serving import Served, Servers, free_ports
+from serving import SERVE, Served, Servers, free_ports
 
 from penstock import PenstockError, demo
 from penstock.config.options import EngineOptions
@@ -94,8 +95,10 @@ def test_answers_are_those_without_ray(deployed: RayCommand, servers: Servers) -
 
 
 def test_errors_are_the_dialects_own(deployed: RayCommand) -> None:
-    answer = httpx.post(f"{deployed.url}/v1/completions", json={"prompt": "x", "temperature": -1})
+    body = {"prompt": "x", "temperature": -1}
+    answer = httpx.post(f"{deployed.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "temperature"
+    assert answer.headers.get_list("X-Request-Id") == ["mine"]
     assert httpx.get(f"{deployed.url}/nowhere").status_code == 404
     assert httpx.get(f"{deployed.url}/health").status_code == 200
     assert "penstock:num_requests_running" in httpx.get(f"{deployed.url}/metrics").text
@@ -145,6 +148,13 @@ def test_options_that_ranks_on_a_cluster_cannot_have() -> None:
     for given in ({"nnodes": 2}, {"data_parallel_size": 2}):
         with pytest.raises(PenstockError, match=next(iter(given))):
             Engine(EngineOptions(tensor_parallel_size=2, distributed_executor_backend="ray", **given))
+
+
+def test_an_error_reaches_another_process() -> None:
+    """As Ray sends it from an actor to its caller."""
+    with pytest.raises(PenstockError) as raised:
+        app(Arguments(max_num_seqs=0))
+    assert pickle.loads(pickle.dumps(raised.value)).failure == raised.value.failure
 
 
 def test_without_the_extra_the_import_says_what_to_install() -> None:
@@ -301,9 +311,50 @@ def test_ranks_on_a_placement_group(servers: Servers) -> None:
                 assert bits(complete(served.root, prompt=PROMPTS[0])) == expected[PROMPTS[0]]
 
 
+REMOVE_GROUPS = """
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+ray.init()
+for group, about in placement_group_table().items():
+    if about["state"] == "PENDING":
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+"""
+
+
+@pytest.mark.thorough
+def test_why_ranks_cannot_be_placed_is_said(tmp_path: Path) -> None:
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "__init__.py").write_text("raise ImportError('it is not installed here')")
+    with RayCluster(1) as cluster:
+        environment = {**cluster.environment, "RAY_ADDRESS": cluster.address}
+        without_token = {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+
+        def serve(environment: dict[str, str], timeout: int = 60) -> RayCommand:
+            return RayCommand([*SERVE, "--port", "0", *PLACED, "--node-timeout", str(timeout)], environment)
+
+        for given, timeout, said in (
+            (environment, 1, "the Ray cluster had no room for 2 ranks .* the first on this machine, within 1 seconds"),
+            (without_token, 60, "penstock serve: no Ray cluster .* no authentication token"),
+        ):
+            with serve(given, timeout) as refused:
+                refused.find(said)
+        with serve(environment) as waiting:
+            waiting.find("waiting for the Ray cluster to have room for 2 ranks")
+            subprocess.run([sys.executable, "-c", REMOVE_GROUPS], env=os.environ | environment, check=True)
+            waiting.find("the placement group of the ranks has been removed")
+        start = "from ray.scripts.scripts import main; main()", "start", f"--address={cluster.address}", "--block"
+        other = {**cluster.environment, "PYTHONPATH": str(tmp_path)}
+        with RayCommand([sys.executable, "-c", *start, "--num-cpus=1"], other) as node:
+            node.find("Ray runtime started")
+            with serve(environment) as refused:
+                refused.find("the process of node 1 has ended: .* it is not installed here")
+
+
 @pytest.mark.thorough
 def test_a_replica_on_several_nodes(servers: Servers) -> None:
+    """They have the replica's ``runtime_env``."""
     args = {
+        "deployment_config": {"ray_actor_options": {"runtime_env": {"env_vars": {"OF_THE_REPLICA": "1"}}}},
         "num_gpu_blocks_override": 100,
         "pipeline_parallel_size": 2,
         "distributed_executor_backend": "ray",
@@ -311,7 +362,8 @@ def test_a_replica_on_several_nodes(servers: Servers) -> None:
     }
     expected = [bits(complete(servers.get(*BLOCKS).root, prompt=prompt)) for prompt in PROMPTS]
     with RayCluster(0, 1, 1) as cluster, cluster.serve(args) as running:
-        assert sum(bool(cluster.actors_of(raylet)) for raylet in cluster.raylets) == 1
+        (node,) = (actor for raylet in cluster.raylets for actor in cluster.actors_of(raylet))
+        assert "OF_THE_REPLICA=1" in Path(f"/proc/{node}/environ").read_text().split("\0")
         assert [bits(complete(running.url, prompt=prompt)) for prompt in PROMPTS] == expected
 
 

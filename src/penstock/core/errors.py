@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -54,6 +55,10 @@ class PenstockError(Exception):
     ) -> None:
         super().__init__(message)
         self.failure = Failure(code, message, field, limit, value)
+
+    def __reduce__(self) -> tuple[Callable[[Failure], PenstockError], tuple[Failure]]:
+        """Processes of an application send it to each other, as Ray's and multiprocessing's do."""
+        return PenstockError.of, (self.failure,)
 
     @classmethod
     def of(cls, failure: Failure) -> PenstockError:

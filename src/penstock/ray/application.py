@@ -17,7 +17,7 @@ from .replica import Replica
 POLICY = "penstock.ray.autoscaling:Autoscaling"
 
 
-def _object(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     """An object that is written as JSON, as on a command line."""
     return json.loads(value) if isinstance(value, str) else value
 
@@ -40,7 +40,7 @@ class Arguments(BaseModel):
     its ranks."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
     """GPUs that Ray reserves for a replica."""
-    deployment_config: Annotated[dict[str, Any], BeforeValidator(_object)] = {}
+    deployment_config: Annotated[dict[str, Any], BeforeValidator(_parse_json)] = {}
     """Options of the Serve deployment by Ray's names, which override those that follow from the others."""
 
 

@@ -15,12 +15,12 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: Mapping[str, str])
     """
     events: asyncio.Queue[Message | None] = asyncio.Queue()
     requests = [{"type": "http.request", "body": body, "more_body": False}]
-    left = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def receive() -> Message:
         if requests:
             return requests.pop()
-        await left.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
@@ -49,5 +49,5 @@ async def post(app: ASGIApp, path: str, body: bytes, headers: Mapping[str, str])
             elif data := event.get("body"):
                 yield data
     finally:
-        left.set()
+        disconnected.set()
     await request

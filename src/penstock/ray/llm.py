@@ -36,7 +36,7 @@ from .configuration import configuration_of, deployment_options, with_cores
 from .replica import Replica
 
 NO_TRANSCRIPTIONS = "Penstock serves no model that transcribes audio"
-SENT_AGAIN = frozenset(("authorization", "x-api-key", "user-agent"))
+FORWARDED_HEADERS = frozenset(("authorization", "x-api-key", "user-agent"))
 """Headers of the client that the server's functions read."""
 
 
@@ -63,14 +63,14 @@ def configuration_from(config: LLMConfig) -> Configuration:
     return configuration_of(given)
 
 
-def _posted(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+def _endpoint(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
     """A method of the engine that posts its request to ``path`` of the server's application: it yields the events of a
     stream as text, or one ``kind`` or ``ErrorResponse``."""
 
     async def method(self: PenstockEngine, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         fields = request.model_dump(mode="json", exclude_unset=True)
         given = raw_request_info.headers if raw_request_info else {}
-        headers = {name: value for name, value in given.items() if name.lower() in SENT_AGAIN}
+        headers = {name: value for name, value in given.items() if name.lower() in FORWARDED_HEADERS}
         headers["content-type"] = "application/json"
         if request_id := fields.pop("request_id", None):
             headers["x-request-id"] = str(request_id)
@@ -125,12 +125,12 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
         app.mount("/", self.replica.app)
         return app
 
-    chat = _posted("/v1/chat/completions", ChatCompletionResponse)
-    completions = _posted("/v1/completions", CompletionResponse)
-    embeddings = _posted("/v1/embeddings", EmbeddingResponse)
-    score = _posted("/v1/score", ScoreResponse)
-    tokenize = _posted("/tokenize", TokenizeResponse)
-    detokenize = _posted("/detokenize", DetokenizeResponse)
+    chat = _endpoint("/v1/chat/completions", ChatCompletionResponse)
+    completions = _endpoint("/v1/completions", CompletionResponse)
+    embeddings = _endpoint("/v1/embeddings", EmbeddingResponse)
+    score = _endpoint("/v1/score", ScoreResponse)
+    tokenize = _endpoint("/tokenize", TokenizeResponse)
+    detokenize = _endpoint("/detokenize", DetokenizeResponse)
 
     async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         yield _error(501, NO_TRANSCRIPTIONS, "not_implemented_error")

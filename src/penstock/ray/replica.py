@@ -4,13 +4,14 @@ own."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
 import ray
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.cli.serve import download_model
 from penstock.cli.served_models import served_models
@@ -25,6 +26,9 @@ from penstock.serve.models.messages import Failed, Ready, ServedModel
 from penstock.serve.process.supervisor import metrics_folder
 
 from .autoscaling import autoscaling_stats
+
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable of Ray: the configuration of a driver, such as the engine of a replica is."""
 
 if TYPE_CHECKING:
     from penstock.serve.models.manager import ModelManager
@@ -42,13 +46,18 @@ class Replica:
     async def start(self) -> None:
         """Start the engine; returns once requests are accepted. Raises ``PenstockError`` where it cannot start."""
         logs.set_up(self._configuration.log, "replica")
-        self._resources.enter_context(metrics_folder())
-        (model,) = served_models(self._configuration)
-        configuration = await asyncio.to_thread(download_model, self._configuration)
-        if group := ray.util.get_current_placement_group():
-            os.environ |= {PLACEMENT_GROUP: group.id.hex(), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        self._engines = EngineProcesses(configuration.engine, configuration.log)
         try:
+            self._resources.enter_context(metrics_folder())
+            (model,) = served_models(self._configuration)
+            configuration = await asyncio.to_thread(download_model, self._configuration)
+            if group := ray.util.get_current_placement_group():
+                context = ray.get_runtime_context()
+                os.environ |= {
+                    PLACEMENT_GROUP: group.id.hex(),
+                    "RAY_ADDRESS": context.gcs_address,
+                    JOB_CONFIG: json.dumps({"runtime_env": context.runtime_env}),
+                }
+            self._engines = EngineProcesses(configuration.engine, configuration.log)
             await self._engines.start()
             self._watch = asyncio.create_task(self._engines.watch())
             await self._serve(
@@ -83,7 +92,7 @@ class Replica:
         await ready
         (service,) = served
         self.gateway: Gateway = service.gateway
-        self.app: ASGIApp = _RoutePrefix(build(served, repository))
+        self.app: ASGIApp = _BehindProxy(build(served, repository))
 
     @property
     def autoscaling_stats(self) -> dict[str, float]:
@@ -104,8 +113,9 @@ class Replica:
         self._resources.close()
 
 
-class _RoutePrefix:
-    """Removes an application's ``route_prefix`` from paths: Ray Serve leaves it there and names it in ``root_path``."""
+class _BehindProxy:
+    """Removes an application's ``route_prefix`` from paths: Ray Serve leaves it there and names it in ``root_path``.
+    Removes ``X-Request-Id`` from responses: Ray Serve adds it again."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -117,7 +127,14 @@ class _RoutePrefix:
         prefix = scope.get("root_path", "")
         if prefix and scope["path"].startswith(prefix):
             scope = {**scope, "path": scope["path"].removeprefix(prefix) or "/", "root_path": ""}
-        await self._app(scope, receive, send)
+
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_without_id)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -66,17 +66,17 @@ class RayExecutor(MultiprocExecutor):
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
-        self._placed = _Placement(options)
+        self._placement = _Placement(options)
         try:
-            placed, secret = self._placed.start(logs)
-            super().__init__(placed, logs, secret, self._placed.check)
+            placed, secret = self._placement.start(logs)
+            super().__init__(placed, logs, secret, self._placement.check)
         except BaseException:
-            self._placed.close()
+            self._placement.close()
             raise
 
     def close(self) -> None:
         super().close()
-        self._placed.close()
+        self._placement.close()
 
 
 class _Placement:
@@ -89,6 +89,7 @@ class _Placement:
             words = "a model on a Ray cluster has one engine; data_parallel_size must be 1"
             raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size", 1)
         self._options = options
+        self._world = options.tensor_parallel_size * options.pipeline_parallel_size
         self._actors: list[Any] = []
         self._running: list[Any] = []
         """What each actor's ``run`` returns once it has ended."""
@@ -98,10 +99,11 @@ class _Placement:
             self._group = PlacementGroup(PlacementGroupID.from_hex(given))
             own = None
         else:
-            world = options.tensor_parallel_size * options.pipeline_parallel_size
             here = {NODE_ID: ray.get_runtime_context().get_node_id()}
-            selectors = [here, *({} for _ in range(world - 1))]
-            self._group = placement_group([self._bundle] * world, strategy="PACK", bundle_label_selector=selectors)
+            selectors = [here, *({} for _ in range(self._world - 1))]
+            self._group = placement_group(
+                [self._bundle] * self._world, strategy="PACK", bundle_label_selector=selectors
+            )
             own = self._group
         self._finalizer = weakref.finalize(self, _remove, own, self._actors)
 
@@ -110,6 +112,8 @@ class _Placement:
         and the secret."""
         self._await_bundles()
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        if len(nodes) != self._world:
+            raise invalid(FIELD, f"the placement group has {len(nodes)} bundles; {self._world} ranks need one each")
         counts = Counter(nodes.values())
         size = math.gcd(*counts.values())
         master = ray.util.get_node_ip_address()
@@ -148,7 +152,7 @@ class _Placement:
             try:
                 failure = msgspec.convert(ray.get(result), Failure)
             except ray.exceptions.RayError as error:
-                words = f"the process of node {rank} has ended: {str(error).splitlines()[0]}"
+                words = f"the process of node {rank} has ended: {_cause(error)}"
                 raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
             raise PenstockError.of(msgspec.structs.replace(failure, message=f"node {rank}: {failure.message}"))
 
@@ -158,7 +162,7 @@ class _Placement:
     def _await_bundles(self) -> None:
         progress = Progress(self._options.node_timeout)
         while not self._is_created():
-            words = f"room for {self._group.bundle_count} ranks of {self._bundle} each, the first on this machine"
+            words = f"room for {self._world} ranks of {self._bundle} each, the first on this machine"
             if progress.overdue:
                 free = {name: ray.available_resources().get(name, 0.0) for name in self._bundle}
                 timeout = f"within {self._options.node_timeout:g} seconds (--node-timeout)"
@@ -168,10 +172,12 @@ class _Placement:
 
     def _is_created(self) -> bool:
         """Whether all bundles have nodes. Those of a node that has died get others."""
-        created = bool(self._group.wait(POLL) and placement_group_table(self._group)["state"] == "CREATED")
-        if not created:
+        state = placement_group_table(self._group).get("state")
+        if state == "REMOVED":
+            raise PenstockError(Code.UNAVAILABLE, "the placement group of the ranks has been removed", FIELD)
+        if state != "CREATED":
             time.sleep(POLL)
-        return created
+        return bool(state == "CREATED")
 
 
 class _Node:
@@ -208,15 +214,21 @@ def bundle_of(options: EngineOptions) -> dict[str, float]:
 
 def _connect() -> None:
     """Connect to the cluster that this machine is part of. Raises ``PenstockError`` where there is none."""
-    if ray.is_initialized():
-        return
-    with _signal_handlers():
-        try:
-            ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            words = f"no Ray cluster runs on this machine ({reason}); run ray start --head, or ray start --address …"
-            raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
+    if not ray.is_initialized():
+        with _signal_handlers():
+            _init()
+    if ray.util.client.ray.is_connected():
+        words = "a Ray Client (ray://…) is not on a node, and the first rank must be; run this on a node of the cluster"
+        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+
+
+def _init() -> None:
+    try:
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = str(error).splitlines()[0]
+        words = f"no Ray cluster runs on this machine ({reason}); run ray start --head, or ray start --address …"
+        raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
 
 
 @contextlib.contextmanager
@@ -231,6 +243,12 @@ def _signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+def _cause(error: Exception) -> str:
+    """The first line of one of Ray's errors, which says what has ended, and the last, which says why."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([first, *others[-1:]])
 
 
 def _free_port(address: str) -> int:
