@@ -27,7 +27,7 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 
-from .multiproc import MultiprocExecutor
+from .multiproc import NAMING_TIMEOUT, MultiprocExecutor
 from .rendezvous import Progress
 
 try:
@@ -70,8 +70,12 @@ class RayExecutor(MultiprocExecutor):
         try:
             placed, secret = self._placement.start(logs)
             super().__init__(placed, logs, secret, self._placement.check)
-        except BaseException:
-            self._placement.close()
+        except BaseException as error:
+            try:
+                if isinstance(error, PenstockError):
+                    self._placement.check(NAMING_TIMEOUT)  # a node that has ended is the cause
+            finally:
+                self._placement.close()
             raise
 
     def close(self) -> None:
@@ -144,9 +148,9 @@ class _Placement:
         logger.info("Ray has placed %d ranks on %d of its nodes", len(nodes), len(counts))
         return options, secret
 
-    def check(self) -> None:
-        """Raises ``PenstockError`` where the process of a node has ended."""
-        ended, _ = ray.wait(self._running, timeout=0) if self._running else ([], [])
+    def check(self, timeout: float = 0) -> None:
+        """Raises ``PenstockError`` where the process of a node has ended, or does within some seconds."""
+        ended, _ = ray.wait(self._running, timeout=timeout) if self._running else ([], [])
         for result in ended:
             rank = self._running.index(result) + 1
             try:
@@ -246,9 +250,8 @@ def _signal_handlers() -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """The first line of one of Ray's errors, which says what has ended, and the last, which says why."""
-    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join([first, *others[-1:]])
+    """The last line of one of Ray's errors, which says why; the others name the actor, and have a traceback."""
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def _free_port(address: str) -> int:
