@@ -342,7 +342,8 @@ def test_why_ranks_cannot_be_placed_is_said(tmp_path: Path) -> None:
             subprocess.run([sys.executable, "-c", REMOVE_GROUPS], env=os.environ | environment, check=True)
             waiting.find("the placement group of the ranks has been removed")
         start = "from ray.scripts.scripts import main; main()", "start", f"--address={cluster.address}", "--block"
-        other = {**cluster.environment, "PYTHONPATH": str(tmp_path)}
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        other = {**cluster.environment, "PYTHONPATH": path}
         with RayCommand([sys.executable, "-c", *start, "--num-cpus=1"], other) as node:
             node.find("Ray runtime started")
             with serve(environment) as refused:
