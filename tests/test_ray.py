@@ -150,6 +150,14 @@ def test_options_that_ranks_on_a_cluster_cannot_have() -> None:
             Engine(EngineOptions(tensor_parallel_size=2, distributed_executor_backend="ray", **given))
 
 
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    options = EngineOptions(tensor_parallel_size=2, distributed_executor_backend="ray", node_timeout=0.5)
+    with pytest.raises(PenstockError, match=f"no Ray cluster answers at RAY_ADDRESS, 127.0.0.1:{port}, within 0.5"):
+        Engine(options)
+
+
 def test_an_error_reaches_another_process() -> None:
     """As Ray sends it from an actor to its caller."""
     with pytest.raises(PenstockError) as raised:

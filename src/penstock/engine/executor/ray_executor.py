@@ -52,6 +52,8 @@ PLACEMENT_GROUP = "PENSTOCK_RAY_PLACEMENT_GROUP"
 NODE_ID = "ray.io/node-id"
 """Label of Ray's nodes."""
 POLL = 0.2
+CONNECT_TIMEOUT = 5.0
+"""Seconds that the cluster's head may take to accept a connection."""
 
 
 class RayExecutor(MultiprocExecutor):
@@ -97,7 +99,7 @@ class _Placement:
         self._actors: list[Any] = []
         self._running: list[Any] = []
         """What each actor's ``run`` returns once it has ended."""
-        _connect()
+        _connect(options.node_timeout)
         self._bundle = bundle_of(options)
         if given := os.environ.get(PLACEMENT_GROUP):
             self._group = PlacementGroup(PlacementGroupID.from_hex(given))
@@ -216,14 +218,35 @@ def bundle_of(options: EngineOptions) -> dict[str, float]:
     return bundle | ({"GPU": 1.0} if options.device.startswith("cuda") else {})
 
 
-def _connect() -> None:
-    """Connect to the cluster that this machine is part of. Raises ``PenstockError`` where there is none."""
+def _connect(timeout: float) -> None:
+    """Connect to the cluster that this machine is part of. Raises ``PenstockError`` where there is none within some
+    seconds."""
     if not ray.is_initialized():
+        _await_head(timeout)
         with _signal_handlers():
             _init()
     if ray.util.client.ray.is_connected():
         words = "a Ray Client (ray://…) is not on a node, and the first rank must be; run this on a node of the cluster"
         raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+
+
+def _await_head(timeout: float) -> None:
+    """Wait until the cluster at ``RAY_ADDRESS`` answers. Ray itself waits for a quarter of an hour."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host:  # auto, local, or Ray Client's
+        return
+    progress = Progress(timeout)
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+            return
+        except (OSError, ValueError) as error:
+            if progress.overdue or isinstance(error, ValueError):
+                words = f"no Ray cluster answers at RAY_ADDRESS, {address}, within {timeout:g} seconds (--node-timeout)"
+                raise PenstockError(Code.UNAVAILABLE, f"{words}: {str(error).lower()}", FIELD) from error
+        progress.say(lambda: f"waiting for the Ray cluster at RAY_ADDRESS, {address}")
+        time.sleep(POLL)
 
 
 def _init() -> None:
