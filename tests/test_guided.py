@@ -406,12 +406,16 @@ def test_patterns_mean_what_they_say(llm: LLM, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
-def test_a_form_that_is_too_much_ends_its_request_alone(llm: LLM) -> None:
-    """Be it to compile, which ends in time, or to follow. Others go on."""
+@pytest.mark.thorough
+def test_a_form_that_takes_too_long_to_compile_is_refused(llm: LLM) -> None:
     any_of_them = {f"p{i}": {"type": "null"} for i in range(2000)}
     with pytest.raises(PenstockError, match=r"guided_json: .*(compiling it takes|compiled it has) more than"):
         llm.generate("x", sampling(guided(json={"type": "object", "properties": any_of_them})))
-    # in more and more ways
+
+
+@pytest.mark.parametrize("backend", ["xgrammar"], indirect=True)
+def test_a_form_that_is_too_much_to_follow_ends_its_request_alone(llm: LLM) -> None:
+    """As it can go on in more and more ways."""
     asked = [sampling(guided(regex="(((a{1,50}){1,50}){1,50}){400,500}")), sampling(guided(choice=["yes", "no"]))]
     failed, fine = [output.outputs[0] for output in llm.generate(["x", "x"], asked, use_tqdm=False)]
     assert fine.text in ("yes", "no")

@@ -24,7 +24,10 @@ def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "portable" else pytest.mark.thorough) for name in kernels.available()],
+)
 def test_the_set_that_the_environment_names_computes(name: str) -> None:
     found = json.loads(penstock("doctor", "--json", PENSTOCK_ISA=name).stdout)
     assert found["isa"] == f"{name} (PENSTOCK_ISA)"
