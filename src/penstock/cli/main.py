@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -44,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = did_you_mean(arguments[0], COMMANDS)
         print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
         return 2
+    atexit.register(gc.freeze)  # so that collections as the interpreter ends find nothing: they take 0.1 seconds
     try:
         if arguments and arguments[0] in parsers:
             from .flags import add_profile  # not for --help alone

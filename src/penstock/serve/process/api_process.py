@@ -5,6 +5,7 @@ On SIGTERM it finishes its requests and exits; when the supervisor dies, so does
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -28,6 +29,7 @@ def main() -> None:
     several = start.configuration.server.api_server_count > 1
     logs.set_up(start.configuration.log, f"api-{start.number}" if several else "api")
     gc.disable()  # until it serves: collections take a third of the time of importing
+    atexit.register(gc.freeze)  # and those of an ending interpreter 0.1 seconds and more
     from .api_server import run
 
     try:
