@@ -171,7 +171,8 @@ class Served(Logged):
 class Servers:
     """Servers that tests share, by their flags: one is started when it is first asked for, and goes on until ``close``.
 
-    They are for tests that neither end its processes, nor change its settings for good, nor want counters at zero.
+    They are for tests that neither change its settings for good nor want counters at zero. Who ends one leaves the next
+    test that asks for it a new one.
     """
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class Servers:
 
     def get(self, *flags: str) -> Served:
         """That of these flags of ``penstock serve``."""
-        if flags not in self._running:
+        if flags not in self._running or not self._running[flags].running:
             self._running[flags] = self._stack.enter_context(Served(*flags))
         return self._running[flags]
 

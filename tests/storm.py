@@ -355,12 +355,13 @@ async def server(
 
 
 async def warm(served: Served, asked: Sequence[Question]) -> None:
-    """Have every process answer all that is asked, and encode long texts in threads."""
-    long = Question("/completions", {"prompt": "long " * 10_000, "max_tokens": 1, "stream": False}, "", "")
+    """Have every process answer what of it is short, in each way, and encode long texts in threads."""
+    long = Question("/completions", {"prompt": "long " * 3000, "max_tokens": 1, "stream": False}, "", "")
+    short = [question for question in asked if question.body["max_tokens"] < 10]
 
     async def check() -> None:
         async with Client(served.url) as client:
-            heard = await crowd(2 * len(asked), 4, lambda i: client.ask(asked[i % len(asked)]))
+            heard = await crowd(16, 4, lambda i: client.ask(short[i % len(short)]))
             assert all(one.outcome is Outcome.RIGHT for one in heard), heard
             for one in await crowd(8, 4, lambda _: client.ask(long)):
                 assert one.status == 400, one
@@ -444,12 +445,14 @@ async def leaving(
     return tally
 
 
-async def reading(asked: Sequence[Question], slow: int, silent: int, others: int, pause: float = 0.001) -> Tally:
+async def reading(
+    asked: Sequence[Question], slow: int, silent: int, others: int, pause: float = 0.001, shared: Served | None = None
+) -> Tally:
     """Clients read a few bytes at a time, or never: who never reads is dropped after ``--client-timeout``."""
     tally = Tally("slow and silent readers")
     loud = [Question(q.path, q.body | LOUD[q.path], q.text, q.reason) for q in long_ones(asked)]
     async with (
-        server(asked, "--client-timeout", "2") as served,
+        server(asked, "--client-timeout", "2", shared=shared) as served,
         Client(served.url, buffer=4096) as narrow,
         Client(served.url) as wide,
     ):
@@ -493,20 +496,20 @@ async def never_reading(served: Served) -> Heard:
     return Heard(Outcome.BROKEN, "the connection was closed")
 
 
-async def connections(asked: Sequence[Question], count: int, *arguments: str) -> Tally:
+async def connections(asked: Sequence[Question], count: int, *arguments: str, shared: Served | None = None) -> Tally:
     """So many connections at once; past the queue they are refused."""
     tally = Tally(f"{count:,} connections at once" + "".join(f", {word}" for word in [" ".join(arguments)] if word))
-    async with server(asked, *arguments) as served, Client(served.url) as client:
+    async with server(asked, *arguments, shared=shared) as served, Client(served.url) as client:
         tally.heard = await crowd(count, count, lambda i: client.ask(asked[i % len(asked)]))
     tally.only(Outcome.RIGHT, Outcome.REFUSED)
     assert all(one.status == 429 for one in tally.heard if one.outcome is Outcome.REFUSED)
     return tally
 
 
-async def engine_killed(asked: Sequence[Question], count: int, times: int = 2) -> Tally:
+async def engine_killed(asked: Sequence[Question], count: int, times: int = 2, shared: Served | None = None) -> Tally:
     """kill -9 of the engine under load: its streams are told at once, and new requests are answered soon."""
     tally = Tally(f"kill -9 of the engine, {times} times")
-    async with server(asked) as served:
+    async with server(asked, shared=shared) as served:
         for _ in range(times):
             async with load(served, long_ones(asked), count) as tasks:
                 (engine,) = served.pids["engine"]
@@ -594,10 +597,10 @@ async def _answers(reader: asyncio.StreamReader, count: int) -> int:
     return count
 
 
-async def engine_hung(asked: Sequence[Question], count: int) -> Tally:
+async def engine_hung(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """SIGSTOP of the engine under load: ``/health`` says so, it is killed, its streams are told, and it comes back."""
     tally, long = Tally("an engine that hangs"), endless()
-    async with server(asked, "--engine-iteration-timeout", "4") as served:
+    async with server(asked, "--engine-iteration-timeout", "4", shared=shared) as served:
         async with load(served, [long], count) as tasks, aiohttp.ClientSession() as session:
             (engine,) = served.pids["engine"]
             os.kill(engine, signal.SIGSTOP)
@@ -620,11 +623,11 @@ async def engine_hung(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
-async def api_killed(asked: Sequence[Question], count: int) -> Tally:
+async def api_killed(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """kill -9 of one of two API processes under load: its connections break, others go on, and it comes back."""
     tally = Tally("kill -9 of an API process")
     endless = [unending(question) for question in asked]
-    async with server(asked, "--api-server-count", "2") as served:
+    async with server(asked, "--api-server-count", "2", shared=shared) as served:
         async with load(served, long_ones(asked), count) as tasks, load(served, endless, count // 2) as more:
             killed = served.pids["api"][0]
             os.kill(killed, signal.SIGKILL)
@@ -661,10 +664,14 @@ async def api_held_up(asked: Sequence[Question], count: int, shared: Served | No
     return tally
 
 
-async def drained(asked: Sequence[Question], count: int) -> Tally:
+async def drained(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """SIGTERM under load: what was taken on is answered, new requests are refused, and it ends with status 0."""
     tally = Tally("SIGTERM")
-    async with server(asked) as served, load(served, long_ones(asked), count) as tasks, Client(served.url) as client:
+    async with (
+        server(asked, shared=shared) as served,
+        load(served, long_ones(asked), count) as tasks,
+        Client(served.url) as client,
+    ):
         served.terminate()
         served.find("stopping")
         late = asyncio.create_task(keep_asking(client, asked, tasks))
@@ -686,10 +693,13 @@ async def keep_asking(client: Client, asked: Sequence[Question], tasks: Iterable
     return heard
 
 
-async def cut_short(asked: Sequence[Question], count: int) -> Tally:
+async def cut_short(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """SIGTERM with too little time to drain: streams end with an error, and the status is 0."""
     tally = Tally("SIGTERM, --drain-timeout 0.2")
-    async with server(asked, "--drain-timeout", "0.2") as served, load(served, long_ones(asked), count) as tasks:
+    async with (
+        server(asked, "--drain-timeout", "0.2", shared=shared) as served,
+        load(served, [endless()], count) as tasks,
+    ):
         served.terminate()
         told = time.monotonic()
         tally.heard = await asyncio.gather(*tasks)
@@ -700,10 +710,13 @@ async def cut_short(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
-async def overload(asked: Sequence[Question], count: int) -> Tally:
+async def overload(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """Past the queue requests are refused at once, while what was taken on goes on."""
     tally, taken = Tally("overload: 4 run, 8 wait"), 12
-    async with server(asked, "--max-num-seqs", "4", "--max-waiting", "8") as served, Client(served.url) as client:
+    async with (
+        server(asked, "--max-num-seqs", "4", "--max-waiting", "8", shared=shared) as served,
+        Client(served.url) as client,
+    ):
         long, began = long_ones(asked), asyncio.Event()
 
         async def flood(number: int) -> Heard:
@@ -723,10 +736,10 @@ async def overload(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
-async def given_up(asked: Sequence[Question], count: int) -> Tally:
+async def given_up(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """The engine dies three times in a row: clients are told each time, and the server ends with status 1."""
     tally = Tally("the engine killed three times")
-    async with server(asked) as served:
+    async with server(asked, shared=shared) as served:
         for death in range(3):
             if death:
                 await warm(served, asked)
@@ -740,10 +753,10 @@ async def given_up(asked: Sequence[Question], count: int) -> Tally:
     return tally
 
 
-async def orphaned(asked: Sequence[Question], count: int) -> Tally:
+async def orphaned(asked: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
     """kill -9 of the supervisor: connections break, and no process is left."""
     tally = Tally("kill -9 of the supervisor")
-    async with server(asked) as served, load(served, long_ones(asked), count) as tasks:
+    async with server(asked, shared=shared) as served, load(served, long_ones(asked), count) as tasks:
         os.kill(served.pid, signal.SIGKILL)
         tally.heard = await asyncio.gather(*tasks)
         assert await asyncio.to_thread(served.ended) == -signal.SIGKILL

@@ -61,7 +61,7 @@ async def first(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 def test_streams_are_whole_answers() -> None:
     async def streams() -> None:
-        params = SamplingParams(temperature=1.0, seed=5, max_tokens=200, n=2)
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, n=2)
         (expected,) = LLM(num_gpu_blocks_override=200).chat(STORY, params, use_tqdm=False)
         async with started() as llm:
             pieces = 0
@@ -96,8 +96,8 @@ def test_leaving_cancels_and_a_deadline_ends() -> None:
     run(leave())
 
 
-def test_text_that_no_encoding_has_is_refused_by_name() -> None:
-    """Half of a pair of surrogates, which Python's own reader of JSON lets through."""
+def test_what_is_no_text_or_no_time_is_refused_by_name() -> None:
+    """Half of a pair of surrogates, which Python's own reader of JSON lets through, and a timeout that is no number."""
 
     async def ask() -> None:
         async with started() as llm:
@@ -108,6 +108,8 @@ def test_text_that_no_encoding_has_is_refused_by_name() -> None:
                 with pytest.raises(PenstockError, match="is not valid text") as raised:
                     await last(llm.generate(prompt, sampling, **options))
                 assert raised.value.failure.field == field
+            with pytest.raises(PenstockError, match="timeout"):
+                await last(llm.chat(STORY, LONG, timeout=float("nan")))
             assert (await last(llm.generate("a", SamplingParams(max_tokens=1), cache_salt="mine"))).finished
 
     run(ask())
@@ -197,38 +199,27 @@ def test_what_time_to_drain_is_too_short_for_fails() -> None:
     run(stop())
 
 
-def test_an_engine_that_was_held_up_keeps_its_clients() -> None:
-    """Beats that waited unread while it computed, or stood still, count."""
+def test_an_engine_that_was_held_up_keeps_its_clients_and_deadlines_hold() -> None:
+    """Beats that waited unread while it stood still count. Deadlines are of a request that was running, and of one that
+    comes then."""
 
     async def hold() -> None:
         async with started() as llm:
-            stream = llm.chat(STORY, LONG)
-            await first(stream)
-            os.kill(llm.ready.pid, signal.SIGSTOP)
-            await asyncio.sleep(engine_messages.CLIENT_TIMEOUT + 1)
-            os.kill(llm.ready.pid, signal.SIGCONT)
-            assert len((await last(stream)).outputs[0].token_ids) == 1500
-
-    run(hold())
-
-
-def test_a_deadline_holds_while_the_engine_stands_still() -> None:
-    """Of a request that was running, and of one that comes then."""
-
-    async def hold() -> None:
-        async with started() as llm:
-            running = llm.chat(STORY, LONG, timeout=3.0)
-            await first(running)
+            patient, running = llm.chat(STORY, LONG.replace(max_tokens=500)), llm.chat(STORY, LONG, timeout=2.0)
+            await asyncio.gather(first(patient), first(running))
             os.kill(llm.ready.pid, signal.SIGSTOP)
             try:
                 coming = llm.chat(STORY, LONG, timeout=0.2)
                 async with asyncio.timeout(60):
-                    outputs = await asyncio.gather(last(running), last(coming))
+                    _, *late = await asyncio.gather(
+                        asyncio.sleep(engine_messages.CLIENT_TIMEOUT + 0.5), last(running), last(coming)
+                    )
             finally:
                 os.kill(llm.ready.pid, signal.SIGCONT)
-            for output in outputs:
+            for output in late:
                 assert output.outputs[0].failure is not None
                 assert output.outputs[0].failure.code is Code.TIMEOUT
+            assert len((await last(patient)).outputs[0].token_ids) == 500
 
     run(hold())
 
@@ -237,12 +228,12 @@ def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
     """Its streams end with an error then, and what comes in the meantime is refused."""
 
     async def hang() -> None:
-        async with started(engine_iteration_timeout=6.0) as llm:
+        async with started(engine_iteration_timeout=4.0) as llm:
             stream = llm.chat(STORY, LONG)
             await first(stream)
             stopped = time.monotonic()
             os.kill(llm.ready.pid, signal.SIGSTOP)
-            while llm.gateway.engine_pool.stats.heartbeat_age < 3:
+            while llm.gateway.engine_pool.stats.heartbeat_age < 2:
                 await asyncio.sleep(0.1)
             with pytest.raises(PenstockError, match="has not answered for") as refused:
                 await last(llm.chat(STORY, LONG))
@@ -256,15 +247,6 @@ def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
             assert len(answered.outputs[0].token_ids) == 5
 
     run(hang())
-
-
-def test_no_number_is_no_timeout() -> None:
-    async def ask() -> None:
-        async with started() as llm:
-            with pytest.raises(PenstockError, match="timeout"):
-                await last(llm.chat(STORY, LONG, timeout=float("nan")))
-
-    run(ask())
 
 
 PARENT = """

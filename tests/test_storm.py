@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import storm
 from serving import Served, Servers
@@ -13,10 +15,34 @@ def asked() -> list[Question]:
     return storm.questions()
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """Those of this file, which others have no use for when it is done: storms end them."""
+    own = Servers()
+    yield own
+    own.close()
+
+
 @pytest.fixture
 def shared(servers: Servers) -> Served:
-    """For storms that end no process."""
     return servers.get(*storm.ROOM)
+
+
+@pytest.fixture
+def impatient(servers: Servers) -> Served:
+    limits = ("--client-timeout", "2", "--engine-iteration-timeout", "4")
+    return servers.get(*storm.ROOM, *limits, "--max-num-seqs", "32", "--max-waiting", "100")
+
+
+@pytest.fixture
+def narrow(servers: Servers) -> Served:
+    return servers.get(*storm.ROOM, "--max-num-seqs", "4", "--max-waiting", "8", "--drain-timeout", "0.2")
+
+
+@pytest.fixture
+def two(servers: Servers) -> Served:
+    """Two API processes."""
+    return servers.get(*storm.ROOM, "--api-server-count", "2")
 
 
 def test_clients_who_leave(asked: list[Question], shared: Served) -> None:
@@ -24,21 +50,23 @@ def test_clients_who_leave(asked: list[Question], shared: Served) -> None:
     assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
 
 
-def test_slow_readers_are_answered_and_silent_ones_dropped(asked: list[Question]) -> None:
-    storm.run(storm.reading(asked, slow=4, silent=1, others=30))
+def test_slow_readers_are_answered_and_silent_ones_dropped(asked: list[Question], impatient: Served) -> None:
+    storm.run(storm.reading(asked, slow=4, silent=1, others=30, shared=impatient))
 
 
-def test_all_wait_their_turn(asked: list[Question]) -> None:
-    tally = storm.run(storm.connections(asked, 100, "--max-num-seqs", "32", "--max-waiting", "100"))
+def test_all_wait_their_turn(asked: list[Question], impatient: Served) -> None:
+    tally = storm.run(storm.connections(asked, 100, shared=impatient))
     tally.only(Outcome.RIGHT)
 
 
-def test_past_the_queue_requests_are_refused_at_once(asked: list[Question]) -> None:
-    assert storm.run(storm.overload(asked, 100)).slowest < 20, "far from the two minutes after which one counts as lost"
+def test_past_the_queue_requests_are_refused_at_once(asked: list[Question], narrow: Served) -> None:
+    assert storm.run(storm.overload(asked, 100, shared=narrow)).slowest < 20, (
+        "far from the two minutes after which one counts as lost"
+    )
 
 
-def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question]) -> None:
-    assert storm.run(storm.engine_killed(asked, 30, times=1)).at_once, "before its successor is ready"
+def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question], impatient: Served) -> None:
+    assert storm.run(storm.engine_killed(asked, 30, times=1, shared=impatient)).at_once, "before its successor is ready"
 
 
 def test_greedy_clients_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
@@ -57,12 +85,12 @@ def test_pipelined_requests_do_not_hold_up_others(asked: list[Question], shared:
     storm.run(storm.pipelined(asked, 2000, shared=shared))
 
 
-def test_an_engine_that_hangs_is_killed(asked: list[Question]) -> None:
-    assert storm.run(storm.engine_hung(asked, 10)).slowest < 50, "the default is a minute"
+def test_an_engine_that_hangs_is_killed(asked: list[Question], impatient: Served) -> None:
+    assert storm.run(storm.engine_hung(asked, 10, shared=impatient)).slowest < 50, "the default is a minute"
 
 
-def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list[Question]) -> None:
-    tally = storm.run(storm.api_killed(asked, 30))
+def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list[Question], two: Served) -> None:
+    tally = storm.run(storm.api_killed(asked, 30, shared=two))
     assert tally.counts[Outcome.RIGHT] >= 30
 
 
@@ -71,18 +99,18 @@ def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question]
     assert tally.counts[Outcome.FAILED] > 0
 
 
-def test_sigterm_lets_requests_come_to_their_end(asked: list[Question]) -> None:
-    tally = storm.run(storm.drained(asked, 30))
+def test_sigterm_lets_requests_come_to_their_end(asked: list[Question], two: Served) -> None:
+    tally = storm.run(storm.drained(asked, 30, shared=two))
     assert tally.counts[Outcome.REFUSED] > 0
 
 
-def test_what_has_no_time_to_end_is_told(asked: list[Question]) -> None:
-    assert storm.run(storm.cut_short(asked, 30)).slowest < 20, "the default is half a minute"
+def test_what_has_no_time_to_end_is_told(asked: list[Question], narrow: Served) -> None:
+    assert storm.run(storm.cut_short(asked, 4, shared=narrow)).slowest < 20, "the default is half a minute"
 
 
-def test_an_engine_that_cannot_live_ends_the_server(asked: list[Question]) -> None:
-    storm.run(storm.given_up(asked, 10))
+def test_an_engine_that_cannot_live_ends_the_server(asked: list[Question], shared: Served) -> None:
+    storm.run(storm.given_up(asked, 10, shared=shared))
 
 
-def test_nothing_outlives_the_supervisor(asked: list[Question]) -> None:
-    storm.run(storm.orphaned(asked, 10))
+def test_nothing_outlives_the_supervisor(asked: list[Question], impatient: Served) -> None:
+    storm.run(storm.orphaned(asked, 10, shared=impatient))

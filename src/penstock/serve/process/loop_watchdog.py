@@ -22,7 +22,11 @@ MAX_CPU_TIME = 0.05
 MAX_WALL_TIME = 1.0
 """Seconds of one iteration, whatever it waits for; a longer one is logged."""
 POLL_INTERVAL = 0.02
-"""Seconds between two probes of the loop."""
+"""Seconds between two looks at the processor time of the loop's thread."""
+PROBE_CPU_TIME = 0.001
+"""Seconds of processor time since the last probe of the loop after which it is probed again."""
+MAX_PROBE_INTERVAL = 0.25
+"""Seconds between two probes of a loop that takes no processor time: it waits for clients, or for something else."""
 SAMPLE_INTERVAL = 0.01
 """Seconds between two samples of the loop's stack while an iteration lasts."""
 MAX_FRAMES = 4
@@ -53,9 +57,12 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
+        probed_at, cpu_time = time.monotonic(), time.clock_gettime(self._clock)
         while not self._stop.wait(POLL_INTERVAL):
-            answered = threading.Event()
             started, used = time.monotonic(), time.clock_gettime(self._clock)
+            if used - cpu_time < PROBE_CPU_TIME and started - probed_at < MAX_PROBE_INTERVAL:
+                continue
+            answered = threading.Event()
             try:
                 self._loop.call_soon_threadsafe(answered.set)
             except RuntimeError:  # the loop is closed
@@ -63,7 +70,8 @@ class Watchdog:
             places: Counter[str] = Counter()
             while not answered.wait(SAMPLE_INTERVAL) and not self._stop.is_set():
                 places[self._where()] += 1
-            held, seconds = time.clock_gettime(self._clock) - used, time.monotonic() - started
+            probed_at, cpu_time = time.monotonic(), time.clock_gettime(self._clock)
+            held, seconds = cpu_time - used, probed_at - started
             if held > MAX_CPU_TIME or seconds > MAX_WALL_TIME:
                 self._holds.inc()
                 where = places.most_common(1)[0][0] if places else "unknown"
