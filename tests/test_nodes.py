@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import stat
@@ -14,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
 from penstock.engine.executor.layout import connections, ranks_of
-from penstock.engine.executor.node_link import NodeLostError, SecretError, connect
+from penstock.engine.executor.node_link import NodeLink, NodeLostError, SecretError, connect
 from penstock.engine.executor.node_process import NodeProcess
 from penstock.engine.executor.rendezvous import Listener
 from penstock.parallel import Shard
@@ -443,12 +445,15 @@ def test_nodes_that_cannot_be_are_refused_with_a_sentence(
         Engine(EngineOptions(model=str(checkpoint), **OPTIONS | options))
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
     listener = Listener("127.0.0.1", 0, b"a secret of the tests")
     address = "127.0.0.1", listener.port
     try:
-        idle = [socket.create_connection(address) for _ in range(20)]
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", (2**60).to_bytes(8, "little") + bytes(100), bytes(12)):
+        idle = [socket.create_connection(address) for _ in range(100)]  # more than are authenticated at a time
+        nested = b"\x81\xa1x" + b"\x91" * 1000 + b"\x90"
+        deep = len(nested).to_bytes(8, "little") + bytes(4) + nested
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", (2**60).to_bytes(8, "little") + bytes(100), bytes(12), deep):
             with socket.create_connection(address, 10) as stranger:
                 stranger.sendall(garbage)
                 while stranger.recv(4096):  # the challenge, and then nothing
@@ -471,6 +476,48 @@ def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
         listener.close()
     with pytest.raises(ConnectionRefusedError):
         connect(address, b"a secret of the tests")
+
+
+def test_a_server_of_another_kind_is_no_node() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        connecting = threads.submit(connect, server.getsockname(), b"a secret of the tests")
+        connected, _ = server.accept()
+        with connected:
+            connected.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            with pytest.raises(SecretError, match="is no node of Penstock"):
+                connecting.result()
+
+
+def test_nodes_are_accepted_after_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    listener, limits = Listener("127.0.0.1", 0, b"a secret of the tests"), resource.getrlimit(resource.RLIMIT_NOFILE)
+    address, held = ("127.0.0.1", listener.port), []
+    with closing(listener), socket.socket() as early:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limits[1]))
+            with suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            early.connect(address)
+            deadline = time.monotonic() + 10
+            while "cannot accept a connection of a node: too many open files" not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for descriptor in held:
+                os.close(descriptor)
+        connect(address, b"a secret of the tests").close()
+
+
+@pytest.mark.parametrize("timeout", [0.1, 1e6, 1e12, float("inf")])
+def test_a_connection_may_have_any_timeout(timeout: float) -> None:
+    """Also where it is more than the kernel can be told."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        closing(NodeLink(socket.create_connection(server.getsockname()))) as link,
+    ):
+        link.keep_alive(timeout)
+        assert link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 # --- The server -------------------------------------------------------------------------------------------------------

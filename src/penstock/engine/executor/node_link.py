@@ -31,6 +31,10 @@ MAX_POLL = 3600.0
 DEFAULT_TIMEOUT = 60.0
 """``engine_iteration_timeout`` for connections where there is none."""
 
+MAX_KEEPALIVE, MAX_KEEPALIVE_PROBES = 32767, 127
+"""The kernel's: seconds between two probes, and their number."""
+STRANGER = "is no node of Penstock"
+
 T = TypeVar("T")
 
 
@@ -119,11 +123,16 @@ class NodeLink:
         return True
 
     def take(self) -> tuple[int, bytes] | None:
-        """Channel and contents of the next message that was read whole; None where there is none."""
+        """Channel and contents of the next message that was read whole; None where there is none.
+
+        Raises ``SecretError`` for one that is too long where the peer is not authenticated yet.
+        """
         if len(self._received) < HEADER:
             return None
         size = int.from_bytes(self._received[:8], "little")
         channel = int.from_bytes(self._received[8:HEADER], "little", signed=True)
+        if size > self.limit and not self.version:
+            raise SecretError(STRANGER)
         if size > self.limit:
             raise NodeLostError(f"it sends {size} bytes, where {self.limit} are the most")
         if len(self._received) < HEADER + size:
@@ -152,7 +161,7 @@ class NodeLink:
         """Have the kernel give the connection up where the other end's machine does not answer for about
         ``timeout`` seconds."""
         _keep_alive(self.socket, timeout)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout * 1000))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(timeout * 1000, 2**31 - 1)))
 
     def close(self) -> None:
         self.socket.close()
@@ -167,11 +176,11 @@ def keep_rank_link_alive(connected: socket.socket, timeout: float) -> None:
 
 def _keep_alive(connected: socket.socket, timeout: float) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    interval = max(1, int(timeout / 4))
+    interval = int(min(max(1, timeout / 4), MAX_KEEPALIVE))
     for option, value in (
         (socket.TCP_KEEPIDLE, interval),
         (socket.TCP_KEEPINTVL, interval),
-        (socket.TCP_KEEPCNT, max(1, round(timeout / interval) - 1)),
+        (socket.TCP_KEEPCNT, max(1, round(min(timeout / interval, MAX_KEEPALIVE_PROBES)) - 1)),
     ):
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -235,5 +244,5 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float = HANDSHAKE_
 def _decode(message: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except msgspec.MsgspecError as error:
-        raise SecretError("is no node of Penstock") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise SecretError(STRANGER) from error

@@ -55,7 +55,8 @@ LINK_TIMEOUT = 60.0
 POLL = 0.2
 BACKLOG = 64
 MAX_HANDSHAKES = 64
-"""Connections that are being authenticated at the same time; others are closed."""
+"""Connections that are being authenticated at the same time. For one more the oldest is closed, so that strangers who
+say nothing do not keep nodes out."""
 
 Links = dict[int, list[PeerSocket]]
 """Connections to ranks of other nodes, by world rank."""
@@ -106,7 +107,10 @@ class Listener:
             raise invalid("master_addr", f"{words}; give an address of this machine, or another master_port") from error
         self.port: int = self._socket.getsockname()[1]
         self._accepted: queue.SimpleQueue[NodeLink] = queue.SimpleQueue()
-        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
+        self._handshakes: list[socket.socket] = []
+        """Connections that are being authenticated, the oldest first."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def next(self, timeout: float) -> NodeLink | None:
@@ -116,9 +120,12 @@ class Listener:
         return None
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._closed.set()
+        _wake(self._socket)
         self._socket.close()
+        with self._lock:
+            for connected in self._handshakes:
+                _wake(connected)
         while link := self.next(0):
             link.close()
 
@@ -126,23 +133,37 @@ class Listener:
         while True:
             try:
                 connected, _ = self._socket.accept()
-            except OSError:
-                return
-            if self._handshakes.acquire(blocking=False):
-                threading.Thread(target=self._authenticate, args=(connected,), daemon=True).start()
-            else:
-                connected.close()
+            except OSError as error:  # of the connection, or there are no descriptors left
+                if self._closed.is_set():
+                    return
+                logger.warning("cannot accept a connection of a node: %s", (error.strerror or str(error)).lower())
+                self._closed.wait(POLL)
+                continue
+            with self._lock:
+                if len(self._handshakes) == MAX_HANDSHAKES:
+                    _wake(self._handshakes.pop(0))
+                self._handshakes.append(connected)
+            threading.Thread(target=self._authenticate, args=(connected,), daemon=True).start()
 
     def _authenticate(self, connected: socket.socket) -> None:
         try:
             host = connected.getpeername()[0]
-            self._accepted.put(accept(connected, self._secret))
+            link = accept(connected, self._secret)
         except SecretError as error:
             logger.warning("a connection from %s is refused: it %s", host, error)
+            return
         except OSError:  # who connected said nothing, or is gone
-            pass
+            return
         finally:
-            self._handshakes.release()
+            with self._lock, contextlib.suppress(ValueError):  # closed for another one
+                self._handshakes.remove(connected)
+        self._accepted.put(link)
+
+
+def _wake(connected: socket.socket) -> None:
+    """End what another thread waits for on a socket."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 class Progress:
@@ -188,8 +209,11 @@ def gather_nodes(
         _await_nodes(options, digest, listener, joined, check)
         session = os.urandom(16)
         addresses = [("", 0)] + [(link.host, join.port) for link, join in (joined[rank] for rank in sorted(joined))]
-        for link, _ in joined.values():
-            link.send(encode(StartRanks(session, options, addresses)), deadline=time.monotonic() + LINK_TIMEOUT)
+        for link, join in joined.values():
+            try:
+                link.send(encode(StartRanks(session, options, addresses)), deadline=time.monotonic() + LINK_TIMEOUT)
+            except NodeLostError as error:
+                raise NodeLostError(f"{_name(link, join)}: {error}") from error
         accept_links(listener, session, all_ranks(options), 0, options, links, lambda: _check_alive(joined))
         infos, nodes = all_ranks(options), []
         started = _await_ranks(joined)
@@ -255,7 +279,7 @@ def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksSta
     while missing := [rank for rank in joined if rank not in started]:
         for rank in missing:
             link, join = joined[rank]
-            name = f"node {rank} ({join.host_name}, {link.host})"
+            name = _name(link, join)
             try:
                 message = decode(link.receive(time.monotonic() + POLL))
             except TimeoutError:
@@ -309,7 +333,11 @@ def _taken(joined: dict[int, tuple[NodeLink, Join]], join: Join) -> str:
 def _check_alive(joined: dict[int, tuple[NodeLink, Join]]) -> None:
     for link, join in joined.values():
         if not _is_alive(link):
-            raise NodeLostError(f"node {join.node_rank} ({join.host_name}, {link.host}) is gone")
+            raise NodeLostError(f"{_name(link, join)} is gone")
+
+
+def _name(link: NodeLink, join: Join) -> str:
+    return f"node {join.node_rank} ({join.host_name}, {link.host})"
 
 
 def _is_alive(link: NodeLink) -> bool:
