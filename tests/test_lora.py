@@ -174,6 +174,21 @@ def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) 
     assert run(Engine(fixed), True) == run(Engine(fixed), False)
 
 
+def test_an_adapter_may_be_unloaded_while_it_is_loaded(small: Path) -> None:
+    """As after a restart of the engine. Its slot is free once the load has ended."""
+    engine = Engine(engine_options(model=str(small), enable_lora=True, max_loras=1, **OPTIONS))
+    for _ in range(2):
+        loading = engine.adapters.load("a", str(small / "a"))
+        engine.adapters.unload("a")
+        with pytest.raises(PenstockError, match="unloaded while it was being loaded"):
+            engine.adapters.wait(loading)
+        assert engine.adapters.paths == {}
+        while engine.adapters.has_pending:
+            engine.adapters.process_pending()
+    engine.adapters.wait(engine.adapters.load("b", str(small / "b")))
+    assert engine.adapters.paths == {"b": str(small / "b")}
+
+
 def broken(folder: Path, how: str) -> None:
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())

@@ -65,6 +65,8 @@ class LoRAManager:
         self._loading: dict[str, PendingLoad] = {}
         self._unloading: list[LoadedAdapter] = []
         """Unloaded adapters that requests still use."""
+        self._unwanted: list[PendingLoad] = []
+        """Adapters that were unloaded while the workers loaded them."""
         self._free_slots = list(range(max_loras))
         self._num_loads = 0
         self._lora_slots = lora_slots
@@ -78,7 +80,7 @@ class LoRAManager:
     @property
     def has_pending(self) -> bool:
         """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
-        return bool(self._loading or self._unloading)
+        return bool(self._loading or self._unloading or self._unwanted)
 
     def key(self, name: str) -> str:
         """The key of a loaded adapter.
@@ -111,10 +113,16 @@ class LoRAManager:
         return future
 
     def unload(self, name: str) -> None:
-        """Unload an adapter for new requests; unfinished ones keep it, and its slot.
+        """Unload an adapter for new requests; unfinished ones keep it, and its slot. One that is being loaded fails to
+        load.
 
         Raises ``PenstockError`` (``not_found``) where it is not loaded.
         """
+        if load := self._loading.pop(name, None):
+            self._unwanted.append(load)
+            words = f"adapter {name!r} was unloaded while it was being loaded"
+            load.done.set_exception(PenstockError(Code.UNAVAILABLE, words, "lora_name"))
+            return
         if name not in self._loaded:
             raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "lora_name")
         self._unloading.append(self._loaded.pop(name))
@@ -131,6 +139,11 @@ class LoRAManager:
                 self._executor.call(UnloadLoRA(adapter.slot))
                 self._free_slots.append(adapter.slot)
         self._executor.poll()
+        for load in [load for load in self._unwanted if load.reply.done()]:
+            self._unwanted.remove(load)
+            if not load.reply.exception():
+                self._executor.call(UnloadLoRA(load.slot))
+            self._free_slots.append(load.slot)
         for name, load in list(self._loading.items()):
             if not load.reply.done():
                 continue
@@ -172,7 +185,7 @@ class LoRAManager:
                 return False
             raise invalid("lora_name", f"{name!r} is loaded from another folder; unload it first")
         self.process_pending()
-        if len(self._loaded) + len(self._loading) + len(self._unloading) >= self._max_loras:
+        if not self._free_slots:
             count = len(self._unloading)
             unloading = f", {count} of them until the requests that use them end" if count else ""
             words = f"{self._max_loras} adapters are loaded (max_loras){unloading}; unload one first"
