@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from zlib import crc32
@@ -37,12 +38,12 @@ class _OpenRequest:
 class EnginePool:
     """Sends requests to one of several engine processes with the same model. Create and use it in one event loop.
 
-    A request goes to the replica with the least cost, in tokens: those of its prompt that no cached prefix saves,
-    those of prompts that the replica has still to compute, and ``request_cost`` for each of its open requests. So a
-    request follows its longest prefix unless the queue there is longer by more than what the prefix saves. What is
-    cached is estimated from what this process has sent (``PrefixIndex``). Where the queue is full, another replica is
-    tried. Requests with an ``external_id``, which must be unique among those of all processes, go to the replica that
-    its checksum says.
+    A request goes to the replica with the least cost, in tokens: those of its prompt that no cached prefix saves, those
+    of prompts that the replica has still to compute, and ``request_cost`` for each of its open requests. So a request
+    follows its longest prefix unless the queue there is longer by more than what the prefix saves. What is cached is
+    estimated from what this process has sent (``PrefixIndex``). Where the queue is full, another replica is tried. Of
+    equal replicas any is chosen. Requests with an ``external_id``, which must be unique among those of all processes,
+    go to the replica that its checksum says.
 
     Args:
         addresses: ZeroMQ addresses, one for each replica.
@@ -236,6 +237,7 @@ class EnginePool:
             replica = min(working, key=lambda replica: (replica - checksum) % len(self._clients))
         else:
             load = self._loads()
+            random.shuffle(working)  # other processes, which have not told of their requests yet, would choose the same
             replica = min(working, key=lambda replica: (load[replica] + length - cached[replica], load[replica]))
         self._prefixes.insert(request, [], replica)
         return replica, length - cached[replica]
