@@ -35,7 +35,8 @@ from penstock.core import (
     TokenDelta,
 )
 from penstock.engine.engine import Engine
-from penstock.engine.executor.ring import Descriptors, PeerLostError, Reader, Writer
+from penstock.engine.executor.poller import PeerLostError, Poller
+from penstock.engine.executor.ring import Descriptors, Reader, Writer
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -325,7 +326,7 @@ def ring() -> Iterator[tuple[Writer, Reader, int]]:
     """Both ends of a small ring, and the write end of a pipe whose closing is the end of the other process."""
     descriptors = Descriptors.create(64)
     peer, alive = os.pipe()
-    writer, reader = Writer(descriptors, peer), Reader(descriptors, peer)
+    writer, reader = Writer(descriptors, Poller(peer)), Reader(descriptors, Poller(peer))
     yield writer, reader, alive
     writer.close()
     reader.close()

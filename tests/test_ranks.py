@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -38,11 +39,11 @@ from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
-from penstock.engine.executor import multiproc
+from penstock.engine.executor import local_ranks, multiproc, rank_process
 from penstock.engine.executor.base import StepFailedError, WorkerLostError
 from penstock.engine.executor.multiproc import MultiprocExecutor
 from penstock.engine.step import EMPTY, Propose, RowUpdates, StepInput
-from penstock.ops.cores import cores_of_rank
+from penstock.ops.cores import bind_replica, cores_of_rank
 from penstock.parallel import RankFailedError
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
@@ -390,6 +391,31 @@ def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path) -> None
         assert tokens(engine, 2)
 
 
+def test_long_messages_hold_up_no_pipeline(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that does not fit into the first stage's ring, hidden states that do not fit into that between the stages,
+    and logits that do not fit into the last one's, all on their way at the same time."""
+    prompts = [[i % 300 + 2 for i in range(length)] for length in (230, 240, 250)]
+    params = SamplingParams(temperature=0, max_tokens=3, return_context_logits=True)
+    options = OPTIONS | {"max_num_batched_tokens": 64, "dtype": "float32"}
+    expected = [output.context_logits for output in LLM(checkpoint, **options).generate(prompts, params)]
+    for module in (rank_process, local_ranks):
+        monkeypatch.setattr(module, "RING_BYTES", 1024)
+    llm = LLM(checkpoint, **options, pipeline_parallel_size=2, max_concurrent_batches=4, engine_iteration_timeout=20.0)
+    with closing(llm.engine):
+        assert [output.context_logits for output in llm.generate(prompts, params)] == expected
+
+
+def test_ranks_that_do_not_end_are_killed_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks(checkpoint, (2, 2)) as (engine, pids):
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(multiproc, "CLOSE_TIMEOUT", 1.0)
+        begun = time.monotonic()
+        engine.close()
+        assert 1.0 <= time.monotonic() - begun < 3.0
+        assert not workers_of(os.getpid())
+
+
 def test_a_fork_of_the_engine_does_not_end_its_ranks(checkpoint: Path) -> None:
     with ranks(checkpoint) as (engine, _):
         child = os.fork()
@@ -431,8 +457,36 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
             cores_of_rank(binding, 0, 2)
     with pytest.raises(PenstockError, match="processes of their own"):
         LLM(checkpoint, tensor_parallel_size=2, distributed_executor_backend="uni", **OPTIONS)
+    first = min(os.sched_getaffinity(0))
+    for cores in ("1023", f"{first},1023", "99999999999"):
+        words = f"names cores that this process cannot use: {cores.rpartition(',')[2]}"
+        with pytest.raises(PenstockError, match=words):
+            LLM(checkpoint, tensor_parallel_size=2, cpu_binding=f"{first}|{cores}", **OPTIONS)
+        assert first in os.sched_getaffinity(0)
+        with pytest.raises(PenstockError, match=words):
+            bind_replica(f"{first}|{cores}", 1, 2, 1)
     with pytest.raises(PenstockError, match="has cores for 1 ranks, and there are 2"):
         LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
+
+
+def test_without_kernels_one_rank_works_and_several_are_refused(tmp_path: Path) -> None:
+    hidden = "import sys\nsys.modules['penstock.ops._kernels'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    script = """
+    from penstock import LLM, PenstockError, SamplingParams
+    options = {"num_gpu_blocks_override": 40, "distributed_executor_backend": "mp"}
+    llm = LLM(**options)
+    assert len(llm.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids) == 2
+    llm.engine.close()
+    try:
+        LLM(tensor_parallel_size=2, **options)
+    except PenstockError as error:
+        print(error)
+    """
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+    assert "several ranks need the CPU kernels, which cannot be used here" in run.stdout, run.stderr
 
 
 def test_ranks_are_bound_to_cores_of_their_own(checkpoint: Path) -> None:

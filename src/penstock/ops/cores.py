@@ -44,6 +44,21 @@ def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
     return set.union(*(_range(text) for text in lists[rank].split(",")))
 
 
+def check_cores(cores: set[int]) -> None:
+    """Raises ``PenstockError`` (``invalid``) where the machine does not have some of the cores, or this process may not
+    use them."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cores or before)
+        missing = cores - os.sched_getaffinity(0)
+    except (OSError, OverflowError):
+        missing = cores
+    finally:
+        os.sched_setaffinity(0, before)
+    if missing:
+        raise invalid(FIELD, f"names cores that this process cannot use: {_describe(missing)}", _describe(before))
+
+
 def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
     """Bind this process, the engine of a data-parallel replica, to its share of the cores.
 
@@ -54,7 +69,7 @@ def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
     Returns:
         ``cpu_binding`` for the replica's own ranks, within its share.
 
-    Raises ``PenstockError`` as ``cores_of_rank``.
+    Raises ``PenstockError`` as ``cores_of_rank`` and ``check_cores``.
     """
     if binding in ("auto", "none"):
         cores = cores_of_rank(binding, replica, replicas)
@@ -63,6 +78,7 @@ def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
         each = [cores_of_rank(binding, rank, replicas * ranks) for rank in own]
         cores, binding = set.union(*each), "|".join(map(_describe, each)) if ranks > 1 else "none"
     if cores:
+        check_cores(cores)
         os.sched_setaffinity(0, cores)
     return binding
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-import select
+import time
 from collections.abc import Mapping, Sequence
 
 from penstock.config.options import EngineOptions, LogOptions
+from penstock.core import Code, PenstockError
 
 from .layout import RankInfo
 from .messages import PeerSocket
+from .poller import Poller
 from .rank_process import RING_BYTES, RankProcess
 from .ring import Descriptors
 
+CLOSE_TIMEOUT = 5.0
+"""Seconds that workers have to end after ``Close`` before they are killed."""
 NO_LINKS: Mapping[int, Sequence[PeerSocket]] = {}
 
 
@@ -24,7 +28,8 @@ class LocalRanks:
         ranks: of this node.
         links: connections to ranks of other nodes, by world rank. The sockets are closed here in any case.
 
-    Raises ``PenstockError`` (``invalid``) where ``cpu_binding`` is not for so many ranks.
+    Raises ``PenstockError`` where ``cpu_binding`` is not for so many ranks or these cores, and where several ranks have
+    no compiled kernels.
     """
 
     def __init__(
@@ -36,18 +41,25 @@ class LocalRanks:
     ) -> None:
         self._infos = ranks
         self._memory: int | None = None
-        self.ended = select.epoll()
-        """Readable when any process has ended, or where a connection to another node is lost that is registered."""
+        self.poller = Poller()
+        """Of all ranks' processes. Connections to other nodes may be added."""
         self.processes: list[RankProcess] = []
         rings: dict[int, Descriptors] = {}
         """From the stage before, by world rank; for ranks whose stage before is on this node, too."""
         try:
             if ranks[0].world_size > 1:
-                from penstock.ops.cores import cores_of_rank  # these bring PyTorch
-                from penstock.parallel.shared_memory import create_memory
+                from penstock.ops.cores import check_cores, cores_of_rank  # which brings PyTorch
 
                 for info in ranks:
-                    cores_of_rank(options.cpu_binding, info.local_rank, info.local_size)  # refused with one sentence
+                    check_cores(cores_of_rank(options.cpu_binding, info.local_rank, info.local_size))
+                try:
+                    from penstock.parallel.shared_memory import create_memory
+                except ImportError as error:
+                    words = (
+                        f"several ranks need the CPU kernels, which cannot be used here ({error}): install a compiler "
+                    )
+                    words += "(apt install g++), then penstock again, with pip's --no-cache-dir"
+                    raise PenstockError(Code.UNSUPPORTED, words, "tensor_parallel_size", 1) from error
                 self._memory = create_memory(ranks[0].stages)
             for info in ranks:
                 if any(other.precedes(info) for other in ranks):
@@ -57,7 +69,7 @@ class LocalRanks:
                 pipeline = rings.get(info.world_rank), following
                 sockets = tuple(links.get(info.world_rank, ()))
                 self.processes.append(
-                    RankProcess(options, logs, info, self._memory, self.ended, *pipeline, sockets=sockets)
+                    RankProcess(options, logs, info, self._memory, self.poller, *pipeline, sockets=sockets)
                 )
         except BaseException:
             self.close()
@@ -81,19 +93,20 @@ class LocalRanks:
         for process in self.processes:
             process.kill()
 
-    def close(self, ask: bool = True) -> None:
+    def close(self, ask: bool = True, deadline: float | None = None) -> None:
         """End the processes, and close what they share.
 
         Args:
             ask: send them ``Close``; else they have it.
+            deadline: until which they have time to end; None gives them ``CLOSE_TIMEOUT``.
         """
+        deadline = time.monotonic() + CLOSE_TIMEOUT if deadline is None else deadline
         if ask:
             for process in self.processes:
-                process.ask_to_end()
+                process.ask_to_end(deadline)
         for process in self.processes:
-            process.close()
+            process.close(deadline)
         self.processes.clear()
-        self.ended.close()
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None

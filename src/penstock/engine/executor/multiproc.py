@@ -20,7 +20,7 @@ from ..exit_status import LINK_LOST
 from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, Propose, StepInput, StepOutput, encoder
 from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import StepFailedError, WorkerLostError
-from .local_ranks import LocalRanks
+from .local_ranks import CLOSE_TIMEOUT, LocalRanks
 from .messages import (
     Call,
     CallReply,
@@ -35,10 +35,10 @@ from .messages import (
     StepReply,
     ToWorker,
 )
+from .poller import PeerLostError
 from .rank_process import RankProcess
 from .remote_node import RemoteNode, RemoteRank
 from .rendezvous import Links, all_ranks, gather_nodes
-from .ring import PeerLostError
 
 LOAD_TIMEOUT = 1800.0
 """Seconds that a worker may take to load its model, or an adapter."""
@@ -108,7 +108,7 @@ class MultiprocExecutor:
         self._finalizer = weakref.finalize(self, _shut_down, local, nodes, os.getpid())
         """Ends the workers; called by ``close``, and when this object is garbage-collected."""
         for node in nodes:
-            node.watch(local.ended)
+            node.join(local.poller)
         remote = [rank for node in nodes for rank in node.ranks]
         self._ranks: list[RankProcess | RemoteRank] = [*local.processes, *remote]
         self._last_stage = self._ranks[-options.tensor_parallel_size]
@@ -345,8 +345,9 @@ def _shut_down(local: LocalRanks, nodes: list[RemoteNode], owner: int) -> None:
     """End the workers, and close what connects them."""
     if os.getpid() != owner:  # a fork of the process that has started them
         return
+    deadline = time.monotonic() + CLOSE_TIMEOUT
     for node in nodes:
-        node.ask_to_end()
-    local.close()
+        node.ask_to_end(deadline)
+    local.close(deadline=deadline)
     for node in nodes:
-        node.close()
+        node.close(deadline)

@@ -16,6 +16,8 @@ import msgspec
 
 from penstock.version import __version__
 
+from .poller import MAX_POLL, Poller
+
 HANDSHAKE_TIMEOUT = 10.0
 """Seconds that a peer has to prove that it knows the secret."""
 MAX_HANDSHAKE_BYTES = 1024
@@ -27,7 +29,6 @@ HEADER = 12
 NODE, ALL_RANKS = -1, -2
 """Channels: of the nodes themselves, and of all ranks of a node. Others are the numbers of ranks."""
 RECEIVE_BYTES = 2**20
-MAX_POLL = 3600.0
 DEFAULT_TIMEOUT = 60.0
 """``engine_iteration_timeout`` for connections where there is none."""
 
@@ -88,13 +89,20 @@ class NodeLink:
         """Penstock's version at the other end, once authenticated."""
         self.host, self.port = connected.getpeername()[:2]
 
-    def send(self, message: bytes, channel: int = NODE, deadline: float = float("inf"), drain: bool = False) -> None:
+    @property
+    def descriptor(self) -> int:
+        """Readable when something may have arrived."""
+        return self.socket.fileno()
+
+    def send(
+        self, message: bytes, channel: int = NODE, deadline: float = float("inf"), poller: Poller | None = None
+    ) -> None:
         """Send a message.
 
         Args:
             deadline: on the monotonic clock. Raises ``TimeoutError`` where it has not been sent until then; no other
                 can be sent after it.
-            drain: read what arrives meanwhile; else both ends could wait for each other to read.
+            poller: waits until there is room; None waits for this connection alone.
         """
         left = memoryview(len(message).to_bytes(8, "little") + channel.to_bytes(4, "little", signed=True) + message)
         while left:
@@ -105,9 +113,10 @@ class NodeLink:
                 pass
             except OSError as error:
                 raise NodeLostError(error.strerror or str(error)) from error
-            self._wait(select.POLLOUT | (select.POLLIN if drain else 0), deadline)
-            if drain:
-                self.fetch()
+            if poller:
+                poller.wait(deadline, self.descriptor, select.POLLOUT)
+            else:
+                self._wait(select.POLLOUT, deadline)
 
     def fetch(self) -> bool:
         """Read what has arrived, without waiting. Returns whether there was anything."""

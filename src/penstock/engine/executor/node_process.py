@@ -3,9 +3,9 @@ what node 0 and the ranks send each other."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -34,6 +34,7 @@ from .node_messages import (
     decode,
     encode,
 )
+from .poller import PeerLostError
 from .rank_process import RankProcess
 from .remote_node import MAX_MESSAGE
 from .rendezvous import (
@@ -50,7 +51,6 @@ from .rendezvous import (
     connect_links,
     model_digest,
 )
-from .ring import PeerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -206,25 +206,19 @@ class _Relay:
         self._ready = ready
         self._loading = START_REPLIES * len(local.processes)
         """Number of messages of the ranks until they have loaded the model."""
-        local.ended.register(link.socket, select.EPOLLRDHUP)  # who waits for a rank to read notices
-        self._poll = select.poll()
-        self._poll.register(link.socket, select.POLLIN)
-        self._poll.register(local.ended, select.POLLIN)
-        for process in local.processes:
-            self._poll.register(process.descriptor, select.POLLIN)
+        local.poller.add_source(link)
 
     def run(self) -> bool:
         """Returns True once node 0 has ended the ranks by ``Close``; False after ``stop``, and where a rank has ended,
         of which node 0 is told. Raises ``NodeLostError``."""
         while not self._stopped.is_set():
-            self._poll.poll(POLL * 1000)
-            try:
+            with contextlib.suppress(PeerLostError):  # seen below
                 if self._from_node_0():
                     return True
                 for process in self._local.processes:
                     self._from_rank(process)
-            except PeerLostError:
-                pass  # seen below
+                with contextlib.suppress(TimeoutError):
+                    self._local.poller.wait(time.monotonic() + POLL)
             if ended := next((process for process in self._local.processes if process.end_reason is not None), None):
                 self._link.fetch()  # where node 0 is lost, that is the cause
                 told = RankEnded(ended.rank, ended.end_reason or "", ended.returncode == LINK_LOST)
@@ -234,8 +228,8 @@ class _Relay:
         return False
 
     def _from_node_0(self) -> bool:
-        """Handle what has arrived. Returns True after ``Close``."""
-        while taken := self._link.take() or (self._link.fetch() and self._link.take()):
+        """Handle what has been fetched. Returns True after ``Close``."""
+        while taken := self._link.take():
             channel, message = taken
             if channel == ALL_RANKS:
                 for process in self._local.processes:

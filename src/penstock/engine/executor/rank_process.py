@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 
 from penstock.config.options import EngineOptions, LogOptions
@@ -13,12 +12,11 @@ from ..step import encoder
 from .fork_server import fork_worker
 from .layout import RankInfo
 from .messages import Close, FromWorker, PeerSocket, Start, from_worker
-from .ring import Descriptors, PeerLostError, Reader, Writer
+from .poller import PeerLostError, Poller
+from .ring import Descriptors, Reader, Writer
 
 RING_BYTES = 16 * 2**20
 """Capacity of a ring. Longer messages are passed on in parts."""
-CLOSE_TIMEOUT = 5.0
-"""Seconds that a worker has to end after ``Close`` before it is killed."""
 
 
 class RankProcess:
@@ -27,7 +25,7 @@ class RankProcess:
     Args:
         logs: how the worker sets up its log; None leaves logging alone.
         memory: descriptor of what ranks share, of ``penstock.parallel.shared_memory``; None for a single one.
-        ended: epoll object that becomes readable when any rank's process ends.
+        poller: of all ranks' processes.
         previous, following: rings from and to the pipeline stages before and after.
         sockets: connections to ranks of other nodes.
     """
@@ -38,7 +36,7 @@ class RankProcess:
         logs: LogOptions | None,
         rank_info: RankInfo,
         memory: int | None,
-        ended: select.epoll,
+        poller: Poller,
         previous: Descriptors | None = None,
         following: Descriptors | None = None,
         sockets: tuple[PeerSocket, ...] = (),
@@ -52,14 +50,15 @@ class RankProcess:
         if memory is not None:
             inherited.append(memory)
         try:
-            self._writer = Writer(inbox, ended.fileno())
-            self._reader = Reader(outbox, ended.fileno())
+            self._writer = Writer(inbox, poller)
+            self._reader = Reader(outbox, poller)
             self._process = fork_worker(start, inherited)
         except BaseException:
             for ring in self._rings:
                 ring.close()
             raise
-        ended.register(self._process.pidfd, select.EPOLLIN)
+        poller.add_peer(self._process.pidfd)
+        poller.add_source(self._reader)
 
     def __str__(self) -> str:
         return f"the worker of rank {self.rank} (process {self.pid})"
@@ -67,11 +66,6 @@ class RankProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def descriptor(self) -> int:
-        """Readable when there may be a message."""
-        return self._reader.descriptor
 
     @property
     def returncode(self) -> int | None:
@@ -88,7 +82,7 @@ class RankProcess:
 
     def send(self, message: bytes, deadline: float) -> None:
         """Raises ``TimeoutError`` where it does not read, and ``PeerLostError`` where a rank has ended."""
-        self._writer.send(message, deadline, self._reader)
+        self._writer.send(message, deadline)
 
     def has_message(self) -> bool:
         """Whether it has sent something, be it a part of a message."""
@@ -107,16 +101,16 @@ class RankProcess:
         """End it at once, and wait for its end."""
         self._process.kill()
 
-    def ask_to_end(self) -> None:
+    def ask_to_end(self, deadline: float) -> None:
         """Send ``Close``, or kill the process where it does not read it."""
         try:
-            self.send(encoder.encode(Close()), time.monotonic() + CLOSE_TIMEOUT)
+            self.send(encoder.encode(Close()), deadline)
         except (TimeoutError, PeerLostError):  # it computes a long step, hangs, or is gone
             self._process.kill()
 
-    def close(self) -> None:
-        """Wait until the process has ended after ``ask_to_end``, and close its rings."""
-        if not self._process.wait(CLOSE_TIMEOUT):
+    def close(self, deadline: float) -> None:
+        """Wait until the process has ended after ``ask_to_end``, or kill it at the deadline, and close its rings."""
+        if not self._process.wait(max(0.0, deadline - time.monotonic())):
             self.kill()
         self._writer.close()
         self._reader.close()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections import deque
+from contextlib import suppress
 
 from ..step import encoder
 from .layout import RankInfo
 from .messages import Close, FromWorker, from_worker
-from .node_link import ALL_RANKS, MAX_POLL, NODE, NodeLink, NodeLostError
+from .node_link import ALL_RANKS, NODE, NodeLink, NodeLostError
 from .node_messages import GetPlaces, Join, Places, RankEnded, decode, encode
-from .rank_process import CLOSE_TIMEOUT
-from .ring import PeerLostError
+from .poller import PeerLostError, Poller
 
 MAX_MESSAGE = 2**36
 """Maximum bytes of a worker's message: one with logits may be long."""
@@ -37,17 +36,23 @@ class RemoteNode:
         self.lost = ""
         """Why the connection is lost; empty while it is there."""
         self._places: list[tuple[int, int, int]] | None = None
-        self._ended: select.epoll | None = None
+        self._alone = self._poller = Poller()
+        self._alone.add_source(self)
 
-    def watch(self, ended: select.epoll) -> None:
-        """Have ``ended`` become readable when the connection is closed or lost."""
-        self._ended = ended
-        ended.register(self._link.socket, select.EPOLLRDHUP)
+    def join(self, poller: Poller) -> None:
+        """Have ``poller`` wait for this node and others together."""
+        self._poller = poller
+        poller.add_source(self)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when something may have arrived."""
+        return self._link.descriptor
 
     def send(self, message: bytes, deadline: float) -> None:
         """Send a message to all ranks of the node. Raises ``TimeoutError`` and ``PeerLostError``."""
         try:
-            self._link.send(message, ALL_RANKS, deadline, drain=True)
+            self._link.send(message, ALL_RANKS, deadline, self._poller)
         except NodeLostError as error:
             self._note_loss(error)
             raise PeerLostError from error
@@ -74,18 +79,8 @@ class RemoteNode:
         """The next message of a rank; waits for it. Raises as ``send``."""
         inbox = self._inboxes[rank]
         while not inbox:
-            if self.fetch():
-                continue
-            assert self._ended
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            waited = select.poll()
-            waited.register(self._link.socket, select.POLLIN)
-            waited.register(self._ended, select.POLLIN)
-            ready = waited.poll(min(left, MAX_POLL) * 1000)
-            if [descriptor for descriptor, _ in ready] == [self._ended.fileno()]:
-                raise PeerLostError
+            if not self.fetch():
+                self._poller.wait(deadline)
         return inbox.popleft()
 
     def has_message(self, rank: int) -> bool:
@@ -105,30 +100,25 @@ class RemoteNode:
         """How far each of its ranks has come; None where it does not answer."""
         deadline = time.monotonic() + PLACES_TIMEOUT
         try:
-            self._link.send(encode(GetPlaces()), deadline=deadline, drain=True)
-            while self._places is None and (left := deadline - time.monotonic()) > 0:
-                if not self.fetch():
-                    select.select([self._link.socket], [], [], left)
+            self._link.send(encode(GetPlaces()), deadline=deadline, poller=self._alone)
+            while self._places is None:
+                self._alone.wait(deadline)
         except (NodeLostError, PeerLostError, TimeoutError):
             return None
         return self._places
 
-    def ask_to_end(self) -> None:
+    def ask_to_end(self, deadline: float) -> None:
         """Have its ranks end; it waits for node 0 again then."""
         try:
-            self._link.send(encoder.encode(Close()), ALL_RANKS, time.monotonic() + CLOSE_TIMEOUT, drain=True)
-        except (NodeLostError, TimeoutError):
+            self._link.send(encoder.encode(Close()), ALL_RANKS, deadline, self._alone)
+        except (NodeLostError, PeerLostError, TimeoutError):
             self._link.close()
 
-    def close(self) -> None:
+    def close(self, deadline: float) -> None:
         """Wait until it has closed the connection after ``ask_to_end``."""
-        deadline = time.monotonic() + CLOSE_TIMEOUT
-        try:
-            while not self.lost and self._link.socket.fileno() >= 0 and (left := deadline - time.monotonic()) > 0:
-                if not self.fetch():
-                    select.select([self._link.socket], [], [], left)
-        except PeerLostError:
-            pass
+        with suppress(PeerLostError, TimeoutError):
+            while not self.lost and self.descriptor >= 0:
+                self._alone.wait(deadline)
         self._link.close()
 
     def kill(self) -> None:

@@ -1,8 +1,7 @@
 """A ring buffer in shared memory that carries messages from one process to another (Linux).
 
 Two kernel counters (``eventfd``) hold the bytes that were written and not yet noticed by the reader, and those that
-were read and not yet noticed by the writer. A process that waits polls its counter, and a descriptor that becomes
-readable when the other process ends.
+were read and not yet noticed by the writer. A process that waits polls its counter, and the other process's end.
 """
 
 from __future__ import annotations
@@ -10,19 +9,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
-import time
 
 import msgspec
 
-MAX_POLL = 3600.0
-"""Maximum seconds of one ``poll``, whose timeout must be finite."""
+from .poller import Poller
+
 HEADER = 8
 """Bytes of a message's length, which precedes it, little-endian."""
-
-
-class PeerLostError(RuntimeError):
-    """The process at the other end of the ring has ended."""
 
 
 class Descriptors(msgspec.Struct, frozen=True):
@@ -57,11 +50,11 @@ class _RingEndpoint:
         own_eventfd: counter of bytes that this end may use: bytes to read, or free bytes to write.
         peer_eventfd: counter to which this end adds the bytes that it has used.
         available: bytes that this end may use at first.
-        peer: descriptor that becomes readable when the other process ends.
+        poller: waits for the other process, and notices its end.
     """
 
     def __init__(
-        self, descriptors: Descriptors, own_eventfd: int, peer_eventfd: int, available: int, peer: int
+        self, descriptors: Descriptors, own_eventfd: int, peer_eventfd: int, available: int, poller: Poller
     ) -> None:
         self._memory = mmap.mmap(descriptors.memory, descriptors.capacity)
         self._capacity = descriptors.capacity
@@ -69,10 +62,7 @@ class _RingEndpoint:
         self._peer_eventfd = peer_eventfd
         self._available = available
         self._offset = 0
-        self._peer = peer
-        self._poll = select.poll()
-        self._poll.register(own_eventfd, select.POLLIN)
-        self._poll.register(peer, select.POLLIN)
+        self._poller = poller
 
     def _has_available(self) -> bool:
         """Whether there are bytes to use."""
@@ -80,23 +70,6 @@ class _RingEndpoint:
             with contextlib.suppress(BlockingIOError):
                 self._available = os.eventfd_read(self._own_eventfd)
         return self._available > 0
-
-    def _await(self, deadline: float, drain_reader: Reader | None = None) -> None:
-        """Wait for bytes to use, and fetch to ``drain_reader`` then. Raises ``TimeoutError`` and ``PeerLostError``."""
-        while not self._has_available():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            waited = self._poll
-            if drain_reader:
-                waited = select.poll()
-                for descriptor in (self._own_eventfd, self._peer, drain_reader.descriptor):
-                    waited.register(descriptor, select.POLLIN)
-            ready = waited.poll(min(left, MAX_POLL) * 1000)
-            if drain_reader and drain_reader.fetch():
-                continue
-            if [descriptor for descriptor, _ in ready] == [self._peer]:
-                raise PeerLostError
 
     def _use(self, count: int) -> None:
         self._offset = (self._offset + count) % self._capacity
@@ -112,25 +85,24 @@ class Writer(_RingEndpoint):
 
     Args:
         descriptors: of the ring.
-        peer: descriptor that becomes readable when the reader's process ends.
+        poller: waits for the reader's process, and notices its end.
     """
 
-    def __init__(self, descriptors: Descriptors, peer: int) -> None:
-        super().__init__(descriptors, descriptors.read, descriptors.written, descriptors.capacity, peer)
+    def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
+        super().__init__(descriptors, descriptors.read, descriptors.written, descriptors.capacity, poller)
 
-    def send(self, message: bytes, deadline: float = float("inf"), drain_reader: Reader | None = None) -> None:
+    def send(self, message: bytes, deadline: float = float("inf")) -> None:
         """Send one message of any length. One that does not fit into the ring is written in parts, as it is read.
 
         Args:
             deadline: on the monotonic clock.
-            drain_reader: this process's reader of the opposite ring, from which bytes are fetched while waiting: else
-                both processes could wait for each other to read.
 
         Raises ``TimeoutError`` where the other end does not read until the deadline, and ``PeerLostError``.
         """
         left = memoryview(len(message).to_bytes(HEADER, "little") + message)
         while left:
-            self._await(deadline, drain_reader)
+            while not self._has_available():
+                self._poller.wait(deadline, self._own_eventfd)
             count = min(len(left), self._available, self._capacity - self._offset)
             self._memory[self._offset : self._offset + count] = left[:count]
             left = left[count:]
@@ -142,11 +114,11 @@ class Reader(_RingEndpoint):
 
     Args:
         descriptors: of the ring.
-        peer: descriptor that becomes readable when the writer's process ends.
+        poller: waits for the writer's process, and notices its end.
     """
 
-    def __init__(self, descriptors: Descriptors, peer: int) -> None:
-        super().__init__(descriptors, descriptors.written, descriptors.read, 0, peer)
+    def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
+        super().__init__(descriptors, descriptors.written, descriptors.read, 0, poller)
         self.descriptor = descriptors.written
         """Readable when there may be a message."""
         self._buffer = bytearray()
@@ -154,16 +126,17 @@ class Reader(_RingEndpoint):
 
     def has_message(self) -> bool:
         """Whether a message has begun to arrive; ``receive`` may still have to wait for the rest of it."""
-        return bool(self._buffer) or self._has_available()
+        return self.fetch() or bool(self._buffer)
 
     def fetch(self) -> bool:
         """Move bytes from the ring to a buffer of this process, without waiting. Returns whether there were any."""
-        if not self._has_available():
-            return False
-        count = min(self._available, self._capacity - self._offset)
-        self._buffer += self._memory[self._offset : self._offset + count]
-        self._use(count)
-        return True
+        found = False
+        while self._has_available():
+            count = min(self._available, self._capacity - self._offset)
+            self._buffer += self._memory[self._offset : self._offset + count]
+            self._use(count)
+            found = True
+        return found
 
     def receive(self, deadline: float = float("inf")) -> bytes:
         """Wait for the next message.
@@ -180,5 +153,5 @@ class Reader(_RingEndpoint):
                     message = bytes(self._buffer[HEADER:end])
                     del self._buffer[:end]
                     return message
-            self._await(deadline)
-            self.fetch()
+            if not self.fetch():
+                self._poller.wait(deadline, self._own_eventfd)

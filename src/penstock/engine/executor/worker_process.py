@@ -21,7 +21,6 @@ from penstock.ops.cores import cores_of_rank, usable_cores
 from penstock.parallel import SINGLE_RANK, Group, PipelineStage
 from penstock.parallel.link import SocketLink
 from penstock.parallel.pipeline import Receiver, Sender
-from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup
 
 from ..exit_status import LINK_LOST
 from ..step import StepInput, StepOutput, encoder
@@ -43,7 +42,8 @@ from .messages import (
     ToWorker,
     to_worker,
 )
-from .ring import PeerLostError, Reader, Writer
+from .poller import PeerLostError, Poller
+from .ring import Reader, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,9 @@ class WorkerProcess:
         self._replies = rank_info.rank == 0 and rank_info.stage == rank_info.stages - 1
         """Whether this is the rank that answers steps."""
         self._parent = parent = os.pidfd_open(start.parent)
-        previous: Receiver | None = Reader(start.previous, parent) if start.previous else None
-        following: Sender | None = Writer(start.following, parent) if start.following else None
+        poller = Poller(parent)
+        previous: Receiver | None = Reader(start.previous, poller) if start.previous else None
+        following: Sender | None = Writer(start.following, poller) if start.following else None
         for each in start.sockets:
             peer = rank_info.at(each.rank)
             if peer.precedes(rank_info):
@@ -66,8 +67,8 @@ class WorkerProcess:
                 following = SocketLink(each.descriptor, f"rank {each.rank}")
         stage = PipelineStage(rank_info.stage, rank_info.stages, previous, following)
         self._worker = Worker(*_options_and_group(start), stage)
-        self._reader = Reader(start.inbox, parent)
-        self._writer = Writer(start.outbox, parent)
+        self._reader = Reader(start.inbox, poller)
+        self._writer = Writer(start.outbox, poller)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """``eventfd`` that is readable once an adapter has been read."""
         self._poll = select.poll()
@@ -171,6 +172,8 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     """The rank's group, and the options with its share of the cores, to which it is bound."""
     if start.memory is None:
         return start.options, SINGLE_RANK
+    from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup  # which needs the compiled kernels
+
     rank_info, usable = start.rank_info, usable_cores()
     threads = max(1, usable // rank_info.local_size)
     if cores := cores_of_rank(start.options.cpu_binding, rank_info.local_rank, rank_info.local_size):
