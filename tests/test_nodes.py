@@ -41,6 +41,7 @@ from penstock.cli.main import main
 from penstock.config.options import EngineOptions
 from penstock.core import Code
 from penstock.engine.engine import Engine
+from penstock.engine.executor.cluster_secret import read_secret
 from penstock.engine.executor.layout import connections, ranks_of
 from penstock.engine.executor.node_link import NodeLink, NodeLostError, SecretError, connect
 from penstock.engine.executor.node_process import NodeProcess
@@ -443,6 +444,22 @@ def test_nodes_that_cannot_be_are_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(PenstockError, match=words):
         Engine(EngineOptions(model=str(checkpoint), **OPTIONS | options))
+
+
+def test_processes_that_make_the_secret_at_the_same_time_have_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(8)
+
+    def read(_: int) -> bytes:
+        together.wait()
+        return read_secret("", make=True)
+
+    with ThreadPoolExecutor(8) as threads:
+        for attempt in range(20):
+            monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / str(attempt)))
+            assert len(set(threads.map(read, range(8)))) == 1
+            assert [file.name for file in (tmp_path / str(attempt) / "penstock").iterdir()] == ["cluster-secret"]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

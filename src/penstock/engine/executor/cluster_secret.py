@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import stat
+import tempfile
 from pathlib import Path
 
 from penstock.core.errors import invalid
@@ -47,11 +48,12 @@ def read_secret(file: str, make: bool) -> bytes:
 def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="ascii") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.link(file.name, path)  # whole, and of this user only; another process may be making it, too
     except FileExistsError:
         return
     except OSError as error:
         raise invalid(FIELD, f"{path} cannot be made: {error.strerror}; name another file") from error
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(32) + "\n")
     logger.warning("made the cluster's secret: copy %s to the same place on every other node", path)

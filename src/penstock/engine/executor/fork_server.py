@@ -316,5 +316,5 @@ def _run_worker(message: _Fork) -> NoReturn:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # that process has ended
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):  # that process has ended
         main()

@@ -24,6 +24,7 @@ from penstock.version import __version__
 
 from .checkpoint_digest import sampled_digest
 from .cluster_secret import read_secret
+from .fork_server import FORK_TIMEOUT
 from .layout import RankInfo, connections, ranks_of
 from .messages import PeerSocket
 from .node_link import DEFAULT_TIMEOUT, NodeLink, NodeLostError, SecretError, accept, connect, keep_rank_link_alive
@@ -103,7 +104,8 @@ class Listener:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
-            words = f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}"
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+            words = f"cannot listen on {host}:{port}: {reason.lower()}"
             raise invalid("master_addr", f"{words}; give an address of this machine, or another master_port") from error
         self.port: int = self._socket.getsockname()[1]
         self._accepted: queue.SimpleQueue[NodeLink] = queue.SimpleQueue()
@@ -275,7 +277,7 @@ def _await_nodes(
 def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksStarted]:
     """Wait until all nodes have started their ranks. Raises ``OSError`` where one is lost, or cannot."""
     started: dict[int, RanksStarted] = {}
-    deadline = time.monotonic() + LINK_TIMEOUT
+    progress = Progress(FORK_TIMEOUT)
     while missing := [rank for rank in joined if rank not in started]:
         for rank in missing:
             link, join = joined[rank]
@@ -283,8 +285,9 @@ def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksSta
             try:
                 message = decode(link.receive(time.monotonic() + POLL))
             except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{name} has not started its ranks in time") from None
+                if progress.overdue:
+                    raise TimeoutError(f"{name} has not started its ranks in {FORK_TIMEOUT:g} seconds") from None
+                progress.say(lambda: f"waiting for {name} to start its ranks")  # noqa: B023
                 continue
             except NodeLostError as error:
                 raise NodeLostError(f"{name}: {error}") from error
