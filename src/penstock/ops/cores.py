@@ -56,7 +56,8 @@ def check_cores(cores: set[int]) -> None:
     finally:
         os.sched_setaffinity(0, before)
     if missing:
-        raise invalid(FIELD, f"names cores that this process cannot use: {_describe(missing)}", _describe(before))
+        words = f"names cores that this process cannot use: {_describe(missing)} (it can use {_describe(before)})"
+        raise invalid(FIELD, words)
 
 
 def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
