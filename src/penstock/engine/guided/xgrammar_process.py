@@ -17,9 +17,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import xgrammar
 
+from ..lean_torch import import_torch
 from .errors import MAX_WHITESPACE, first_line
+
+import_torch()  # which xgrammar imports
+
+import xgrammar  # noqa: E402
 
 MAX_CPU_TIME = 10.0
 """Seconds of processor time to compile one grammar."""
