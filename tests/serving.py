@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import io
+import logging
 import os
 import random
 import re
@@ -15,10 +18,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
+
+import httpx
+
+from penstock.cli.main import main
 
 READY = r"ready: (.+) at (http[^\s\"]+)"
 SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
@@ -29,6 +36,15 @@ MODULES = {
     "penstock.engine.service.server": "engine",
     "penstock.text.isolated_tokenizer": "tokenizer",
 }
+
+
+CERTIFICATES = ssl.create_default_context()
+"""The machine's, read once: each client of httpx, as OpenAI's and Anthropic's are, would take 30 ms to read them."""
+for call in (
+    *(httpx.request, httpx.stream, httpx.get, httpx.options, httpx.head, httpx.post, httpx.put, httpx.delete),
+    *(httpx.Client.__init__, httpx.AsyncClient.__init__),
+):
+    inspect.unwrap(call).__kwdefaults__["verify"] = CERTIFICATES
 
 
 class Logged:
@@ -166,6 +182,24 @@ class Served(Logged):
             os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self.close_log()
+
+
+def refused(*arguments: str) -> str:
+    """What ``penstock serve`` says, within this process, where something is wrong that it finds before it starts any
+    other: its status is 2."""
+    root, said = logging.getLogger(), io.StringIO()
+    handlers, level = root.handlers, root.level
+    root.handlers = []
+    try:
+        with redirect_stderr(said):
+            status: object = main(["serve", *arguments])
+    except SystemExit as ended:
+        status = ended.code
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+    assert status == 2, said.getvalue()
+    return said.getvalue()
 
 
 class Servers:

@@ -284,10 +284,10 @@ def test_a_whole_answer_comes_in_time_or_not_at_all(served: Served) -> None:
     """Though another of its tokens comes all the time."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
     assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
-    begun = time.monotonic()
-    lines(served, **ENDLESS)
+    begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}
+    lines(served, **long)
     less = 0.75 * (time.monotonic() - begun)  # than all of its pieces take, and far more than one of them
-    assert lines(served, **ENDLESS, response_timeout=less)[-1]["is_end"] == 1
+    assert lines(served, **long, response_timeout=less)[-1]["is_end"] == 1
 
 
 def test_a_full_queue_and_a_dead_engine_are_told() -> None:
