@@ -525,11 +525,13 @@ async def engine_killed(asked: Sequence[Question], count: int, times: int = 2, s
     return tally
 
 
-async def greedy(asked: Sequence[Question], count: int, held: float = HELD, shared: Served | None = None) -> Tally:
+async def greedy(
+    asked: Sequence[Question], count: int, n: int = 128, held: float = HELD, shared: Served | None = None
+) -> Tally:
     """Some want more than all others together, many sequences with all log probabilities: the others' streams flow on,
     ``/live`` answers, and no API process's event loop is held."""
     tally = Tally("greedy clients")
-    want = {"n": 128, "temperature": 1, "max_tokens": 20, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    want = {"n": n, "temperature": 1, "max_tokens": 20, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     (question, *_) = long_ones(asked)
     async with (
         server(asked, "--num-gpu-blocks-override", "20000", held=held, shared=shared) as served,

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served
+from serving import Served, within
 from shell import Shell
 from test_lora import adapter
 from transformers import PreTrainedTokenizerFast
@@ -221,12 +221,8 @@ def settings_of(*flags: str) -> dict[str, Any]:
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    found = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "bladellm", *flags],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    found = within(main, "config", "--json", "--compat", "bladellm", *flags)
+    assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
 
 

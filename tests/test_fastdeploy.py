@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import Served
+from serving import Served, within
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.cli.main import main
@@ -20,8 +18,8 @@ MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "fastdeploy", *flags]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = within(main, "config", "--json", "--compat", "fastdeploy", *flags)
+    assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
 
 

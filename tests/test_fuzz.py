@@ -12,7 +12,7 @@ from fuzz import Fuzz
 from serving import Served
 from storm import HELD, HOLD, page
 
-REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS", "800"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "1"))
 SLACK = 64
 """MiB that a process may have grown by since it was warm: what allocators keep."""

@@ -36,6 +36,7 @@ KINDS = {
 
 REGION = f"/penstock_test_{os.getpid()}"
 """A name in shared memory that no other run of the tests takes."""
+EXAMPLES = int(os.environ.get("PENSTOCK_KSERVE_EXAMPLES", "120"))
 WANTED: dict[str, Any] = {}
 SESSION = httpx.Client(timeout=60)
 
@@ -783,7 +784,7 @@ def replaced(found: Any, at: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_comes_is_answered_or_refused(served: Served, client: triton.InferenceServerClient, data: Any) -> None:
     """Requests to any model, with one more input of anything, and anything in one of their places."""

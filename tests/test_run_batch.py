@@ -118,8 +118,8 @@ def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
-    long = {"max_tokens": 100, "ignore_eos": True}  # so long that it is not over before it is stopped
-    write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, **long) for i in range(60)])
+    long = {"max_tokens": 60, "ignore_eos": True}  # so long that it is not over before it is stopped
+    write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, **long) for i in range(30)])
     process = subprocess.Popen(command(tmp_path, "--max-concurrency", "4"), stderr=subprocess.DEVNULL)
     wait_for(lambda: len(lines_of(tmp_path)) >= 5, process)
     process.send_signal(signal.SIGSTOP)
@@ -129,24 +129,24 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     before = [line for line in lines_of(tmp_path) if line.endswith(b"\n")]
-    assert 5 <= len(before) < 60
+    assert 5 <= len(before) < 30
     with (tmp_path / "out.jsonl").open("wb") as file:
         file.write(b"".join(before) + before[0][:100])  # and the power went in the middle of a line
 
     said = run_batch(tmp_path)
     assert said.returncode == 0, said.stderr
-    assert f"{60 - len(before)} answered, 0 failed, {len(before)} skipped" in summary(said)
+    assert f"{30 - len(before)} answered, 0 failed, {len(before)} skipped" in summary(said)
     assert lines_of(tmp_path)[: len(before)] == before
-    assert sorted(result["custom_id"] for result in results(tmp_path)) == sorted(f"question {i}" for i in range(60))
+    assert sorted(result["custom_id"] for result in results(tmp_path)) == sorted(f"question {i}" for i in range(30))
 
     again = run_batch(tmp_path)
     assert again.returncode == 0
-    assert "all 60 lines have a result" in again.stderr
+    assert "all 30 lines have a result" in again.stderr
 
 
 def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
     """More sequences than may run or wait, and an engine killed in the middle of them."""
-    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=60, ignore_eos=True, seed=i) for i in range(16)])
+    write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=30, ignore_eos=True, seed=i) for i in range(14)])
     narrow = ("--max-num-seqs", "4", "--max-waiting", "1", "--max-concurrency", "12")
     process = subprocess.Popen(command(tmp_path, *narrow), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
@@ -155,7 +155,7 @@ def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
     _, told = process.communicate()
     assert process.returncode == 0, told
     assert "killed by SIGKILL" in told
-    assert {result["custom_id"] for result in results(tmp_path)} == set(map(str, range(16)))
+    assert {result["custom_id"] for result in results(tmp_path)} == set(map(str, range(14)))
     assert all(len(result["response"]["body"]["choices"]) == 4 for result in results(tmp_path))
 
 

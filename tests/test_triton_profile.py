@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tritonclient.grpc as triton
-from serving import Served
+from serving import Said, Served, within
 from triton_templates import write_templates
 
 from penstock import demo
+from penstock.cli.compat import fill_template
 from penstock.cli.main import main
 
 
@@ -34,17 +33,8 @@ def templates(tmp_path: Path) -> Path:
     return write_templates(tmp_path / "models")
 
 
-def fill(templates: Path, model: str, values: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.cli.compat.fill_template",
-        "fill_template.py",
-        "-i",
-        str(templates / model / "config.pbtxt"),
-        values,
-    ]
-    return subprocess.run(command, capture_output=True, text=True)
+def fill(templates: Path, model: str, values: str) -> Said:
+    return within(fill_template.main, "-i", str(templates / model / "config.pbtxt"), values)
 
 
 def pairs(values: dict[str, str]) -> str:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import Said, within
 from test_triton_profile import config, filled
 from triton_templates import write_templates
 
 from penstock import demo
+from penstock.cli.compat.trtllm import COMMANDS
 
 
-def run(command: str, **flags: Any) -> subprocess.CompletedProcess[str]:
+def run(command: str, **flags: Any) -> Said:
     """A flag that is true stands without a value."""
     words = [word for name, value in flags.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.cli.compat.trtllm", command, *words], capture_output=True, text=True
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [command, *words])
+        return within(lambda _: COMMANDS[command]())
 
 
 def made(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]:
