@@ -28,6 +28,8 @@ thorough: .venv/tools executors exactness
 	$(BIN)/python -m pytest -m thorough tests/test_*.py tests/installed.py
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
 	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
+	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/test_server.py
+	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py
 	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_kserve.py
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
 	PENSTOCK_FUZZ_REQUESTS=100000 $(BIN)/python -m pytest -s tests/test_fuzz.py

@@ -22,7 +22,7 @@ from checkpoints import SMALL, save
 from executors import engine_options
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from serving import Served
+from serving import Served, Servers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from penstock import LLM, AsyncLLM, LoRARequest, PenstockError, SamplingParams, demo
@@ -371,13 +371,15 @@ def test_adapters_are_models_in_other_dialects(server: Served, demo_adapters: Pa
         assert httpx.post(server.url + path, json={"model": "nobody", **asked}, timeout=60).status_code == 404
 
 
-def test_what_cannot_be_loaded_is_refused_over_http(server: Served, demo_adapters: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused_over_http(
+    server: Served, servers: Servers, demo_adapters: Path, tmp_path: Path
+) -> None:
     wrong = update(server, "load", lora_name="c", lora_path=str(tmp_path))
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "lora_path")
     own = update(server, "load", lora_name="penstock-demo", lora_path=str(demo_adapters / "b"))
     assert (own.status_code, own.json()["error"]["param"]) == (400, "lora_name")
-    with Served("--num-gpu-blocks-override", "40") as closed:
-        assert update(closed, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 404
+    closed = servers.get("--num-gpu-blocks-override", "400")
+    assert update(closed, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -335,7 +336,12 @@ def bodies(own: dict[str, st.SearchStrategy[Any]], needed: str) -> st.SearchStra
 
 
 quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-drawn = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=quiet)
+drawn = settings(
+    max_examples=int(os.environ.get("PENSTOCK_STREAMS", "25")),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=quiet,
+)
 
 
 @given(bodies(COMPLETIONS, "prompt"))

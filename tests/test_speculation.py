@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -32,6 +33,8 @@ QUESTIONS = [
     "Count from 1 to 20.",
     "Tell me a story.",
 ]
+NUM_QUESTIONS = int(os.environ.get("PENSTOCK_SPECULATION_QUESTIONS", "3"))
+"""Of each way to guess."""
 LIST = GuidedDecodingParams(json={"type": "array", "items": {"enum": ["abc", "def", 12]}, "minItems": 6, "maxItems": 8})
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=60),
@@ -52,7 +55,7 @@ def llm(**options: Any) -> LLM:
 
 
 def answers(model: LLM) -> list[Any]:
-    asked = [(question, params) for question in QUESTIONS for params in PARAMS]
+    asked = [(question, params) for question in QUESTIONS[:NUM_QUESTIONS] for params in PARAMS]
     conversations = [[{"role": "user", "content": question}] for question, _ in asked]
     outputs = model.chat(conversations, [params for _, params in asked], use_tqdm=False)
     return [told(output) for output in outputs]
