@@ -15,7 +15,7 @@ import torch
 from checkpoints import SMALL, save
 from executors import engine_options
 from peft import LoraConfig, get_peft_model
-from serving import Served
+from serving import Served, Servers
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
@@ -117,7 +117,7 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
 
     fixed = OPTIONS | {"model": str(qwen3), "max_model_len": 256} | options
     lone, alone = Engine(engine_options(**fixed, enable_prefix_caching=False)), dict[str, bytes]()
-    for request in requests:
+    for request in requests[1::2]:  # those with a vector
         alone |= run(lone, [request])
     assert len(alone) == 12
     preempted = 0
@@ -213,9 +213,8 @@ TEXTS = ["What is the capital of Canada?", "Tell me a story.", "巴黎的天气�
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with Served("--num-gpu-blocks-override", "400", "--max-model-len", "300") as served:
-        yield served
+def server(servers: Servers) -> Served:
+    return servers.get("--num-gpu-blocks-override", "400")
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +225,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(num_gpu_blocks_override=400, max_model_len=300)
+    return LLM(num_gpu_blocks_override=400)
 
 
 def test_openai_embeds(client: openai.OpenAI, llm: LLM) -> None:
@@ -267,7 +266,7 @@ def test_texts_are_as_near_as_their_vectors(server: Served, llm: LLM) -> None:
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {"input": [1, "a"]}, "input"),
         ("/v1/embeddings", {"input": [999_999]}, "input"),
-        ("/v1/embeddings", {"input": ["a", [1] * 301]}, "input"),
+        ("/v1/embeddings", {"input": ["a", [1] * 2049]}, "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 100_000}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, "model"),
