@@ -26,6 +26,7 @@ from penstock.frontend.gateway import Gateway
 
 OPTIONS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "120")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+RUNNING = "penstock:replica_num_requests_running"
 STORIES = [f"{topic}. " + f"This is a story about {topic} and nothing else at all. " * 12 for topic in "abcdefgh"]
 
 
@@ -63,7 +64,11 @@ def metric(served: Served, name: str) -> dict[str, float]:
 
 def engines(served: Served) -> list[int]:
     """Process ids, by replica: they are started in this order."""
-    return sorted(served.pids["engine"])
+
+    def begun(pid: int) -> tuple[int, int]:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]), pid
+
+    return sorted(served.pids["engine"], key=begun)
 
 
 def num_open(served: Served) -> int:
@@ -117,8 +122,11 @@ def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> Non
     """Its stream gets an error, what waited for it is computed by the other, and it comes back."""
     expected = choices(complete(served, prompt="The sea", temperature=0))
     whole = complete(served, **LONG)["choices"][0]["text"]
-    first, second = engines(served)
+    until(lambda: sum(metric(served, RUNNING).values()) == 0)
     begun = Stream(served)
+    until(lambda: sum(metric(served, RUNNING).values()) == 1)
+    number = int(max(running := metric(served, RUNNING), key=lambda engine: running[engine]))
+    first, second = engines(served)[number], engines(served)[1 - number]
     os.kill(first, signal.SIGSTOP)
     other = Stream(served)
     os.kill(second, signal.SIGSTOP)
@@ -129,7 +137,7 @@ def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> Non
         until(lambda: num_open(served) == 6)
         after = len(served.lines)
         os.kill(first, signal.SIGKILL)
-        served.find(rf"engine 0 \(process {first}\) ended: killed by SIGKILL", after)
+        served.find(rf"engine {number} \(process {first}\) ended: killed by SIGKILL", after)
         os.kill(second, signal.SIGCONT)
         assert [choices(future.result()) for future in waiting] == [expected] * 4
     error = begun.rest()[-1]["error"]
