@@ -80,8 +80,8 @@ def num_open(served: Served) -> int:
 class Stream:
     """A long completion, of which the first piece has come."""
 
-    def __init__(self, served: Served) -> None:
-        self._response = httpx.stream("POST", f"{served.url}/completions", json={**LONG, "stream": True})
+    def __init__(self, served: Served, n: int = 1) -> None:
+        self._response = httpx.stream("POST", f"{served.url}/completions", json={**LONG, "n": n, "stream": True})
         self._lines = (line for line in self._response.__enter__().iter_lines() if line)
         self._first = next(self._lines)
 
@@ -123,8 +123,8 @@ def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> Non
     expected = choices(complete(served, prompt="The sea", temperature=0))
     whole = complete(served, **LONG)["choices"][0]["text"]
     until(lambda: sum(metric(served, RUNNING).values()) == 0)
-    begun = Stream(served)
-    until(lambda: sum(metric(served, RUNNING).values()) == 1)
+    begun = Stream(served, n=8)  # goes on until the engines have told of it
+    until(lambda: sum(metric(served, RUNNING).values()) > 0)
     number = int(max(running := metric(served, RUNNING), key=lambda engine: running[engine]))
     first, second = engines(served)[number], engines(served)[1 - number]
     os.kill(first, signal.SIGSTOP)
