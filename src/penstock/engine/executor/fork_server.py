@@ -117,7 +117,11 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._count = 0
+        self._forked: dict[int, tuple[int, list[int]]] = {}
+        """Process id and ``pidfd`` of workers that ``fork`` has not returned yet."""
         self._statuses: dict[int, int] = {}
+        self._unwanted: set[int] = set()
+        """Workers of interrupted forks, until they have ended."""
         self._lock = threading.Lock()
         weakref.finalize(self, _end_server, self._process, self._socket, os.getpid())
 
@@ -138,15 +142,19 @@ class ForkServer:
                 socket.send_fds(self._socket, [_encoder.encode(message)], [1, 2, *descriptors])
             except (BrokenPipeError, ConnectionResetError):
                 raise self._ended() from None
+            except TimeoutError:
+                raise self._hung() from None
             try:
-                pid, pidfds = self._await_fork(number)
-            except KeyboardInterrupt:  # nobody would have the worker
-                pid, pidfds = self._await_fork(number)
-                self._discard(number, pid, pidfds)
+                while number not in self._forked:
+                    self._receive()
+            except KeyboardInterrupt:
+                self._discard(number)
                 raise
+            pid, pidfds = self._forked[number]
             if not pidfds:  # this process has no descriptor left for it
-                self._discard(number, pid, pidfds)
+                self._discard(number)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            del self._forked[number]
         return ForkedProcess(self, number, pid, pidfds[0])
 
     @property
@@ -162,47 +170,54 @@ class ForkServer:
                 self._receive()
         return self._statuses.pop(number, None)
 
-    def _await_fork(self, number: int) -> tuple[int, list[int]]:
-        """Process id and ``pidfd`` of the worker ``number``."""
-        while True:
-            reply, pidfds = self._receive()
-            if isinstance(reply, _Forked):
-                if reply.number == number:
-                    return reply.pid, pidfds
-                self._discard(reply.number, reply.pid, pidfds)  # of a fork whose interruption was interrupted
-
-    def _discard(self, number: int, pid: int, pidfds: list[int]) -> None:
-        """End a worker that nobody will have."""
-        with contextlib.suppress(ProcessLookupError):
-            if pidfds:
-                signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
-            elif number not in self._statuses:
-                os.kill(pid, signal.SIGKILL)
-        for pidfd in pidfds:
-            os.close(pidfd)
-        while number not in self._statuses:
+    def _discard(self, number: int) -> None:
+        """End a worker that nobody will have. Where this is interrupted, ``_receive`` ends it."""
+        self._unwanted.add(number)
+        if number in self._forked:
+            _kill(*self._forked.pop(number))
+        while number in self._unwanted:
             self._receive()
-        del self._statuses[number]
 
-    def _receive(self) -> tuple[_Forked | _Exited, list[int]]:
+    def _receive(self) -> None:
+        """Handle the next message of the fork server."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             message = b""
         except TimeoutError:
-            self._process.kill()
-            words = f"the process that forks workers has not answered in {FORK_TIMEOUT:g} seconds and was killed"
-            raise PenstockError(Code.UNAVAILABLE, words) from None
+            raise self._hung() from None
         if not message:
             raise self._ended()
         reply = _reply.decode(message)
-        if isinstance(reply, _Exited):
+        if isinstance(reply, _Forked):
+            self._forked[reply.number] = reply.pid, descriptors
+            if reply.number in self._unwanted:
+                _kill(*self._forked.pop(reply.number))
+        elif reply.number in self._unwanted:
+            self._unwanted.remove(reply.number)
+        else:
             self._statuses[reply.number] = reply.status
-        return reply, descriptors
+
+    def _hung(self) -> PenstockError:
+        self._process.kill()
+        self._process.wait()
+        words = f"the process that forks workers has not answered in {FORK_TIMEOUT:g} seconds and was killed"
+        return PenstockError(Code.UNAVAILABLE, words)
 
     def _ended(self) -> PenstockError:
         status = self._process.wait()
         return PenstockError(Code.INTERNAL, f"the process that forks workers has ended ({exit_reason(status)})")
+
+
+def _kill(pid: int, pidfds: list[int]) -> None:
+    """End a worker of which the fork server has not reported yet that it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        if pidfds:
+            signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+    for pidfd in pidfds:
+        os.close(pidfd)
 
 
 def _end_server(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:

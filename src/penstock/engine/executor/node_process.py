@@ -163,7 +163,7 @@ class NodeProcess:
         finally:
             if not asked:
                 local.kill()
-            local.close(ask=not asked)
+            local.close(ask=False)
         return asked
 
     def _await_start(self, link: NodeLink) -> StartRanks | None:
@@ -215,10 +215,10 @@ class _Relay:
             with contextlib.suppress(PeerLostError):  # seen below
                 if self._from_node_0():
                     return True
-                for process in self._local.processes:
-                    self._from_rank(process)
-                with contextlib.suppress(TimeoutError):
-                    self._local.poller.wait(time.monotonic() + POLL)
+                # While one message is passed on, others may have been read.
+                if not any([self._from_rank(process) for process in self._local.processes]):
+                    with contextlib.suppress(TimeoutError):
+                        self._local.poller.wait(time.monotonic() + POLL)
             if ended := next((process for process in self._local.processes if process.end_reason is not None), None):
                 self._link.fetch()  # where node 0 is lost, that is the cause
                 told = RankEnded(ended.rank, ended.end_reason or "", ended.returncode == LINK_LOST)
@@ -240,12 +240,16 @@ class _Relay:
                 self._link.send(encode(Places(self._local.places())))
         return False
 
-    def _from_rank(self, process: RankProcess) -> None:
+    def _from_rank(self, process: RankProcess) -> bool:
+        """Pass on the messages of a rank. Returns whether there were any."""
+        passed_on = False
         while process.has_message():
+            passed_on = True
             self._link.send(process.receive_bytes(float("inf")), process.rank)
             self._loading -= 1
             if not self._loading:
                 logger.info(self._ready)
+        return passed_on
 
 
 def run_node(options: EngineOptions, logs: LogOptions | None = None, secret: bytes | None = None) -> None:

@@ -437,7 +437,9 @@ def main() -> None:
         status = error.code
     atexit._run_exitfuncs()  # workers end, and weights that are being written to the cache come to their end
     zmq.Context.instance().destroy()  # after all messages have been sent
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # where nobody reads the log any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)  # freeing what PyTorch and the model have, one by one, takes 0.2 seconds and more
 
 
