@@ -281,6 +281,48 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     swap_space: Annotated[
         float, option("Host memory for blocks of preempted sequences (preemption_mode swap).", "GiB", ge=0)
     ] = 4.0
+    role: Annotated[
+        Literal["mixed", "prefill", "decode", "router"],
+        option(
+            "Part of this instance where prompts and outputs are computed apart: prefill computes prompts for decode "
+            "instances, decode gets the KV of prompts from them, mixed computes both itself. A router has no model "
+            "and sends requests to instances. Results do not depend on it."
+        ),
+    ] = "mixed"
+    engine_address: Annotated[
+        str,
+        option(
+            "Address on which routers reach the engine, as host:port; port 0 is any free one. Encrypted, and only for "
+            "those who know the cluster secret.",
+            empty="none; of a prefill or decode instance, a free port of --host",
+        ),
+    ] = ""
+    kv_host: Annotated[
+        str,
+        option(
+            "Address on which a prefill instance gives KV to decode instances.", empty="the host of the engine_address"
+        ),
+    ] = ""
+    kv_port: Annotated[int, option("TCP port there; 0 is any free one.", ge=0, le=65535)] = 0
+    kv_load_failure: Annotated[
+        Literal["recompute", "fail"],
+        option(
+            "What a decode instance does with a prompt whose KV no prefill instance could give: compute it itself, or "
+            "fail the request."
+        ),
+    ] = "recompute"
+    kv_buffer_size: Annotated[
+        int, option("Memory for KV that is being transferred, of one instance.", "bytes", ge=1)
+    ] = 2**28
+    kv_timeout: Annotated[
+        float,
+        option(
+            "Time without progress of a KV transfer, after which it has failed; another prefill instance is tried "
+            "then.",
+            "seconds",
+            gt=0,
+        ),
+    ] = 30.0
 
     def scheduler(self, max_model_len: int) -> SchedulerOptions:
         """The scheduler's options, with the resolved ``max_model_len``."""
@@ -364,6 +406,34 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = -1
     metrics_port: Annotated[int, option("TCP port for metrics only; -1 is none, 0 any free one.", ge=-1, le=65535)] = -1
     grpc_port: Annotated[int, option("TCP port for KServe's gRPC; -1 is none, 0 any free one.", ge=-1, le=65535)] = -1
+    prefill_instances: Annotated[
+        tuple[str, ...],
+        option(
+            "With --role router: the prefill instances, each as host:port of its engine_address, or as "
+            "http://host:port of its server."
+        ),
+    ] = ()
+    decode_instances: Annotated[tuple[str, ...], option("The decode or mixed instances, in the same way.")] = ()
+    router_address: Annotated[
+        tuple[str, ...],
+        option("Routers to which this instance makes itself known, each as host:port of its server."),
+    ] = ()
+    pd_min_prefill_tokens: Annotated[
+        int,
+        option(
+            "With --role router: prompts of which the decode instance has fewer tokens to compute than these are left "
+            "to it, as asking a prefill instance and transferring the KV takes longer.",
+            "tokens",
+            ge=0,
+        ),
+    ] = 256
+    allow_fingerprint_mismatch: Annotated[
+        bool,
+        option(
+            "With --role router: use instances whose kernels give other bits, too; answers then have the header "
+            "x-penstock-fingerprint-mismatch."
+        ),
+    ] = False
     exclude_input_in_output: Annotated[
         bool, option("Default of exclude_input_in_output in requests to KServe's models.")
     ] = False

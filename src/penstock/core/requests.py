@@ -44,3 +44,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Cached prefixes are shared only among requests of the same salt."""
     reasoning: ReasoningSpan | None = None
     """Reasoning before the output, which guided decoding exempts, or whose length is limited."""
+    prefill: tuple[str, ...] = ()
+    """KV transfer addresses (host:port) of prefill instances that may compute the prompt, the preferred one first."""

@@ -119,6 +119,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The option ``engine_iteration_timeout``, seconds."""
     prefix_caching: bool = True
     """The option ``enable_prefix_caching``."""
+    role: str = "mixed"
+    """The option ``role``."""
+    weights_version: str = ""
+    """``Engine.info.weights_version``: equal for engines with the same weights."""
+    kv_address: str = ""
+    """Where a prefill instance gives KV to decode instances, as host:port; empty for none."""
+    engine_address: str = ""
+    """Where routers reach the engine, as host:port with the port that was bound; empty for none."""
 
 
 LISTS = ("accepted_at", "replicas")

@@ -123,6 +123,8 @@ class EngineServer:
             adapters=self._engine.adapters.paths,
             iteration_timeout=self._options.engine_iteration_timeout,
             prefix_caching=self._options.enable_prefix_caching,
+            role=self._options.role,
+            weights_version=self._engine.info.weights_version,
         )
         self._heartbeat.beat()
         self._send_report(self._ready)
