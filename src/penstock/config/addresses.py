@@ -1,10 +1,38 @@
-"""Which of several machines this one is."""
+"""Addresses of machines: how they are written, and which of several is this one's."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 from collections.abc import Sequence
+
+from penstock.core.errors import invalid
+
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+"""Hosts that mean all addresses of a machine."""
+
+
+def split_address(text: str, option: str) -> tuple[str, int]:
+    """Host and port of an address: ``host:port``, or ``[address]:port`` for one of IPv6.
+
+    Raises ``PenstockError`` (``invalid``), which names the option, where it is none.
+    """
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in bare) != (bare != host):
+        raise invalid(option, f"{text!r} is not an address: write host:port, or [address]:port for IPv6")
+    return bare, int(port)
+
+
+def join_address(host: str, port: int | str) -> str:
+    """The address that ``split_address`` splits."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reachable(address: str, host: str) -> str:
+    """An address that another machine reported, with ``host`` for one that means all of its addresses."""
+    own, port = split_address(address, "address")
+    return join_address(host if own in ANY_ADDRESS else own, port)
 
 
 def own_index(addresses: Sequence[str]) -> int | None:

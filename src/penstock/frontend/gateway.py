@@ -41,14 +41,28 @@ class Gateway:
     Args:
         addresses: ZeroMQ addresses of the engine processes, one for each data-parallel replica.
         input_processor: the tokenizer, chat template and defaults of the model.
-        request_cost: as in ``EnginePool``.
+        request_cost, min_prefill_tokens, secret: as in ``EnginePool``.
     """
 
-    def __init__(self, addresses: Sequence[str], input_processor: InputProcessor, request_cost: int = 0) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        input_processor: InputProcessor,
+        request_cost: int = 0,
+        min_prefill_tokens: int = 0,
+        secret: bytes = b"",
+    ) -> None:
         self.input_processor = input_processor
         vocabulary = input_processor.vocabulary
         self.engine_pool = EnginePool(
-            addresses, self._on_deltas, self._on_engine_lost, vocabulary, self._on_cancel, request_cost
+            addresses,
+            self._on_deltas,
+            self._on_engine_lost,
+            vocabulary,
+            self._on_cancel,
+            request_cost,
+            min_prefill_tokens,
+            secret,
         )
         self.fair_queue = FairQueue()
         """Shares the event loop among requests with long work."""

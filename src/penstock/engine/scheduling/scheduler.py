@@ -102,6 +102,12 @@ class Scheduler:
         return self.admission.num_waiting
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of prompts that are still to be computed."""
+        firsts = (group.first for group in self._groups.values())
+        return sum(max(one.prompt_length - one.num_computed, 0) for one in firsts)
+
+    @property
     def num_preemptions(self) -> int:
         """Number of preemptions since the engine started; those of a request's beams count once."""
         return self._preemption.count

@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from uuid import uuid4
 
 import msgspec
 import zmq
 
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
+from penstock.version import __version__
 
 from . import messages
-from .heartbeat import Heartbeat
+from .connection import EngineConnection, LocalConnection, RemoteConnection, is_remote, open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,20 @@ ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started ag
 
 
 class EngineClient:
-    """Sends requests to the engine process at an address, and reconnects to the next one when it dies.
+    """Sends requests to the engine process at an address, and reconnects to the next one when it dies or is lost.
 
     Create and use it in one event loop. Only ``ready`` and the methods that wait for a ``CallResult`` are coroutines.
 
     Args:
-        address: ZeroMQ address, ``ipc://…``.
+        address: ZeroMQ address: ``ipc://…`` of a process on this host, ``tcp://…`` of one on any.
         on_deltas: called with the deltas of each step for this client's requests.
         on_lost: called with the reason when the engine is gone; its requests are lost.
-        get_vocabulary: returns the model's vocabulary, which is sent to every new engine.
+        get_vocabulary: returns the model's vocabulary, which is sent to every new engine; None sends none.
         on_cancel: called with external ids of requests to abort, of which some may be this client's.
         on_stats: called with the engine's statistics, every ``KEEP_ALIVE_INTERVAL``.
         on_adapters: called with the engine's adapters when it connects, and when they change.
+        on_ready: called with the engine's report when it has connected.
+        secret: the cluster secret, for an address of TCP.
     """
 
     def __init__(
@@ -53,21 +54,27 @@ class EngineClient:
         address: str,
         on_deltas: Callable[[list[TokenDelta]], None],
         on_lost: Callable[[Failure], None],
-        get_vocabulary: Callable[[], Vocabulary],
+        get_vocabulary: Callable[[], Vocabulary] | None,
         on_cancel: Callable[[list[str]], None],
         on_stats: Callable[[messages.Stats], None] = lambda stats: None,
         on_adapters: Callable[[dict[str, str]], None] = lambda adapters: None,
+        on_ready: Callable[[messages.Ready], None] = lambda engine: None,
+        secret: bytes = b"",
     ) -> None:
-        self._address = address
+        self.address = address
+        self._secret = secret
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._get_vocabulary = get_vocabulary
         self._on_cancel = on_cancel
         self._on_stats = on_stats
         self._on_adapters = on_adapters
+        self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
         """The error for requests while there is no engine."""
+        if is_remote(address):
+            self._unavailable = Failure(Code.UNAVAILABLE, f"the engine at {self.name} has not answered yet")
         self.engine: messages.Ready | None = None
         """The connected engine; None while there is none."""
         self._stats = messages.Stats()
@@ -80,13 +87,21 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[None]] = {}
         """Calls without a result yet, by id."""
         self._engine_changed = asyncio.Event()
-        self._refusing = self._closed = False
-        self._heartbeat: Heartbeat | None = None
+        self._refusing = self._closed = self._stopping = False
+        self._refused = ""
+        """Why the engine that was reached last cannot be used; empty where it can."""
+        self._clock_offset: float | None = None
+        """Of an engine on another host: seconds by which this host's monotonic clock is ahead of the engine's."""
         self._connect()
         self._send_keep_alive()
         self._stop_keep_alive = threading.Event()
         self._keep_alive_thread = threading.Thread(target=self._keep_process_alive, name="keep-alive", daemon=True)
         self._keep_alive_thread.start()
+
+    @property
+    def name(self) -> str:
+        """The engine's host and port, of one that is reached over TCP."""
+        return self.address.removeprefix("tcp://")
 
     async def ready(self) -> messages.Ready:
         """Wait until an engine serves, and return its report. Raises ``PenstockError`` (``unavailable``) after
@@ -99,19 +114,21 @@ class EngineClient:
 
     def require_engine(self) -> messages.Ready:
         """The connected engine's report. Raises ``PenstockError`` (``unavailable``) where no engine is connected, or it
-        hangs."""
+        hangs or is stopping."""
         if self.engine is None:
             raise PenstockError.of(self._unavailable)
+        if self._stopping:
+            raise PenstockError.of(messages.ENGINE_STOPPING)
         timeout = UNHEALTHY_SHARE * self.engine.iteration_timeout
-        if timeout and self._heartbeat and self._heartbeat.overdue > timeout:
-            words = f"the engine has not answered for {self._heartbeat.age:.0f} seconds"
+        if timeout and self._connection.overdue > timeout:
+            words = f"the engine has not answered for {self._connection.age:.0f} seconds"
             raise PenstockError(Code.UNAVAILABLE, words)
         return self.engine
 
     @property
     def stats(self) -> messages.Stats:
         """The engine's last statistics, which it sends every ``KEEP_ALIVE_INTERVAL``, with the heartbeat's age now."""
-        age = self._heartbeat.age if self._heartbeat else 0.0
+        age = self._connection.age if self.engine else 0.0
         return msgspec.structs.replace(self._stats, heartbeat_age=age)
 
     def is_loading(self, adapter: str) -> bool:
@@ -121,21 +138,24 @@ class EngineClient:
     def add(self, request: EngineRequest) -> None:
         """Send a request. Raises ``PenstockError`` (``unavailable``) as ``require_engine`` does."""
         self.require_engine()
-        self._send(messages.Add(request))
+        if self._connection.remote and request.deadline is not None:
+            self._send(messages.Add(request, time_left=max(request.deadline - time.monotonic(), 0.0)))
+        else:
+            self._send(messages.Add(request))
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; does nothing where it has ended, or its engine has died."""
-        if self._pidfd >= 0:  # also after stop_serving()
+        if self._connection.confirmed:  # also after stop_serving()
             self._send(messages.Abort(request_id))
 
     def finish_sequence(self, request_id: str, sequence: int) -> None:
         """End a sequence whose text contains a stop string."""
-        if self._pidfd >= 0:
+        if self._connection.confirmed:
             self._send(messages.FinishSequence(request_id, sequence))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Cancel requests by their external ids, in all clients of the engine."""
-        if self._pidfd >= 0:
+        if self._connection.confirmed:
             self._send(messages.Cancel(request_ids))
 
     async def reset_prefix_cache(self) -> None:
@@ -145,7 +165,7 @@ class EngineClient:
 
     def pause(self, request_id: str, paused: bool) -> None:
         """Pause or resume a request's sequences."""
-        if self._pidfd >= 0:
+        if self._connection.confirmed:
             self._send(messages.Pause(request_id, paused))
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -195,51 +215,34 @@ class EngineClient:
         self.stop_serving(STOPPING)
         self._closed = True
         self._next_keep_alive.cancel()
-        self._disconnect()
+        self._connection.close()
         self._stop_keep_alive.set()
         self._keep_alive_thread.join()
 
     # --- Connection to one engine process after the other ------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._identity = uuid4().bytes
-        self._socket.setsockopt(zmq.IDENTITY, self._identity)
-        self._socket.connect(self._address)
-        self._loop.add_reader(self._socket.fileno(), self._receive)
-        self._pidfd = -1
-
-    def _disconnect(self) -> None:
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-        if self._heartbeat:
-            self._heartbeat.close()
-            self._heartbeat = None
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
+        kind = RemoteConnection if is_remote(self.address) else LocalConnection
+        self._connection: EngineConnection = kind(
+            self.address, self._secret, self._receive, self._on_connection_lost, self._on_refused
+        )
+        self._socket = self._connection.socket
 
     def _send(self, message: messages.ToEngine) -> None:
-        self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # a connection that is lost, which will be noticed
+            self._socket.send(messages.encode(message), zmq.NOBLOCK)
         self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
 
     def _keep_process_alive(self) -> None:
         """Thread: send ``ProcessAlive`` while the event loop is blocked, for at most ``LOOP_TIMEOUT``, so that a few
         seconds of work in the loop do not cancel this process's requests."""
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        with socket:
-            socket.setsockopt(zmq.LINGER, 0)
+        with open_socket(self.address, self._secret) as socket:
             socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no engine
-            socket.connect(self._address)
+            socket.connect(self.address)
             while not self._stop_keep_alive.wait(messages.KEEP_ALIVE_INTERVAL):
                 if time.monotonic() - self._last_loop_time < messages.LOOP_TIMEOUT:
                     with contextlib.suppress(zmq.Again):
-                        socket.send(messages.encode(messages.ProcessAlive(self._identity)), zmq.NOBLOCK)
+                        socket.send(messages.encode(messages.ProcessAlive(self._connection.identity)), zmq.NOBLOCK)
 
     def _send_keep_alive(self) -> None:
         self._last_loop_time = time.monotonic()
@@ -261,12 +264,20 @@ class EngineClient:
                 message = messages.decode_from_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            except msgspec.MsgspecError as error:  # of another version
+                self._refuse(f"the engine at {self.name} answers with what this version cannot read ({error})")
+                continue
+            self._connection.heard(message)
             match message:
                 case messages.Deltas(deltas):
-                    self._on_deltas(deltas)
+                    self._on_deltas(self._in_own_time(deltas) if self._connection.remote else deltas)
                 case messages.Stats():
+                    offset = time.monotonic() - message.clock
+                    self._clock_offset = offset if self._clock_offset is None else min(offset, self._clock_offset)
                     self._stats = message
                     self._on_stats(message)
+                case messages.Stopping():
+                    self._stopping = True
                 case messages.Cancel(request_ids):
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):
@@ -276,43 +287,61 @@ class EngineClient:
                     self._reloads.pop(call_id, None)
                     if (call := self._calls.get(call_id)) is not None and not call.done():
                         call.set_exception(PenstockError.of(failure)) if failure else call.set_result(None)
-                case messages.Ready() if self._pidfd < 0 and not self._refusing:
+                case messages.Ready() if not self._connection.confirmed and not self._refusing:
                     self._on_engine_ready(message)
 
     def _on_engine_ready(self, engine: messages.Ready) -> None:
+        if engine.protocol != messages.PROTOCOL:
+            words = (
+                f"the engine at {self.name} is of Penstock {engine.version or 'another version'}, this is {__version__}"
+            )
+            self._refuse(f"{words}: install the same version on all hosts")
+            return
         try:
-            self._pidfd = os.pidfd_open(engine.pid)
+            self._connection.confirm(engine)
         except ProcessLookupError:
             self._reconnect()
             return
-        self._loop.add_reader(self._pidfd, self._on_engine_exit)
-        self._heartbeat = Heartbeat(self._address)
         self.engine = engine
-        # Sent now, as the engine takes seconds to prepare it for the first guided request.
-        self._send(messages.SetVocabulary(self._get_vocabulary()))
+        self._refused = ""
+        if self._get_vocabulary:  # sent now, as the engine takes seconds to prepare it for the first guided request
+            self._send(messages.SetVocabulary(self._get_vocabulary()))
         self._reloads.clear()
         # A restarted engine has the adapters of its options, not those that were loaded or unloaded since.
         wanted = self.adapters if self._had_engine else engine.adapters | self.adapters
         self._had_engine, self.adapters = True, engine.adapters
         self.set_adapters(wanted)
         self._on_adapters(wanted)
+        self._on_ready(engine)
         self._engine_changed.set()
 
-    def _on_engine_exit(self) -> None:
-        """The engine process has exited: reconnect after ``FLUSH_DELAY``, as its last messages may still arrive."""
-        self._loop.remove_reader(self._pidfd)
+    def _on_connection_lost(self) -> None:
+        """The engine is gone: reconnect after ``FLUSH_DELAY``, as its last messages may still arrive."""
         self._loop.call_later(FLUSH_DELAY, self._reconnect)
 
+    def _on_refused(self) -> None:
+        self._refuse(
+            f"the engine at {self.name} refuses the connection: it has another cluster secret, or is none of "
+            "Penstock's; copy the file of one host to all others"
+        )
+
+    def _refuse(self, reason: str) -> None:
+        """Have requests fail with the reason for which the engine cannot be used, and log it once."""
+        if reason != self._refused and self.engine is None and not self._refusing:
+            logger.warning(reason)
+            self._refused, self._unavailable = reason, Failure(Code.UNAVAILABLE, reason)
+
     def _reconnect(self) -> None:
-        """Fail the requests of the engine that has exited, and connect to the next one."""
+        """Fail the requests of the engine that is gone, and connect to the next one."""
         if self._closed:
             return
         self._receive(all=True)
-        self._disconnect()
-        self._stats = messages.Stats()
+        self._connection.close()
+        self._stats, self._clock_offset, self._stopping = messages.Stats(), None, False
         if not self._refusing:
             self._engine_changed.clear()
-            self._fail_open_requests(ENGINE_DIED)
+            lost = Failure(Code.UNAVAILABLE, f"the engine at {self.name} was lost")
+            self._fail_open_requests(lost if self._connection.remote else ENGINE_DIED)
         self._connect()
         self._send(messages.Connect())
 
@@ -322,3 +351,17 @@ class EngineClient:
             if not call.done():
                 call.set_exception(PenstockError.of(failure))
         self._on_lost(failure)
+
+    def _in_own_time(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """The deltas, with times on this host's clock."""
+        return [
+            msgspec.structs.replace(
+                delta,
+                perf=msgspec.structs.replace(
+                    delta.perf, first_scheduled=delta.perf.first_scheduled + (self._clock_offset or 0.0)
+                ),
+            )
+            if delta.perf
+            else delta
+            for delta in deltas
+        ]

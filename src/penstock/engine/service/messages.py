@@ -8,15 +8,19 @@ from typing import Any
 import msgspec
 
 from penstock.config.options import EngineOptions, LogOptions
-from penstock.core import EngineRequest, Failure, TokenDelta, Vocabulary
+from penstock.core import Code, EngineRequest, Failure, TokenDelta, Vocabulary
 from penstock.core.sampling import MAX_SEQUENCES
 
+PROTOCOL = 1
+"""Number of this protocol; engines and clients on several hosts must have the same."""
 KEEP_ALIVE_INTERVAL = 1.0
 """Seconds between two ``KeepAlive`` messages of a client."""
 CLIENT_TIMEOUT = 5.0
 """Seconds without a message after which the engine cancels a client's requests."""
 LOOP_TIMEOUT = 30.0
 """Seconds that a client's event loop may be blocked before its ``ProcessAlive`` messages stop."""
+ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
+"""The error of requests after ``Stopping``."""
 
 # --- From clients to the engine --------------------------------------------------------------------------------------
 
@@ -46,6 +50,9 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request. Its deltas, or its error, come in ``Deltas``."""
 
     request: EngineRequest
+    time_left: float | None = None
+    """Seconds until its deadline, from a client that may be on another host; replaces the one of the request, which is
+    on the client's clock."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -127,9 +134,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Where a prefill instance gives KV to decode instances, as host:port; empty for none."""
     engine_address: str = ""
     """Where routers reach the engine, as host:port with the port that was bound; empty for none."""
+    protocol: int = 0
+    """``PROTOCOL``."""
+    version: str = ""
+    """Penstock's version."""
 
 
-LISTS = ("accepted_at", "replicas")
+NOT_SUMMED = ("accepted_at", "replicas", "address", "role")
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -139,6 +150,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Sequences that are running."""
     waiting: int = 0
     """Sequences in the queue."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that are still to be computed."""
     requests_of_others: int = 0
     """Open requests of other clients than the one that this is sent to."""
     blocks: int = 0
@@ -167,6 +180,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Longest step since the start, seconds."""
     heartbeat_age: float = 0.0
     """Seconds since the engine's last heartbeat; filled in by the client."""
+    clock: float = 0.0
+    """The engine's monotonic clock."""
     drafts: int = 0
     """Counter of drafts in speculative decoding."""
     draft_tokens: int = 0
@@ -176,15 +191,23 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     accepted_at: list[int] = []
     """``accepted_tokens`` by position in the draft."""
     replicas: list[Stats] = []
-    """Of several data-parallel replicas: each one's; filled in by the client."""
+    """Of several engines: each one's; filled in by the client."""
+    address: str = ""
+    """Where the engine is reached, of one of several over TCP; filled in by the client."""
+    role: str = ""
+    """Its option ``role``; likewise."""
 
     @classmethod
     def total(cls, replicas: list[Stats]) -> Stats:
         """The statistics of several replicas together."""
         sums = {
-            name: sum(getattr(one, name) for one in replicas) for name in cls.__struct_fields__ if name not in LISTS
+            name: sum(getattr(one, name) for one in replicas)
+            for name in cls.__struct_fields__
+            if name not in NOT_SUMMED
         }
-        sums |= {name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age")}
+        sums |= {
+            name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age", "clock")
+        }
         accepted_at = [sum(counts) for counts in zip_longest(*(one.accepted_at for one in replicas), fillvalue=0)]
         return cls(**sums, accepted_at=accepted_at, replicas=replicas)
 
@@ -200,6 +223,17 @@ class Adapters(msgspec.Struct, tag=True, frozen=True):
 
     paths: dict[str, str]
     """Name → folder of each adapter that is loaded or being loaded."""
+
+
+class StepStarted(msgspec.Struct, tag=True, frozen=True):
+    """A long step has begun; sent to clients over TCP, which cannot see the engine's heartbeat."""
+
+    expected: float
+    """Seconds that it may take."""
+
+
+class Stopping(msgspec.Struct, tag=True, frozen=True):
+    """The engine was told to stop: it computes the requests that it has, and accepts no others."""
 
 
 class CallResult(msgspec.Struct, tag=True, frozen=True):
@@ -267,7 +301,7 @@ ToEngine = (
     | LoadAdapter
     | UnloadAdapter
 )
-FromEngine = Ready | Stats | Deltas | Adapters | Cancel | CallResult
+FromEngine = Ready | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | CallResult
 StartReport = Ready | StartFailed
 """What an engine process writes on its standard output: one line of JSON."""
 

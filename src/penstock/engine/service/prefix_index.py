@@ -12,37 +12,35 @@ from .messages import Ready
 
 
 class PrefixIndex:
-    """Which replicas have a block in their prefix cache, by the hash of its tokens and of all tokens before it. Holds
-    as many blocks as fit into the replicas' caches together; the least recently used ones are removed.
+    """Which replicas, by number, have a block in their prefix cache, by the hash of its tokens and of all tokens before
+    it. Holds as many blocks as fit into the replicas' caches together; the least recently used ones are removed."""
 
-    Args:
-        replicas: number of replicas.
-    """
-
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
+    def __init__(self) -> None:
         self._block_size = 1
         self._capacity = 0
         self._blocks: OrderedDict[int, int] = OrderedDict()
         """Block hash → bit mask of the replicas that have the block."""
 
     def set_capacity(self, engines: Sequence[Ready | None]) -> None:
-        """Set block size and capacity to those of the engines."""
+        """Set block size and capacity to those of the engines: where block sizes differ, to the largest."""
         known = [engine for engine in engines if engine]
-        if known and known[0].block_size != self._block_size:
+        if not known:
+            return
+        if (largest := max(engine.block_size for engine in known)) != self._block_size:
             self._blocks.clear()
-            self._block_size = known[0].block_size
-        self._capacity = sum(engine.num_blocks for engine in known if engine.prefix_caching)
+            self._block_size = largest
+        tokens = sum(engine.num_blocks * engine.block_size for engine in known if engine.prefix_caching)
+        self._capacity = tokens // largest
 
-    def cached_tokens(self, request: EngineRequest) -> list[int]:
-        """Leading tokens of a request's prompt that each replica has in its cache."""
-        counts, left = [0] * self._replicas, -1
+    def cached_tokens(self, request: EngineRequest, replicas: int) -> list[int]:
+        """Leading tokens of a request's prompt that each of so many replicas has in its cache."""
+        counts, left = [0] * replicas, -1
         reusable = request.prompt[:-1]  # the last one is computed always
         for number, block in enumerate(self._hashes(request, reusable), 1):
             left &= self._blocks.get(block, 0)
             if not left:
                 break
-            for replica in range(self._replicas):
+            for replica in range(replicas):
                 if left >> replica & 1:
                     counts[replica] = number * self._block_size
         return counts
@@ -55,7 +53,7 @@ class PrefixIndex:
             self._blocks.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """Remove all blocks of a replica, whose engine has died."""
+        """Remove all blocks of a replica, whose engine is gone."""
         for block, replicas in list(self._blocks.items()):
             if left := replicas & ~(1 << replica):
                 self._blocks[block] = left

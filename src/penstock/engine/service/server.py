@@ -21,6 +21,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from socket import SOCK_STREAM, getaddrinfo
 from types import FrameType
 from typing import BinaryIO
 
@@ -28,12 +29,18 @@ import msgspec
 import zmq
 
 from penstock.config import logs
+from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
+from penstock.core.errors import invalid
+from penstock.version import __version__
 
+from ..executor.cluster_secret import read_secret
 from ..lean_torch import import_torch
 from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from . import messages
+from .connection import set_heartbeats
+from .curve import secure_server
 from .heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -47,13 +54,15 @@ GUIDED_PRELOAD_DELAY = 0.5
 """Seconds without requests after which the engine loads the vocabulary for guided decoding."""
 MAX_MESSAGES_PER_STEP = 256
 """Messages handled between two steps, so that a flood of requests does not delay running ones."""
+LONG_STEP = 0.5
+"""Seconds of a step of which clients over TCP are told."""
 MAX_PROMPT_LOGPROBS = 64
 """Prompt positions whose logprobs are sent in one message."""
 CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the API process that sent the request has stopped answering")
 
 
 class EngineServer:
-    """Runs an engine and serves its clients.
+    """Runs an engine and serves its clients: those on this host, and, with the option ``engine_address``, others.
 
     Args:
         address: ZeroMQ address to bind, ``ipc://…``.
@@ -68,10 +77,17 @@ class EngineServer:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
+        self._remote: zmq.Socket[bytes] | None = None
+        """The socket for clients over TCP."""
+        self._engine_address = ""
+        """Where these reach it, as host:port."""
+        self._remote_clients: set[bytes] = set()
         self._signals, signal_sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signal_sender)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._stopping_told = False
+        """Whether clients know that the engine is stopping."""
         self._poller.register(self._signals, zmq.POLLIN)  # so that SIGTERM ends a wait for messages
         self._options = options
         self._replica = replica
@@ -99,10 +115,15 @@ class EngineServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
         gc.disable()  # collections take a tenth of the time of importing torch
         try:
+            if self._options.engine_address:
+                self._listen(self._options.engine_address)
+            if self._options.role != "mixed" and not self._options.enable_prefix_caching:
+                logger.info("prefix caching is on, through which %s instances exchange KV", self._options.role)
+                self._options = msgspec.structs.replace(self._options, enable_prefix_caching=True)
             import_torch()
             from ..engine import Engine
 
-            if self._options.data_parallel_size > 1:
+            if self._options.data_parallel_size > 1 or _is_bound(self._options):
                 self._options = _share_cores(self._options, self._replica)
             self._engine = Engine(self._options, self._logs)
             self._engine.before_step = self._before_step
@@ -125,12 +146,18 @@ class EngineServer:
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
             weights_version=self._engine.info.weights_version,
+            engine_address=self._engine_address,
+            protocol=messages.PROTOCOL,
+            version=__version__,
         )
         self._heartbeat.beat()
         self._send_report(self._ready)
         self._last_work = time.monotonic()
         while not self._should_exit():
             self._heartbeat.beat()
+            if self._stopping and not self._stopping_told:
+                self._broadcast(messages.Stopping())
+                self._stopping_told = True
             if self._receive(self._poll_ms()):
                 self._expire_clients()
             if self._engine.busy:
@@ -158,9 +185,35 @@ class EngineServer:
             return 0 if self._last_step_computed else PENDING_POLL_MS
         return PENDING_POLL_MS if self._pending_loads else IDLE_POLL_MS
 
+    def _listen(self, engine_address: str) -> None:
+        """Bind the socket for clients over TCP. Raises ``PenstockError`` where the address cannot be bound."""
+        secret = read_secret(self._options.cluster_secret_file, make=True)
+        host, port = split_address(engine_address, "engine_address")
+        remote: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._remote = remote
+        remote.setsockopt(zmq.LINGER, 1000)
+        remote.setsockopt(zmq.SNDHWM, 0)
+        remote.setsockopt(zmq.RCVHWM, 0)
+        secure_server(remote, secret)
+        set_heartbeats(remote)
+        try:
+            ip = str(getaddrinfo(host, 0, type=SOCK_STREAM)[0][4][0])
+            remote.setsockopt(zmq.IPV6, ":" in ip)
+            remote.bind(f"tcp://{join_address(ip, port or '*')}")
+        except (OSError, zmq.ZMQError) as error:
+            words = f"cannot listen on {engine_address}: {(error.strerror or str(error)).lower()}"
+            raise invalid("engine_address", words) from error
+        bound = remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self._engine_address = join_address(host, bound)
+        self._poller.register(remote, zmq.POLLIN)
+
     def _before_step(self, tokens: int) -> None:
         self._step_in_progress = tokens, time.monotonic()
-        self._heartbeat.beat(self._step_times.expected(tokens))
+        expected = self._step_times.expected(tokens)
+        self._heartbeat.beat(expected)
+        if expected > LONG_STEP:
+            for client in self._remote_clients:
+                self._send_to(client, messages.StepStarted(expected))
 
     def _after_step(self) -> None:
         self._last_step_computed = self._step_in_progress is not None
@@ -187,6 +240,8 @@ class EngineServer:
         for request_id in self._engine.scheduler.request_ids():
             self._send(self._engine.scheduler.abort(request_id, Failure(Code.UNAVAILABLE, "the engine has stopped")))
         self._socket.close()
+        if self._remote:
+            self._remote.close()
 
     def _receive(self, timeout_ms: int) -> bool:
         """Handle the messages that have arrived, at most ``MAX_MESSAGES_PER_STEP``.
@@ -198,11 +253,13 @@ class EngineServer:
         ready = dict(self._poller.poll(timeout_ms))
         if self._signals in ready:
             os.read(self._signals, 64)
-        if self._socket not in ready:
-            return True
+        return all([self._receive_from(each) for each in (self._socket, self._remote) if each and each in ready])
+
+    def _receive_from(self, socket: zmq.Socket[bytes]) -> bool:
+        """Handle the messages that have arrived at one socket; returns whether all were handled."""
         for _ in range(MAX_MESSAGES_PER_STEP):
             try:
-                client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                client, *parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return True
             data = b"".join(parts)
@@ -213,6 +270,8 @@ class EngineServer:
                         self._last_heard[message.client] = time.monotonic()
                     continue
                 self._last_heard[client] = time.monotonic()
+                if socket is self._remote:
+                    self._remote_clients.add(client)
                 self._handle(client, message)
             except Exception as error:
                 self._send_error(client, data, error)
@@ -244,7 +303,7 @@ class EngineServer:
         match message:
             case messages.Connect():
                 ready = msgspec.structs.replace(self._ready, adapters=self._engine.adapters.paths)
-                self._socket.send_multipart((client, messages.encode(ready)))
+                self._send_to(client, ready)
             case messages.LoadAdapter(call_id, name, path):
                 self._pending_loads.append((client, call_id, self._engine.adapters.load(name, path)))
             case messages.UnloadAdapter(call_id, name):
@@ -257,11 +316,13 @@ class EngineServer:
                     self._send_result(client, call_id)
             case messages.SetVocabulary(vocabulary):
                 self._engine.set_vocabulary(lambda: vocabulary)
-            case messages.Add(request):
+            case messages.Add(request, time_left):
+                if time_left is not None:
+                    request = msgspec.structs.replace(request, deadline=time.monotonic() + time_left)
                 internal_id = _internal_id(client, request.request_id)
                 try:
                     if self._stopping:
-                        raise PenstockError(Code.UNAVAILABLE, "the engine is stopping")
+                        raise PenstockError.of(messages.ENGINE_STOPPING)
                     self._engine.add(msgspec.structs.replace(request, request_id=internal_id))
                 except PenstockError as error:
                     self._send(_error_deltas(internal_id, request.sampling.num_returned, error.failure))
@@ -277,7 +338,7 @@ class EngineServer:
             case messages.Pause(request_id, paused):
                 self._engine.scheduler.pause(_internal_id(client, request_id), paused)
             case messages.KeepAlive():
-                self._socket.send_multipart((client, messages.encode(self._stats(client))))
+                self._send_to(client, self._stats(client))
 
     def _answer_finished_loads(self) -> None:
         """Send the results of finished loads, after all clients were sent the new adapters."""
@@ -293,16 +354,20 @@ class EngineServer:
         self._broadcast(messages.Adapters(self._engine.adapters.paths))
 
     def _broadcast(self, message: messages.FromEngine) -> None:
-        encoded = messages.encode(message)
         for client in self._last_heard:
-            self._socket.send_multipart((client, encoded))
+            self._send_to(client, message)
+
+    def _send_to(self, client: bytes, message: messages.FromEngine) -> None:
+        """Send a message; does nothing where the client is gone."""
+        socket = self._remote if self._remote and client in self._remote_clients else self._socket
+        socket.send_multipart((client, messages.encode(message)))
 
     def _send_result(self, client: bytes, call_id: int, error: BaseException | None = None) -> None:
         failure = error.failure if isinstance(error, PenstockError) else None
         if error and not failure:
             logger.error("a call of client %s failed", client.hex(), exc_info=error)
             failure = Failure(Code.INTERNAL, "the call failed; the engine's log has the traceback")
-        self._socket.send_multipart((client, messages.encode(messages.CallResult(call_id, failure))))
+        self._send_to(client, messages.CallResult(call_id, failure))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Send each client its deltas, in one message; long prompt logprobs in several before it."""
@@ -313,10 +378,10 @@ class EngineServer:
             if delta.prompt_logprobs:
                 *parts, delta = _split_prompt_logprobs(delta)
                 for part in parts:
-                    self._socket.send_multipart((client, messages.encode(messages.Deltas([part]))))
+                    self._send_to(client, messages.Deltas([part]))
             by_client[client].append(delta)
         for client, client_deltas in by_client.items():
-            self._socket.send_multipart((client, messages.encode(messages.Deltas(client_deltas))))
+            self._send_to(client, messages.Deltas(client_deltas))
 
     def _expire_clients(self) -> None:
         """Cancel the requests of clients that have sent nothing for ``CLIENT_TIMEOUT``."""
@@ -328,6 +393,7 @@ class EngineServer:
         for client in expired:
             logger.warning("client %s has fallen silent: its requests are cancelled", client.hex())
             del self._last_heard[client]
+            self._remote_clients.discard(client)
             for request_id in self._engine.scheduler.request_ids():
                 if _split_internal_id(request_id)[0] == client:
                     self._send(self._engine.scheduler.abort(request_id, CLIENT_SILENT))
@@ -340,6 +406,7 @@ class EngineServer:
         return messages.Stats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
+            prompt_tokens=scheduler.num_prompt_tokens,
             requests_of_others=sum(_split_internal_id(name)[0] != client for name in scheduler.request_ids()),
             blocks=scheduler.device_pool.total,
             blocks_used=scheduler.device_pool.num_used,
@@ -353,6 +420,7 @@ class EngineServer:
             cpu_memory=_resident_bytes(),
             gpu_memory=self._engine.gpu_memory,
             longest_step=self._step_times.longest,
+            clock=time.monotonic(),
             **draft_counts,
         )
 
@@ -360,6 +428,12 @@ class EngineServer:
         """Report to the parent process, unless it has exited."""
         with contextlib.suppress(BrokenPipeError), self._report:
             self._report.write(msgspec.json.encode(report) + b"\n")
+
+
+def _is_bound(options: EngineOptions) -> bool:
+    """Whether ``cpu_binding`` names the cores of a single rank, which is this process."""
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    return ranks == 1 and options.cpu_binding not in ("auto", "none")
 
 
 def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:

@@ -1,0 +1,227 @@
+"""Connections to an engine process: on this host, whose death and hangs show at once, or on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from uuid import uuid4
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from . import messages
+from .curve import secure_client
+from .heartbeat import Heartbeat
+
+HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1.0, 8.0
+"""Seconds between two heartbeats of ZeroMQ's own threads over TCP, and without one until a connection is lost: the
+other process was stopped, its host is down, or the network is cut."""
+CONNECT_TIMEOUT = 5.0
+"""Seconds to establish a TCP connection; then it is tried again."""
+RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
+"""Milliseconds between two attempts to connect; the first pause is doubled until the second."""
+REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+
+
+class EngineConnection(ABC):
+    """A connection to the engine process at an address. Create and use it in one event loop.
+
+    Args:
+        address: ZeroMQ address.
+        secret: the cluster secret, for an address of TCP.
+        on_readable: called when messages may have arrived.
+        on_lost: called once the engine is gone, after ``confirm``.
+        on_refused: called when an engine refuses the connection, each time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        on_readable: Callable[[], None],
+        on_lost: Callable[[], None],
+        on_refused: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._address = address
+        self._on_lost = on_lost
+        self._on_refused = on_refused
+        self.identity = uuid4().bytes
+        """By which the engine knows this connection: of a later one, the engine has other requests."""
+        self.socket = open_socket(address, secret)
+        self.socket.setsockopt(zmq.IDENTITY, self.identity)
+        self.confirmed = False
+        """Whether an engine has answered."""
+        self._watch_connection()
+        self.socket.connect(address)
+        self._loop.add_reader(self.socket.fileno(), on_readable)
+
+    @property
+    def remote(self) -> bool:
+        """Whether the engine may be on another host, whose monotonic clock is another one."""
+        return is_remote(self._address)
+
+    @property
+    @abstractmethod
+    def age(self) -> float:
+        """Seconds since the engine was last known to make progress."""
+
+    @property
+    @abstractmethod
+    def overdue(self) -> float:
+        """Seconds since its next sign of progress was expected; 0 where it was not yet."""
+
+    def confirm(self, engine: messages.Ready) -> None:
+        """Watch the engine that has answered. Raises ``ProcessLookupError`` where it has died already."""
+        self.confirmed = True
+
+    @abstractmethod
+    def heard(self, message: messages.FromEngine) -> None:
+        """Note that a message has come."""
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self._loop.remove_reader(self.socket.fileno())
+            self.socket.close()
+
+    @abstractmethod
+    def _watch_connection(self) -> None:
+        """Watch the connection from its beginning."""
+
+
+class LocalConnection(EngineConnection):
+    """A connection over a Unix socket to a process of this host, of which the kernel tells when it ends, and a
+    ``Heartbeat`` whether it hangs."""
+
+    def _watch_connection(self) -> None:
+        self._pidfd = -1
+        self._heartbeat: Heartbeat | None = None
+
+    @property
+    def age(self) -> float:
+        return self._heartbeat.age if self._heartbeat else 0.0
+
+    @property
+    def overdue(self) -> float:
+        return self._heartbeat.overdue if self._heartbeat else 0.0
+
+    def confirm(self, engine: messages.Ready) -> None:
+        self._pidfd = os.pidfd_open(engine.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        self._heartbeat = Heartbeat(self._address)
+        super().confirm(engine)
+
+    def heard(self, message: messages.FromEngine) -> None:
+        """The heartbeat says more."""
+
+    def close(self) -> None:
+        self.confirmed = False
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._heartbeat:
+            self._heartbeat.close()
+            self._heartbeat = None
+        super().close()
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self._on_lost()
+
+
+class RemoteConnection(EngineConnection):
+    """An encrypted TCP connection. The engine is lost when the connection is: ZeroMQ notices a process that ends at
+    once, one that was stopped or cannot be reached within ``HEARTBEAT_TIMEOUT``. An engine whose loop hangs sends
+    nothing, and ends for its clients as on its own host, after ``engine_iteration_timeout``."""
+
+    def _watch_connection(self) -> None:
+        self._heard = time.monotonic()
+        self._expected = 0.0
+        self._check: asyncio.TimerHandle | None = None
+        self._events = self.socket.get_monitor_socket(zmq.Event.DISCONNECTED | REFUSED)
+        self._loop.add_reader(self._events.fileno(), self._receive_events)
+        self._loop.call_soon(self._receive_events)  # as the descriptor is edge-triggered
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self._heard
+
+    @property
+    def overdue(self) -> float:
+        return max(self.age - self._expected - messages.KEEP_ALIVE_INTERVAL, 0.0)
+
+    def confirm(self, engine: messages.Ready) -> None:
+        super().confirm(engine)
+        self._timeout = engine.iteration_timeout
+        self._check = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._check_progress)
+
+    def heard(self, message: messages.FromEngine) -> None:
+        self._heard = time.monotonic()
+        self._expected = message.expected if isinstance(message, messages.StepStarted) else 0.0
+
+    def close(self) -> None:
+        if self._check:
+            self._check.cancel()
+            self._check = None
+        self.confirmed = False
+        if not self._events.closed:
+            self._loop.remove_reader(self._events.fileno())
+            self.socket.disable_monitor()
+            self._events.close()
+        super().close()
+
+    def _receive_events(self) -> None:
+        while not self._events.closed:
+            try:
+                parts = self._events.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(parts)["event"]
+            if event & REFUSED:
+                self._on_refused()
+            elif event == zmq.Event.DISCONNECTED:
+                self._lose()
+
+    def _check_progress(self) -> None:
+        if self._timeout and self.overdue > self._timeout:
+            self._lose()
+        else:
+            self._check = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._check_progress)
+
+    def _lose(self) -> None:
+        if self._check:  # an engine had answered, and was not lost yet
+            self._check.cancel()
+            self._check = None
+            self._on_lost()
+
+
+def is_remote(address: str) -> bool:
+    """Whether a ZeroMQ address is one of TCP."""
+    return address.startswith("tcp://")
+
+
+def open_socket(address: str, secret: bytes) -> zmq.Socket[bytes]:
+    """A client's socket for an engine's address, not connected yet."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    if is_remote(address):
+        secure_client(socket, secret)
+        set_heartbeats(socket)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while there is no connection
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_TIMEOUT * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        socket.setsockopt(zmq.IPV6, 1)
+    return socket
+
+
+def set_heartbeats(socket: zmq.Socket[bytes]) -> None:
+    """Have ZeroMQ notice a lost connection within ``HEARTBEAT_TIMEOUT``."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_INTERVAL * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT * 1000))
