@@ -9,6 +9,14 @@ void store(const Store& a, int64_t token) {
   with_kept(a.type, a.rounded, [&]<class T, class K>() { store_token<T, K>(a, token); });
 }
 
+void export_kv(const Exchange& a, int64_t task) {
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { exchange_tokens<K, true>(a, task); });
+}
+
+void import_kv(const Exchange& a, int64_t task) {
+  with_kept(a.type, a.rounded, [&]<class T, class K>() { exchange_tokens<K, false>(a, task); });
+}
+
 void attention(const Attention& a, int64_t task) {
   const TileUse tiles;
   with_kept(a.type, a.rounded, [&]<class T, class K>() { attention_task<T, K>(a, task); });

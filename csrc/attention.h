@@ -81,6 +81,21 @@ inline void place_value(typename K::Element* panel, int64_t position, const type
   for (int64_t d = 0; d < dim; d++) to[d * n + position % n] = value[d];
 }
 
+// The inverse of both.
+template <class K>
+inline void take_key(const typename K::Element* panel, int64_t position, int64_t size, typename K::Element* key, int64_t dim) {
+  constexpr int n = K::KeyStep::kInputs;
+  for (int64_t d = 0; d < dim; d += n)
+    memcpy(key + d, panel + d * size + position * n, n * sizeof(typename K::Element));
+}
+
+template <class K>
+inline void take_value(const typename K::Element* panel, int64_t position, typename K::Element* value, int64_t dim) {
+  constexpr int n = K::ValueStep::kInputs;
+  const typename K::Element* from = panel + position / n * n * dim;
+  for (int64_t d = 0; d < dim; d++) value[d] = from[d * n + position % n];
+}
+
 // Asks for what both will write, which lies in many places.
 template <class K>
 inline void ask_for_places(const Block<K>& block, int64_t position, int64_t size, int64_t dim) {
@@ -112,6 +127,47 @@ void store_token(const Store& a, int64_t token) {
     } else {
       place_key<K>(block.keys, position, a.block_size, k, a.dim);
       place_value<K>(block.values, position, v, a.dim);
+    }
+  }
+}
+
+// Copies a task's tokens from the cache to the buffer, or back.
+template <class K, bool out>
+void exchange_tokens(const Exchange& a, int64_t task) {
+  using Element = typename K::Element;
+  constexpr int64_t scale_bytes = K::kRounds ? sizeof(float) : 0;
+  const int64_t vector = a.dim * sizeof(Element) + scale_bytes;
+  const int64_t first = task * kRowsTogether, end = first + kRowsTogether < a.count ? first + kRowsTogether : a.count;
+  for (int64_t i = first; i < end; i++) {
+    const int64_t slot = a.slots[a.chosen[i]], position = slot % a.block_size, place = a.places[a.chosen[i]];
+    char* keys = a.buffer + place / a.slot_tokens * a.slot_bytes +
+                 (place % a.slot_tokens * a.all_heads + a.first_head) * vector;
+    char* values = keys + a.slot_tokens * a.all_heads * vector;
+    for (int64_t head = 0; head < a.kv_heads; head++, keys += vector, values += vector) {
+      const Block<K> block(a.cache, slot / a.block_size * a.kv_heads + head, a.dim, a.block_size);
+      Element key[kMaxHead], value[kMaxHead];
+      const int64_t bytes = a.dim * sizeof(Element);
+      auto shift = [&] {  // keys lie in the cache with 128 added
+        if constexpr (K::kRounds)
+          for (int64_t d = 0; d < a.dim; d++) key[d] = int8_t(key[d] ^ 0x80);
+      };
+      if constexpr (out) {
+        take_key<K>(block.keys, position, a.block_size, key, a.dim);
+        take_value<K>(block.values, position, value, a.dim);
+        shift();
+        memcpy(keys, key, bytes);
+        memcpy(values, value, bytes);
+        memcpy(keys + bytes, block.key_scales + position, scale_bytes);
+        memcpy(values + bytes, block.value_scales + position, scale_bytes);
+      } else {
+        memcpy(key, keys, bytes);
+        memcpy(value, values, bytes);
+        shift();
+        place_key<K>(block.keys, position, a.block_size, key, a.dim);
+        place_value<K>(block.values, position, value, a.dim);
+        memcpy(block.key_scales + position, keys + bytes, scale_bytes);
+        memcpy(block.value_scales + position, values + bytes, scale_bytes);
+      }
     }
   }
 }

@@ -64,6 +64,8 @@ void settle(const Screening& s, Candidate& candidate) {
 }
 
 void store(const Store& a, int64_t token);
+void export_kv(const Exchange& a, int64_t task);
+void import_kv(const Exchange& a, int64_t task);
 void attention(const Attention& a, int64_t task);
 
 #define PENSTOCK_TEXT(x) #x
@@ -90,6 +92,8 @@ const Kernels kernels = {
     by_type<Rope, rope_token<float>, rope_token<bf16>>,
     by_type<SiluMul, silu_mul_row<float>, silu_mul_row<bf16>>,
     store,
+    export_kv,
+    import_kv,
     attention,
     read,
     dots<PairStep>,

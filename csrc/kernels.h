@@ -165,6 +165,20 @@ struct Store {
   bool rounded;
 };
 
+// A layer's keys and values of some tokens, between its cache and a buffer in which a layer is, for each `slot_tokens`
+// tokens, [2, slot_tokens, all_heads] vectors, keys first. Where these are rounded, their scale follows each of them.
+struct Exchange {
+  void* cache;
+  char* buffer;  // at the layer's part of the first slot
+  const int64_t *slots, *places;  // [tokens]: in the cache, and in the buffer as if its slots were joined
+  const int64_t* chosen;          // [count]: tokens
+  int64_t count;
+  int64_t kv_heads, dim, block_size;
+  int64_t all_heads, first_head, slot_tokens, slot_bytes;
+  Type type;
+  bool rounded;
+};
+
 struct Attention {
   const void* q;  // [tokens, heads, dim]
   void* out;
@@ -211,6 +225,8 @@ struct Kernels {
   void (*rope)(const Rope&, int64_t task);
   void (*silu_mul)(const SiluMul&, int64_t task);
   void (*store)(const Store&, int64_t task);
+  void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
+  void (*import_kv)(const Exchange&, int64_t task);
   void (*attention)(const Attention&, int64_t task);
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);

@@ -384,6 +384,26 @@ void store(Address k, Address v, Address cache, Address slots, int64_t tokens, i
                   stride_v, Type(type), rounded});
 }
 
+// Tokens whose place is negative are left out. `progress`, an int64 if there is one, is raised once the others are copied.
+template <auto kernel>
+void exchange(Address cache, Address buffer, Address slots, Address places, int64_t tokens, int64_t kv_heads,
+              int64_t dim, int64_t block_size, int64_t all_heads, int64_t first_head, int64_t slot_tokens,
+              int64_t slot_bytes, int64_t offset, int type, bool rounded, Address progress) {
+  make({tokens, 0}, [=](Size size) {
+    thread_local std::vector<int64_t> chosen;
+    chosen.clear();
+    for (int64_t token = 0; token < size.tokens; token++)
+      if (at<int64_t>(places)[token] >= 0) chosen.push_back(token);
+    if (chosen.empty()) return;
+    const Exchange args{at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
+                        chosen.data(),   int64_t(chosen.size()),    kv_heads,           dim,
+                        block_size,      all_heads,                 first_head,         slot_tokens,
+                        slot_bytes,      Type(type),                rounded};
+    pool()->run(ceil_div(args.count, kRowsTogether), [&](int64_t task) { (kernels->*kernel)(args, task); });
+    if (progress) at<std::atomic<int64_t>>(progress)->fetch_add(1, std::memory_order_release);
+  });
+}
+
 void attention(Address q, Address out, Address cache, Address block_tables, Address query_starts, Address lengths,
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
                int64_t table_width, int64_t window, int64_t out_stride, float scale, int type, bool rounded) {
@@ -523,6 +543,8 @@ NB_MODULE(_kernels, m) {
   m.def("silu_mul", &silu_mul, free);
   m.def("store", &store, free);
   m.def("attention", &attention, free);
+  m.def("export_kv", &exchange<&Kernels::export_kv>, free);
+  m.def("import_kv", &exchange<&Kernels::import_kv>, free);
   m.def("barrier", &barrier, free);
   m.def("gather_part", &gather_part, free);
   m.def("gather_rows", &gather_rows, free);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import AttentionMetadata, Batch, Format, KVSpec, LoRAWeights, backend, reference
+from penstock.planning.kv_spec import transfer_layouts
 
 cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 kernels: Any = cpu._kernels
@@ -430,6 +432,119 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
         batch.lora_slots = batch.logits_lora_slots = None
     with pytest.raises(RuntimeError, match="contiguous"):
         cpu.capture(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), 9, 1, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds)
+def test_kv_caches_are_exchanged(seed: int) -> None:
+    """Ranks with other heads and other blocks read from a transfer buffer what was stored, to the bit; and the bytes in
+    the buffer are those of the reference."""
+    rng = Random(seed)
+    heads, sharing, dim, tokens = rng.choice((2, 4)), rng.randint(1, 3), 16 * rng.randint(1, 9), rng.randint(1, 150)
+    dtype, quantized, slot_tokens = rng.choice(DTYPES), rng.random() < 0.5, rng.choice((16, 48, 64))
+    sent, slots = rng.randint(1, tokens), -(-tokens // slot_tokens)
+    numbers = torch.tensor(rng.sample(range(slots + 2), slots))
+    at = torch.arange(tokens)
+    places = numbers[at // slot_tokens] * slot_tokens + at % slot_tokens
+    places[sent:] = -1
+    k, v = (randn(seed + i, tokens, heads, dim, dtype=dtype) for i in range(2))
+    k[rng.randrange(tokens)] = 0
+    q = randn(seed + 2, tokens, heads * sharing, dim, dtype=dtype)[:sent]
+
+    class Instance:
+        """The caches of some ranks, each with heads of its own; more ranks than heads share them."""
+
+        def __init__(self, ops: Any, ranks: int, block_size: int) -> None:
+            self.ops, own, blocks = ops, max(heads // ranks, 1), -(-tokens // block_size)
+            self.table = torch.tensor([rng.sample(range(blocks), blocks)], dtype=torch.int32)
+            self.slots = self.table[0].long()[at // block_size] * block_size + at % block_size
+            self.shards = [slice(first, first + own) for first in (heads * rank // ranks for rank in range(ranks))]
+            spec, other = KVSpec(own, dim, NAMES[dtype], block_size, quantized), KVSpec(3, 32, "float32")
+            layout = transfer_layouts([other, replace(spec, kv_heads=heads), other], slot_tokens)[1]
+            self.layouts = [replace(layout, first_head=shard.start) for shard in self.shards]
+            self.caches = [ops.new_kv_cache([spec], blocks, k.device)[0] for _ in self.shards]
+
+        def store(self) -> None:
+            for cache, shard in zip(self.caches, self.shards, strict=True):
+                self.ops.store_kv(cache, k[:, shard], v[:, shard], self.slots)
+
+        def exported(self) -> Tensor:
+            buffer = torch.full(((slots + 2) * self.layouts[0].slot_bytes,), 99, dtype=torch.uint8)
+            for cache, layout in zip(self.caches, self.layouts, strict=True):
+                progress = torch.tensor([7])
+                self.ops.export_kv(cache, self.slots, buffer, places, layout, progress)
+                assert progress.item() == 8
+            return buffer
+
+        def import_from(self, buffer: Tensor) -> None:
+            for cache, layout in zip(self.caches, self.layouts, strict=True):
+                self.ops.import_kv(cache, self.slots, buffer, places, layout)
+
+        def attention(self) -> list[Tensor]:
+            starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, sent], [sent]))
+            queries = (q[:, shard.start * sharing : shard.stop * sharing] for shard in self.shards)
+            return [
+                self.ops.attention(own.contiguous(), cache, AttentionMetadata(starts, lengths, self.table), dim**-0.5)
+                for own, cache in zip(queries, self.caches, strict=True)
+            ]
+
+    def draw() -> tuple[int, int]:
+        return rng.choice((1, 2, 2 * heads)), 16 * rng.randint(1, 8)
+
+    ours, theirs = draw(), draw()
+    sender, stored, receiver, expected, other = (
+        Instance(ops, *sizes)
+        for ops, sizes in ((cpu, ours), (reference, draw()), (cpu, theirs), (cpu, theirs), (reference, draw()))
+    )
+    for instance in (sender, stored, expected):
+        instance.store()
+    buffer = sender.exported()
+    assert torch.equal(buffer, stored.exported())
+    for instance in (receiver, other):
+        instance.import_from(buffer)
+        assert torch.equal(instance.exported(), buffer)
+    for got, wanted in zip(receiver.attention(), expected.attention(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@few
+@given(seed=seeds)
+def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
+    """Of the tokens that each batch names, layer by layer; other batches leave buffer and progress as they are."""
+    rng = Random(seed)
+    spec, slots = KVSpec(2, 16, "bfloat16", 32, rng.random() < 0.5), 6
+    vocabulary = cpu.pack([randn(seed, 50, 64, dtype=torch.bfloat16)])
+    caches, layouts = cpu.new_kv_cache([spec] * 2, 40, torch.device("cpu")), transfer_layouts([spec] * 2, 16)
+    buffer, progress = torch.zeros(slots * layouts[0].slot_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+
+    def step(batch: Batch) -> Tensor:
+        k, v = cpu.embedding(batch.token_ids, vocabulary).unflatten(-1, (-1, 16)).split(2, 1)
+        for cache, layout in zip(caches, layouts, strict=True):
+            cpu.store_kv(cache, k, v, batch.slot_mapping)
+            if batch.export_places is not None:
+                cpu.export_kv(cache, batch.slot_mapping, buffer, batch.export_places, layout, progress)
+        queries = cpu.index_select(cpu.embedding(batch.token_ids, vocabulary), batch.logits_indices)
+        return cpu.attention(queries.unflatten(-1, (-1, 16)), caches[1], batch.logits_attention, 0.25)
+
+    captured = cpu.capture(step, 600, 5, 10)
+    for share in (0.5, 0.0, None, 1.0, None):
+        batch, tokens, _ = draw_batch(rng, 32, rng.randint(1, 5))
+        batch.token_ids[:] = torch.randint(50, (tokens,))
+        batch.slot_mapping[:] = torch.arange(tokens)
+        exported = 0
+        if share is not None:
+            exported = int(min(tokens, 16 * slots) * share)
+            batch.export_places = torch.full((tokens,), -1)
+            batch.export_places[torch.randperm(tokens)[:exported]] = torch.randperm(16 * slots)[:exported]
+        results = []
+        for compute in (step, captured):
+            buffer.zero_()
+            progress.fill_(40)
+            results.append((compute(batch).clone(), buffer.clone()))
+            assert progress.item() == 40 + 2 * (exported > 0)
+            assert buffer.any() == (exported > 0)
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(got, expected)
 
 
 def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:

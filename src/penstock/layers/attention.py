@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.ops import Batch, KVSpec
+from penstock.ops import Batch, KVSpec, LayerExport
 from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
@@ -21,13 +21,16 @@ class AttentionLayer(Protocol):
         """This layer's entry of the KV cache."""
         ...
 
-    def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
+    ) -> Tensor:
         """Store the keys and values of all tokens, and attend.
 
         Args:
             x: ``[tokens, hidden]``.
             cache: this layer's entry of the KV cache.
             logits_only: return only the rows ``batch.logits_indices``, as the last layer of a model does.
+            export: where the tokens' keys and values are copied once they are stored.
 
         Returns:
             ``[tokens, hidden]``, or ``[rows, hidden]`` with ``logits_only``.
@@ -84,7 +87,9 @@ class Attention:
         dtype = str(self._dtype).removeprefix("torch.")
         return KVSpec(self._num_kv_heads, self._head_dim, dtype, block_size, quantized, self._window)
 
-    def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
+    ) -> Tensor:
         metadata, lora_slots = batch.attention, batch.lora_slots
         qkv = self._qkv(x, lora_slots).split(self._sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in qkv)
@@ -92,6 +97,10 @@ class Attention:
             q, k = self._qk_norms[0](q), self._qk_norms[1](k)
         q, k = (self._ops.rope(part, batch.positions, self._rope) for part in (q, k))
         self._ops.store_kv(cache, k, v, batch.slot_mapping)
+        if export is not None and batch.export_places is not None:
+            self._ops.export_kv(
+                cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress
+            )
         if logits_only:
             q = self._ops.index_select(q, batch.logits_indices)
             metadata, lora_slots = batch.logits_attention, batch.logits_lora_slots

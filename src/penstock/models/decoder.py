@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from penstock.layers import (
     LoRATarget,
     RMSNorm,
 )
-from penstock.ops import Batch, KVSpec
+from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
+from penstock.parallel import shard_heads
+from penstock.planning.kv_spec import transfer_layouts
 
 from .config import ModelConfig
 from .layer import AttentionFactory, DecoderLayer, MLPFactory, gated_mlp, grouped_query_attention
@@ -47,6 +51,7 @@ class Decoder:
             return DecoderLayer(context, config, number, attention, mlp)
 
         self._ops = context.ops
+        self._first_kv_head = shard_heads(context.group, config.num_heads, config.num_kv_heads)[1].first
         self.layers = context.layers or range(config.num_layers)
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         tied = config.tie_word_embeddings or not config.has_lm_head
@@ -74,12 +79,19 @@ class Decoder:
         attentions = [layer.attention for layer in (*self._layers, *(head.layer for head in self._mtp_heads))]
         return [attention.kv_spec(block_size, quantized) for attention in attentions]
 
+    def transfer_layouts(self, slot_tokens: int, quantized: bool = False) -> list[TransferLayout]:
+        spec = self._layers[0].attention.kv_spec(slot_tokens, quantized)
+        whole = replace(spec, kv_heads=self.config.num_kv_heads)
+        layouts = transfer_layouts([whole] * self.config.num_layers, slot_tokens)
+        return [replace(layouts[layer], first_head=self._first_kv_head) for layer in self.layers]
+
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: list[Any]) -> Tensor:
+    def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         x, residual = self._embedding(batch.token_ids) if self._is_first else batch.hidden_states, None
         assert x is not None
-        for layer, layer_cache in zip(self._layers, cache, strict=False):  # entries of MTP heads follow
-            x, residual = layer(x, residual, layer_cache, batch)
+        exports = export or repeat(None)
+        for layer, layer_cache, layer_export in zip(self._layers, cache, exports, strict=False):  # MTP heads' follow
+            x, residual = layer(x, residual, layer_cache, batch, layer_export)
         assert residual is not None
         if not self._is_last:
             return self._ops.add_residual(x, residual)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.layers import Attention, AttentionLayer, BuildContext, GatedMLP, MLPLayer, RMSNorm
-from penstock.ops import Batch
+from penstock.ops import Batch, LayerExport
 
 from .config import ModelConfig
 
@@ -66,18 +66,21 @@ class DecoderLayer:
         )
         self._mlp = mlp(context, config, number, f"{name}.mlp")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, cache: Any, batch: Batch, export: LayerExport | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the layer.
 
         Args:
             x: ``[tokens, hidden]``, the output of the layer before, not yet added to the residual stream.
             residual: the stream, None before the first layer.
+            export: as of ``AttentionLayer``.
 
         Returns:
             The MLP's output and the stream, not yet added; ``[rows, hidden]`` each from the last layer.
         """
         x, residual = (self._input_norm(x), x) if residual is None else self._input_norm.add(x, residual)
-        x = self.attention(x, cache, batch, self._last)
+        x = self.attention(x, cache, batch, self._last, export)
         if self._last:
             residual = self._ops.index_select(residual, batch.logits_indices)
         x, residual = self._post_attention_norm.add(x, residual)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers import LoRATarget
-from penstock.ops import Batch, KVSpec
+from penstock.ops import Batch, KVSpec, LayerExport, TransferLayout
 
 from .config import ModelConfig
 
@@ -51,10 +51,18 @@ class Model(Protocol):
         """The KV cache entry of each layer, those of ``mtp_heads`` last."""
         ...
 
-    def forward(self, batch: Batch, cache: list[Any]) -> Tensor:
+    def transfer_layouts(self, slot_tokens: int, quantized: bool = False) -> list[TransferLayout]:
+        """The place in a transfer buffer of each of this stage's layers, without those of ``mtp_heads``."""
+        ...
+
+    def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens.
         A pipeline stage before the last returns the residual stream after its layers, ``[tokens, hidden]``; those
-        after the first begin with ``batch.hidden_states``."""
+        after the first begin with ``batch.hidden_states``.
+
+        Args:
+            export: of each of this stage's layers, for batches with ``export_places``; empty where there are none.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
-from penstock.planning.kv_spec import KVSpec
+from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from . import reference
-from .batch import AttentionMetadata, Batch, ForwardFn
+from .batch import AttentionMetadata, Batch, ForwardFn, LayerExport
 from .lora import LoRAWeights
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,10 @@ __all__ = [
     "Format",
     "ForwardFn",
     "KVSpec",
+    "LayerExport",
     "LoRAWeights",
     "Ops",
+    "TransferLayout",
     "backend",
     "reference",
 ]
@@ -82,6 +84,18 @@ class Ops(Protocol):
         window: int = 0,
         out: Tensor | None = None,
     ) -> Tensor: ...
+    def export_kv(
+        self,
+        cache: Any,
+        slot_mapping: Tensor,
+        buffer: Tensor,
+        places: Tensor,
+        layout: TransferLayout,
+        progress: Tensor | None = None,
+    ) -> None: ...
+    def import_kv(
+        self, cache: Any, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout
+    ) -> None: ...
     def copy_blocks(self, source: list[Any], target: list[Any], pairs: list[tuple[int, int]]) -> None: ...
     def capture(
         self,

@@ -137,6 +137,44 @@ def attention(
     rounded: bool,
     /,
 ) -> None: ...
+def export_kv(
+    cache: int,
+    buffer: int,
+    slots: int,
+    places: int,
+    tokens: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    all_heads: int,
+    first_head: int,
+    slot_tokens: int,
+    slot_bytes: int,
+    offset: int,
+    type: int,
+    rounded: bool,
+    progress: int,
+    /,
+) -> None: ...
+def import_kv(
+    cache: int,
+    buffer: int,
+    slots: int,
+    places: int,
+    tokens: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    all_heads: int,
+    first_head: int,
+    slot_tokens: int,
+    slot_bytes: int,
+    offset: int,
+    type: int,
+    rounded: bool,
+    progress: int,
+    /,
+) -> None: ...
 def barrier(group: Group, /) -> None: ...
 def gather_part(group: Group, part: int, row_bytes: int, stride: int, rows: int, /) -> None: ...
 def gather_rows(group: Group, all_rows: int, row_bytes: int, ids: int, rows: int, first: int, end: int, /) -> None: ...

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.planning.kv_spec import TransferLayout
+
 
 @dataclass(slots=True)
 class AttentionMetadata:
@@ -43,6 +45,27 @@ class Batch:
     hidden_states: Tensor | None = None
     """``[tokens, hidden]``: the residual stream that the pipeline stage before has computed, which may be changed; None
     in the first stage."""
+    export_places: Tensor | None = None
+    """``[tokens]`` int64: where in the transfer buffer each token's keys and values are copied, ``slot * slot_tokens +
+    index``; -1 for none. None where no token is exported."""
+    export_step: int = 0
+    """Number of the step in ``LayerExport.progress``, where tokens are exported."""
+
+
+PROGRESS_BITS = 16
+"""Lower bits of ``LayerExport.progress``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExport:
+    """Where the keys and values of one layer's new tokens are copied while a step runs (``Batch.export_places``)."""
+
+    buffer: Tensor
+    """``[bytes]`` uint8, the transfer buffer."""
+    layout: TransferLayout
+    progress: Tensor
+    """``[1]`` int64, written by this rank alone: ``export_step << PROGRESS_BITS``, plus the number of layers that the
+    step has exported. Who reads a number of layers may read these layers' bytes."""
 
 
 ForwardFn = Callable[[Batch], Tensor]

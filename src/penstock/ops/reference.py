@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
-from penstock.planning.kv_spec import SCALE_BYTES, KVSpec
+from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from .batch import AttentionMetadata, ForwardFn
 from .lora import LoRAWeights
@@ -329,6 +330,55 @@ def attention(
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("kgts,skd->tkgd", weights, v).flatten(1).to(q.dtype)
     return out
+
+
+def export_kv(
+    cache: Tensor,
+    slot_mapping: Tensor,
+    buffer: Tensor,
+    places: Tensor,
+    layout: TransferLayout,
+    progress: Tensor | None = None,
+) -> None:
+    """Copy keys and values of tokens from a layer's cache, which has the heads of this rank, to a transfer buffer.
+
+    A captured step makes the copies of its own batch's ``slot_mapping`` and ``export_places``.
+
+    Args:
+        slot_mapping: ``[tokens]`` int64, as ``Batch.slot_mapping``.
+        buffer: ``[bytes]`` uint8.
+        places: ``[tokens]`` int64, as ``Batch.export_places``; tokens with negative ones are left out.
+        layout: of this layer.
+        progress: ``[1]`` int64, to which 1 is added once all is copied (with release order), unless no token was.
+    """
+    chosen = (places >= 0).nonzero()[:, 0]
+    if not len(chosen):
+        return
+    whole, index = _transfer_view(buffer, layout), places[chosen].cpu()
+    rows = cache.flatten(1, 2)[:, slot_mapping[chosen]].contiguous().view(torch.uint8).cpu()
+    heads = slice(layout.first_head, layout.first_head + rows.shape[2])
+    for part in (0, 1):
+        whole[index // layout.slot_tokens, part, index % layout.slot_tokens, heads] = rows[part]
+    if progress is not None:
+        progress += 1
+
+
+def import_kv(cache: Tensor, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
+    """Copy keys and values of tokens from a transfer buffer to a layer's cache; arguments as for ``export_kv``."""
+    chosen = (places >= 0).nonzero()[:, 0]
+    whole, index, slots = _transfer_view(buffer, layout), places[chosen].cpu(), slot_mapping[chosen]
+    heads = slice(layout.first_head, layout.first_head + cache.shape[3])
+    for part, flat in enumerate(cache.flatten(1, 2)):
+        rows = whole[index // layout.slot_tokens, part, index % layout.slot_tokens, heads]
+        flat[slots] = rows.contiguous().view(cache.dtype).to(cache.device)
+
+
+def _transfer_view(buffer: Tensor, layout: TransferLayout) -> Tensor:
+    """One layer's part of a transfer buffer: ``[slots, 2, slot_tokens, kv_heads, vector_bytes]`` uint8."""
+    shape = (2, layout.slot_tokens, layout.kv_heads, layout.vector_bytes)
+    slots = buffer[: len(buffer) // layout.slot_bytes * layout.slot_bytes].view(-1, layout.slot_bytes)
+    part: Tensor = slots[:, layout.offset : layout.offset + prod(shape)].unflatten(1, shape)
+    return part
 
 
 def copy_blocks(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache entry of an attention layer, and its size in bytes."""
+"""The KV cache entry of an attention layer, its size in bytes, and its place in a transfer buffer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its dtype."""
 SCALE_BYTES = 4
 """Bytes of the float32 scale of a quantized vector."""
+CANONICAL_LAYOUT = 1
+"""Version of the layout in which KV caches are exchanged (``TransferLayout``)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,11 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        vector = self.head_dim + SCALE_BYTES if self.quantized else self.head_dim * ITEM_BYTES[self.dtype]
-        return (1 if self.latent else 2) * self.kv_heads * vector
+        return (1 if self.latent else 2) * self.kv_heads * self.bytes_per_vector
+
+    @property
+    def bytes_per_vector(self) -> int:
+        return self.head_dim + SCALE_BYTES if self.quantized else self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def bytes_per_block(self) -> int:
@@ -51,3 +56,38 @@ def bytes_per_token(specs: Sequence[KVSpec]) -> int:
 def bytes_per_block(specs: Sequence[KVSpec]) -> int:
     """Bytes of a block in the caches of all layers together."""
     return sum(spec.bytes_per_block for spec in specs)
+
+
+@dataclass(frozen=True)
+class TransferLayout:
+    """Where keys and values of one layer lie in a transfer buffer: the same for all backends, ranks and block sizes.
+
+    A buffer is slots of ``slot_tokens`` tokens. In a slot the layers follow one another, each
+    ``[2, slot_tokens, kv_heads, vector_bytes]``, keys first. A vector is ``head_dim`` numbers of the KV cache's dtype,
+    or, quantized, ``head_dim`` int8 and the vector's float32 scale. Numbers are little-endian.
+    """
+
+    slot_tokens: int
+    slot_bytes: int
+    """Of all layers of the model."""
+    offset: int
+    """Bytes from a slot's start to this layer."""
+    kv_heads: int
+    """Heads of all ranks."""
+    vector_bytes: int
+    first_head: int = 0
+    """First head of this rank."""
+
+
+def transfer_layouts(specs: Sequence[KVSpec], slot_tokens: int) -> list[TransferLayout]:
+    """The place of each layer in a transfer buffer.
+
+    Args:
+        specs: of all layers of the model, with the heads of all ranks.
+        slot_tokens: tokens a slot.
+    """
+    slot_bytes, offset, layouts = slot_tokens * bytes_per_token(specs), 0, []
+    for spec in specs:
+        layouts.append(TransferLayout(slot_tokens, slot_bytes, offset, spec.kv_heads, spec.bytes_per_vector))
+        offset += slot_tokens * spec.bytes_per_token
+    return layouts

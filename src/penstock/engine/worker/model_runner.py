@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.core import Logprob
 from penstock.models import Model
-from penstock.ops import AttentionMetadata, Batch, KVSpec, Ops
+from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops
+from penstock.ops.batch import PROGRESS_BITS
 from penstock.planning.kv_spec import bytes_per_block
 
 from ..step import SampledTokens
@@ -58,18 +59,25 @@ class ModelRunner:
         self._max_blocks = -(-max_len // specs[0].block_size)
         self.cache: list[Any] = []
         self._host: list[Any] = []
+        self._progress: Tensor | None = None
 
-    def init_cache(self, blocks: int, host_blocks: int) -> None:
+    def init_cache(self, blocks: int, host_blocks: int, export: Sequence[LayerExport] = ()) -> None:
         """Allocate the KV cache of ``blocks`` blocks on the device and ``host_blocks`` in host memory, and capture the
-        forward pass over it."""
+        forward pass over it.
+
+        Args:
+            export: of each layer of this pipeline stage, all with one ``progress``; empty where there is no transfer
+                buffer.
+        """
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
+        self._progress = export[0].progress if export else None
         hidden = None
         if self.model.layers.start:
             hidden = torch.zeros(self._max_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
         capture = partial(
             self._ops.capture,
-            partial(self.model.forward, cache=self.cache),
+            partial(self.model.forward, cache=self.cache, export=export),
             self._max_tokens,
             self._max_rows,
             self._max_blocks,
@@ -118,7 +126,10 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Run the forward pass over a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``,
-        ``[tokens, hidden]``."""
+        ``[tokens, hidden]``. Layer by layer, keys and values of tokens with ``batch.export_places`` are copied to the
+        transfer buffer, if ``init_cache`` was given one."""
+        if self._progress is not None and batch.export_places is not None:
+            self._progress.fill_(batch.export_step << PROGRESS_BITS)
         return (self._forward if batch.lora_slots is None else self._forward_lora)(batch)
 
     def sample(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import _kernels, native
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
-from .kv_cache import attention, copy_blocks, new_kv_cache, store_kv
+from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, store_kv
 from .limits import measure_limits, set_threads
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
 from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, quantize
@@ -29,8 +29,10 @@ __all__ = [
     "clone",
     "copy_blocks",
     "embedding",
+    "export_kv",
     "fingerprint",
     "from_packed",
+    "import_kv",
     "index_select",
     "linear",
     "linear_silu_and_mul",

@@ -111,7 +111,9 @@ class CapturedGraph:
             lora_slots=zeros(max_tokens, dtype=torch.int32) if use_lora else None,
             logits_lora_slots=zeros(max_tokens, dtype=torch.int32) if use_lora else None,
             hidden_states=None if hidden_states is None else hidden_states[:max_tokens],
+            export_places=zeros(max_tokens),
         )
+        self._exported = max_tokens  # of ``export_places`` as many may not be -1
         self._native, self._arena = _kernels.Tape(), Arena()
         with _allocating_from(self._arena):
             self._native.record()
@@ -141,12 +143,22 @@ class CapturedGraph:
         ):
             if mine is not None and given is not None:
                 mine[: len(given)] = given
+        self._set_export_places(batch.export_places)
         sequences, logits_sequences = (
             _copy_metadata(mine, given)
             for mine, given in ((own.attention, batch.attention), (own.logits_attention, batch.logits_attention))
         )
         self._native.run(tokens, sequences, rows, logits_sequences)
         return self._out[:rows]
+
+    def _set_export_places(self, given: Tensor | None) -> None:
+        own = self._batch.export_places
+        assert own is not None
+        if self._exported:
+            own[: self._exported] = -1
+        self._exported = 0 if given is None else len(given)
+        if given is not None:
+            own[: self._exported] = given
 
 
 def _copy_metadata(own: AttentionMetadata, given: AttentionMetadata) -> int:

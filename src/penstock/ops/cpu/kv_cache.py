@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.planning.kv_spec import KVSpec
+from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from .. import _kernels, pages
 from ..batch import AttentionMetadata
@@ -91,6 +91,56 @@ def attention(
         spec.quantized,
     )
     return out
+
+
+def export_kv(
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    buffer: Tensor,
+    places: Tensor,
+    layout: TransferLayout,
+    progress: Tensor | None = None,
+) -> None:
+    """As ``reference.export_kv``."""
+    _exchange(_kernels.export_kv, cache, slot_mapping, buffer, places, layout, progress)
+
+
+def import_kv(cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
+    """As ``reference.import_kv``."""
+    _exchange(_kernels.import_kv, cache, slot_mapping, buffer, places, layout, None)
+
+
+def _exchange(
+    kernel: Callable[..., None],
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    buffer: Tensor,
+    places: Tensor,
+    layout: TransferLayout,
+    progress: Tensor | None,
+) -> None:
+    spec = cache.spec
+    assert spec.bytes_per_vector == layout.vector_bytes
+    assert layout.first_head + spec.kv_heads <= layout.kv_heads
+    assert slot_mapping.dtype == places.dtype == torch.int64
+    kernel(
+        cache.data.data_ptr(),
+        buffer.data_ptr(),
+        slot_mapping.data_ptr(),
+        places.data_ptr(),
+        slot_mapping.shape[0],
+        spec.kv_heads,
+        spec.head_dim,
+        spec.block_size,
+        layout.kv_heads,
+        layout.first_head,
+        layout.slot_tokens,
+        layout.slot_bytes,
+        layout.offset,
+        dtype_code(getattr(torch, spec.dtype)),
+        spec.quantized,
+        0 if progress is None else progress.data_ptr(),
+    )
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:

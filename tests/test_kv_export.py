@@ -1,0 +1,97 @@
+"""A step copies keys and values of its tokens to a transfer buffer layer by layer, and another cache reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from torch import Tensor
+from transformers import LlamaConfig
+
+from penstock.engine.worker.model_runner import ModelRunner
+from penstock.models import Model, load_model
+from penstock.ops import AttentionMetadata, Batch, LayerExport, Ops, backend
+from penstock.ops.batch import PROGRESS_BITS
+
+CPU = torch.device("cpu")
+SLOT_TOKENS, TOKENS = 32, 150
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(LlamaConfig(**SMALL), folder)
+    return folder
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    if request.param == "cpu":
+        pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+    threads = torch.get_num_threads()
+    yield backend(CPU, request.param)
+    torch.set_num_threads(threads)
+
+
+def runner(model: Model, ops: Ops, block_size: int, quantized: bool, export: list[LayerExport]) -> ModelRunner:
+    specs = model.kv_specs(block_size, quantized)
+    made = ModelRunner(model, ops, CPU, specs, max_tokens=TOKENS, max_rows=2, max_len=TOKENS + block_size)
+    made.init_cache(-(-TOKENS // block_size) + 1, 0, export)
+    return made
+
+
+def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
+    """The tokens from ``first`` on, of the only sequence; its blocks are in reverse order."""
+    positions, blocks = torch.arange(first, len(tokens)), -(-TOKENS // block_size) + 1
+    table = torch.arange(blocks, dtype=torch.int32).flip(0)
+    count, length = len(positions), len(tokens)
+    return Batch(
+        token_ids=tokens[first:],
+        positions=positions,
+        slot_mapping=table.long()[positions // block_size] * block_size + positions % block_size,
+        attention=AttentionMetadata(torch.tensor([0, count]).int(), torch.tensor([length]).int(), table[None]),
+        logits_indices=torch.tensor([count - 1]),
+        logits_attention=AttentionMetadata(torch.tensor([0, 1]).int(), torch.tensor([length]).int(), table[None]),
+    )
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_step_exports(checkpoint: Path, ops: Ops, quantized: bool) -> None:
+    model = load_model(checkpoint, ops)
+    layouts = model.transfer_layouts(SLOT_TOKENS, quantized)
+    slots = -(-TOKENS // SLOT_TOKENS)
+    buffer = torch.zeros(slots * layouts[0].slot_bytes, dtype=torch.uint8)
+    progress = torch.zeros(1, dtype=torch.int64)
+    sender = runner(model, ops, 16, quantized, [LayerExport(buffer, layout, progress) for layout in layouts])
+    tokens = torch.randint(2, SMALL["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
+    for step, (first, end) in enumerate([(0, 70), (70, TOKENS - 1), (TOKENS - 1, TOKENS)]):
+        batch = batch_of(tokens[:end], first, 16)
+        if end < TOKENS:
+            batch.export_places, batch.export_step = torch.arange(first, end), 7 + step
+        hidden = sender.forward(batch).clone()
+        assert progress.item() == (min(7 + step, 8) << PROGRESS_BITS) + len(layouts)
+    assert buffer.view(slots, -1)[:-1].view(slots - 1, len(layouts), -1).any(-1).all()
+
+    receiver = runner(model, ops, 64, quantized, [])
+    before = batch_of(tokens[: TOKENS - 1], 0, 64)
+    for cache, layout in zip(receiver.cache, layouts, strict=True):
+        ops.import_kv(cache, before.slot_mapping, buffer, before.positions, layout)
+    last = batch_of(tokens, TOKENS - 1, 64)
+    torch.testing.assert_close(receiver.forward(last), hidden, atol=0.2 if quantized else 1e-2, rtol=0.0)
+    for cache, layout in zip(sender.cache, layouts, strict=True):
+        again = torch.zeros_like(buffer)
+        ops.export_kv(cache, batch_of(tokens[:-1], 0, 16).slot_mapping, again, before.positions, layout)
+        part = slice(layout.offset, layout.offset + layout.slot_bytes // len(layouts))
+        assert torch.equal(again.view(slots, -1)[:, part], buffer.view(slots, -1)[:, part])
+
+
+def test_stages_export_their_layers(checkpoint: Path) -> None:
+    ops = backend(CPU, "reference")
+    whole = load_model(checkpoint, ops).transfer_layouts(SLOT_TOKENS)
+    stages = [
+        load_model(checkpoint, ops, layers=layers).transfer_layouts(SLOT_TOKENS) for layers in (range(1), range(1, 3))
+    ]
+    assert [*stages[0], *stages[1]] == whole
