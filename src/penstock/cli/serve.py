@@ -14,6 +14,7 @@ from types import FrameType
 
 import msgspec
 
+from penstock.config.addresses import join_address, split_address
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, "model", args.model_tag) != args.model_tag:
             raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
-    configuration = configure(args, "serve").configuration
+    configuration = with_role(configure(args, "serve").configuration)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         configuration = _of_torchrun(configuration)
         if int(os.environ["LOCAL_RANK"]):
@@ -66,6 +67,38 @@ def run(args: argparse.Namespace) -> int:
         return await Supervisor(configuration, models, download_model, started).run()
 
     return asyncio.run(serve())
+
+
+def with_role(configuration: Configuration) -> Configuration:
+    """The configuration with what follows from ``role``: routers reach the engine of a prefill or decode instance, and
+    of one that registers with them.
+
+    Raises ``PenstockError`` where options contradict each other.
+    """
+    engine, server = configuration.engine, configuration.server
+    router = engine.role == "router"
+    refused = {
+        "router_address": router and server.router_address and "a router registers with no other one",
+        "engine_address": router and engine.engine_address and "a router has no engine",
+        "decode_instances": not router and server.decode_instances and "needs --role router",
+        "prefill_instances": engine.role == "prefill" and server.prefill_instances and "this is a prefill instance",
+        "models": server.models
+        and (engine.role != "mixed" or engine.engine_address or server.router_address)
+        and "routers and instances have one model; start others for each",
+    }
+    for name, words in refused.items():
+        if words:
+            raise PenstockError(Code.UNSUPPORTED, str(words), name)
+    for address in server.router_address:
+        split_address(address.rpartition("://")[2], "router_address")
+    if engine.engine_address:
+        split_address(engine.engine_address, "engine_address")
+    elif not router and (engine.role != "mixed" or server.router_address):
+        address = join_address(server.host, 0)
+        configuration = msgspec.structs.replace(
+            configuration, engine=msgspec.structs.replace(engine, engine_address=address)
+        )
+    return configuration
 
 
 def run_node(configuration: Configuration) -> int:
@@ -130,15 +163,17 @@ def download_model(configuration: Configuration) -> Configuration:
 
     Raises ``PenstockError`` where it cannot be downloaded.
     """
-    from penstock.frontend.hub import resolve
+    from penstock.frontend.hub import ALLOW_PATTERNS, resolve
 
     source = configuration.model
+    files = [each for each in ALLOW_PATTERNS if configuration.engine.role != "router" or each != "*.safetensors"]
     folder = resolve(
         configuration.engine.model,
         revision=source.revision,
         token=source.hf_token or None,
         cache_dir=source.download_dir or None,
         progress=sys.stderr.isatty(),
+        files=files,
     )
     engine = msgspec.structs.replace(configuration.engine, model=str(folder))
     return msgspec.structs.replace(configuration, engine=engine)

@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
 from penstock.version import __version__
 
-from .dialects import anthropic, fastdeploy, kserve, openai, paddlenlp, responses
+from .dialects import anthropic, fastdeploy, instances, kserve, openai, paddlenlp, responses
 from .dialects.bladellm import BladeLLM
 from .dialects.dispatch import Dialect, add_shared_routes
 from .dialects.vllm import generate as vllm
@@ -27,6 +28,7 @@ from .http import unknown_fields
 from .http.error_formats import ErrorFormats
 from .http.middleware import (
     ApiKeyMiddleware,
+    FingerprintMiddleware,
     HeadMiddleware,
     HealthPortMiddleware,
     RequestLogMiddleware,
@@ -49,7 +51,11 @@ NO_KEY = Failure(Code.UNAUTHORIZED, "an API key is missing or wrong: send Author
 
 
 def build(
-    served_models: ServedModels, repository: kserve.ModelRepository, health_ports: frozenset[int] = frozenset()
+    served_models: ServedModels,
+    repository: kserve.ModelRepository,
+    health_ports: frozenset[int] = frozenset(),
+    configuration: Configuration | None = None,
+    register: instances.Register | None = None,
 ) -> ASGIApp:
     """The ASGI application.
 
@@ -57,6 +63,8 @@ def build(
         served_models: the models that are served.
         repository: the models of the KServe v2 protocol.
         health_ports: ports that serve health and metrics only.
+        configuration: the server's own, and ``register`` as in ``instances.add_routes``; None where it has no instances
+            and is none.
     """
     routes = Routes()
     blade = BladeLLM(served_models)
@@ -77,6 +85,8 @@ def build(
     vllm.add_routes(routes, served_models)
     management.add_routes(routes, served_models)
     kserve.add_routes(routes, repository)
+    if configuration and register:
+        instances.add_routes(routes, served_models, configuration, register)
     _add_health_routes(routes, served_models)
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -96,9 +106,11 @@ def build(
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
         wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
+    if served_models.options.allow_fingerprint_mismatch:
+        wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
     if served_models.options.allowed_origins:
         origins = list(served_models.options.allowed_origins)
-        exposed = ["x-request-id", unknown_fields.HEADER]
+        exposed = ["x-request-id", unknown_fields.HEADER, FingerprintMiddleware.HEADER]
         wrapped = CORSMiddleware(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )

@@ -337,11 +337,11 @@ class _EngineMetrics:
                 gauge.add_metric([model], figure(stats))
             yield gauge
             replicas = GaugeMetricFamily(
-                f"penstock:replica_{name}", f"Of each data-parallel replica: {about}", labels=[*LABELS, "engine"]
+                f"penstock:replica_{name}", f"Of each engine: {about}", labels=[*LABELS, "engine"]
             )
             for model, (stats, _) in self._engines.items():
                 for replica, own in enumerate(stats.replicas):
-                    replicas.add_metric([model, str(replica)], figure(own))
+                    replicas.add_metric([model, own.address or str(replica)], figure(own))
             if replicas.samples:
                 yield replicas
         cache = [*CACHE_OPTIONS, "num_gpu_blocks"]

@@ -224,7 +224,12 @@ class EngineClient:
     def _connect(self) -> None:
         kind = RemoteConnection if is_remote(self.address) else LocalConnection
         self._connection: EngineConnection = kind(
-            self.address, self._secret, self._receive, self._on_connection_lost, self._on_refused
+            self.address,
+            self._secret,
+            self._receive,
+            self._on_connected,
+            self._on_connection_lost,
+            self._on_refused,
         )
         self._socket = self._connection.socket
 
@@ -314,6 +319,10 @@ class EngineClient:
         self._on_adapters(wanted)
         self._on_ready(engine)
         self._engine_changed.set()
+
+    def _on_connected(self) -> None:
+        if self.engine is None:
+            self._send(messages.Connect())
 
     def _on_connection_lost(self) -> None:
         """The engine is gone: reconnect after ``FLUSH_DELAY``, as its last messages may still arrive."""

@@ -33,6 +33,7 @@ class EngineConnection(ABC):
         address: ZeroMQ address.
         secret: the cluster secret, for an address of TCP.
         on_readable: called when messages may have arrived.
+        on_connected: called when a connection over TCP is there; messages before that are dropped.
         on_lost: called once the engine is gone, after ``confirm``.
         on_refused: called when an engine refuses the connection, each time.
     """
@@ -42,11 +43,13 @@ class EngineConnection(ABC):
         address: str,
         secret: bytes,
         on_readable: Callable[[], None],
+        on_connected: Callable[[], None],
         on_lost: Callable[[], None],
         on_refused: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._address = address
+        self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_refused = on_refused
         self.identity = uuid4().bytes
@@ -142,7 +145,8 @@ class RemoteConnection(EngineConnection):
         self._heard = time.monotonic()
         self._expected = 0.0
         self._check: asyncio.TimerHandle | None = None
-        self._events = self.socket.get_monitor_socket(zmq.Event.DISCONNECTED | REFUSED)
+        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | REFUSED
+        self._events = self.socket.get_monitor_socket(events)
         self._loop.add_reader(self._events.fileno(), self._receive_events)
         self._loop.call_soon(self._receive_events)  # as the descriptor is edge-triggered
 
@@ -185,6 +189,8 @@ class RemoteConnection(EngineConnection):
                 self._on_refused()
             elif event == zmq.Event.DISCONNECTED:
                 self._lose()
+            else:
+                self._on_connected()
 
     def _check_progress(self) -> None:
         if self._timeout and self.overdue > self._timeout:

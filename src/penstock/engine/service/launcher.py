@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.config.addresses import join_address, split_address
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
@@ -56,7 +57,7 @@ class EngineProcess:
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, replica: int = 0) -> None:
-        self.options = options
+        self.options = _with_port_of_its_own(options, replica)
         """The options of the next process that is started."""
         self._logs = logs or LogOptions()
         self._replica = replica
@@ -160,6 +161,8 @@ class EngineProcess:
             await process.wait()
             raise PenstockError.of(report.failure)
         self.ready = report
+        # The next process is reached where this one was.
+        self.options = msgspec.structs.replace(self.options, engine_address=report.engine_address)
         return report
 
 
@@ -177,6 +180,11 @@ class EngineProcesses:
     def addresses(self) -> tuple[str, ...]:
         """ZeroMQ address of each engine."""
         return tuple(engine.address for engine in self._engines)
+
+    @property
+    def reports(self) -> list[messages.Ready]:
+        """The reports of the engines that run."""
+        return [engine.ready for engine in self._engines if engine.ready]
 
     @property
     def closing(self) -> bool:
@@ -211,6 +219,14 @@ class EngineProcesses:
         """Kill the processes."""
         for engine in self._engines:
             engine.kill()
+
+
+def _with_port_of_its_own(options: EngineOptions, replica: int) -> EngineOptions:
+    """The options with the address on which routers reach a data-parallel replica: the ports follow each other."""
+    if not options.engine_address or not replica:
+        return options
+    host, port = split_address(options.engine_address, "engine_address")
+    return msgspec.structs.replace(options, engine_address=join_address(host, port + replica if port else 0))
 
 
 async def terminate(process: Process, timeout: float, kill: bool = False) -> int:

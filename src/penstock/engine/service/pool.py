@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -247,6 +248,25 @@ class EnginePool:
         return (
             msgspec.structs.replace(messages.Stats.total(answering), replicas=each) if answering else messages.Stats()
         )
+
+    @property
+    def instances_status(self) -> list[dict[str, Any]]:
+        """What there is to tell of each instance: address, role, state, and its statistics by name."""
+        result = []
+        for one in self._replicas:
+            if one.instance is None:
+                continue
+            try:
+                one.require_engine()
+                state = "ready"
+            except PenstockError as error:
+                state = "leaving" if one.leaving else error.failure.message
+            stats = msgspec.to_builtins(self._stats_of(one))
+            own = sum(one in (entry.replica, entry.prefill) for entry in self._open.values())
+            result.append(
+                {**stats, "address": one.instance.address, "role": one.instance.role, "state": state, "open": own}
+            )
+        return result
 
     @staticmethod
     def _stats_of(replica: _Replica) -> messages.Stats:

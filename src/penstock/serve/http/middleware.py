@@ -6,13 +6,14 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.cluster.http import INSTANCE_PATH, REGISTER_PATH
 from penstock.version import __version__
 
 from ..metrics import Metrics
@@ -24,6 +25,8 @@ from .unknown_fields import HEADER, UnknownFieldLog, UnknownFields
 
 logger = logging.getLogger("penstock.requests")
 
+SIGNED_PATHS = frozenset((INSTANCE_PATH, REGISTER_PATH))
+"""Paths that need a signature of the cluster in place of an API key; logged as ``PUBLIC_PATHS``."""
 PUBLIC_PATHS = frozenset(
     ("/health", "/ready", "/live", "/v2/health/live", "/v2/health/ready", "/version", "/metrics", "/ping")
 )
@@ -99,7 +102,7 @@ class RequestLogMiddleware:
             self._unknown_field_log.log(record.request_id, _client(scope), record.unknown)
         failed = STATUS[record.failure.code] if record.failure else status  # a stream has begun with status 200
         level = logging.ERROR if failed >= 500 else logging.INFO
-        if route in PUBLIC_PATHS and status in (200, 503):
+        if route in PUBLIC_PATHS | SIGNED_PATHS and status in (200, 503):
             level = logging.DEBUG  # health probes come every second
         if record.failure and route not in PUBLIC_PATHS:
             self._metrics.record_failure(record.failure)
@@ -129,6 +132,28 @@ class RootPathMiddleware:
         if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._prefix}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}
         await self._app(scope, receive, send)
+
+
+class FingerprintMiddleware:
+    """Names the fingerprints of all instances in each response where they differ.
+
+    Args:
+        fingerprints: returns them.
+    """
+
+    HEADER = "x-penstock-fingerprint-mismatch"
+
+    def __init__(self, app: ASGIApp, fingerprints: Callable[[], Sequence[str]]) -> None:
+        self._app = app
+        self._fingerprints = fingerprints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start" and len(several := self._fingerprints()) > 1:
+                message["headers"] = [*message.get("headers", ()), (self.HEADER.encode(), ", ".join(several).encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
 
 
 class HeadMiddleware:
@@ -172,7 +197,7 @@ class ApiKeyMiddleware:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or self._authorized(scope):
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS | SIGNED_PATHS or self._authorized(scope):
             await self._app(scope, receive, send)
         else:
             await self._refuse(scope, send)

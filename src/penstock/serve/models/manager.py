@@ -14,10 +14,23 @@ from typing import Any
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
+from penstock.engine.executor.cluster_secret import read_secret
 from penstock.frontend.gateway import Gateway
 from penstock.frontend.input_processor import InputProcessor
 
-from .messages import Done, Drained, Failed, Load, Models, Ready, ServedModel, Unload, decode_to_api_process
+from .messages import (
+    INSTANCES,
+    Done,
+    Drained,
+    Failed,
+    Load,
+    Models,
+    Ready,
+    Register,
+    ServedModel,
+    Unload,
+    decode_to_api_process,
+)
 from .served_models import ServedModels
 from .service import ModelService
 
@@ -42,7 +55,7 @@ class ModelManager:
         """Gateway of each loaded model, by the address of its first engine."""
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[None]] = {}
-        """Loads and unloads that the supervisor has not answered, by number."""
+        """Requests that the supervisor has not answered, by number."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, buffered: bytes) -> None:
@@ -95,8 +108,15 @@ class ModelManager:
             message = "models cannot be loaded or unloaded at run time; --model-control-mode explicit allows it"
             raise PenstockError(Code.UNSUPPORTED, message, "model_control_mode")
 
+    async def register(self, name: str, engines: tuple[str, ...], leaves: bool) -> None:
+        """Tell the supervisor that an instance is there, or leaves; returns once it knows."""
+        await self._ask(Register(next(self._numbers), name, engines, leaves))
+
     async def _request(self, request: Load | Unload) -> None:
         self.check()
+        await self._ask(request)
+
+    async def _ask(self, request: Load | Unload | Register) -> None:
         done = self._pending[request.number] = asyncio.get_running_loop().create_future()
         self._send(request)
         await done
@@ -121,6 +141,8 @@ class ModelManager:
                     self._send(Drained(address))
                 else:
                     await self._serve(model)
+            elif model.instances or INSTANCES in model.engines:
+                self._gateways[address].engine_pool.set_instances(model.instances)
 
     async def _serve(self, model: ServedModel) -> None:
         try:
@@ -133,8 +155,16 @@ class ModelManager:
             message = f"{model.configuration.engine.model}: its tokenizer or chat template cannot be used: {error!r}"
             self._send(Failed(model.engine, Failure(Code.INVALID, message, "model")))
             return
-        cost = model.configuration.engine.data_parallel_request_cost
-        gateway = self._gateways[model.engine] = Gateway(model.engines, input_processor, cost)
+        options = model.configuration
+        routed = INSTANCES in model.engines or bool(options.server.prefill_instances)
+        gateway = self._gateways[model.engine] = Gateway(
+            [address for address in model.engines if address != INSTANCES],
+            input_processor,
+            options.engine.data_parallel_request_cost,
+            options.server.pd_min_prefill_tokens,
+            read_secret(options.engine.cluster_secret_file, make=True) if routed else b"",
+        )
+        gateway.engine_pool.set_instances(model.instances)
         if model.required:
             self._served_models.add(model, gateway)
             gc.freeze()  # long-lived objects need not be traversed by every collection

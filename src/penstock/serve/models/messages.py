@@ -12,10 +12,13 @@ import msgspec
 
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core import Failure
+from penstock.engine.service.instance import Instance
 
 EXIT_MISCONFIGURED = 2
 """Exit status of an API process whose configuration is wrong: a restart would not help."""
 DEFAULT_NAME = "default"
+INSTANCES = "instances"
+"""In place of an engine's address: the instances of a router."""
 ANY_MODEL = (DEFAULT_NAME, "null")
 """Names that clients may use for the first model, whatever it is called."""
 
@@ -32,7 +35,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     required: bool = True
     """Whether the server is ready only with it: it was loaded at the start or by a client, and not unloaded since."""
     engines: tuple[str, ...] = ()
-    """Addresses of its engines, one for each data-parallel replica; empty while it is not loaded."""
+    """Addresses of its engines, one for each data-parallel replica; ``INSTANCES`` for those of a router. Empty while it
+    is not loaded."""
+    instances: tuple[Instance, ...] = ()
+    """Instances that answer its requests, or compute prompts for them."""
     draining: bool = False
     """Whether it is being unloaded: open requests finish, new ones are refused."""
     reason: str = "not loaded"
@@ -119,8 +125,19 @@ class Unload(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """An instance says that it is there, or that it leaves."""
+
+    number: int
+    name: str
+    """By which one instance is told from others: it has another one each time it starts."""
+    engines: tuple[str, ...]
+    """Addresses of its engines, as host:port."""
+    leaves: bool = False
+
+
 ToApiProcess = Models | Done
-FromApiProcess = Ready | Failed | Drained | Load | Unload
+FromApiProcess = Ready | Failed | Drained | Load | Unload | Register
 decode_to_api_process: Any = msgspec.json.Decoder(ToApiProcess).decode
 decode_from_api_process: Any = msgspec.json.Decoder(FromApiProcess).decode
 

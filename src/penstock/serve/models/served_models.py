@@ -96,6 +96,11 @@ class ServedModels:
             service.gateway.engine_pool.require_engine()
 
     @property
+    def fingerprints(self) -> list[str]:
+        """Fingerprints of all engines: several of a model where their results may differ."""
+        return sorted({one for service in self for one in service.gateway.engine_pool.fingerprints})
+
+    @property
     def num_open_requests(self) -> int:
         """Number of open requests, of all models."""
         return self._open

@@ -24,6 +24,7 @@ from ..models.messages import (
     Load,
     Models,
     Ready,
+    Register,
     Unload,
     decode_from_api_process,
     line,
@@ -58,10 +59,12 @@ class ApiProcesses:
 
     Args:
         starts: the first message to each.
-        handle: loads or unloads a model for a client; raises ``PenstockError`` where it cannot.
+        handle: does what a client or an instance asks for; raises ``PenstockError`` where it cannot.
     """
 
-    def __init__(self, starts: Sequence[ApiProcessStart], handle: Callable[[Load | Unload], Awaitable[None]]) -> None:
+    def __init__(
+        self, starts: Sequence[ApiProcessStart], handle: Callable[[Load | Unload | Register], Awaitable[None]]
+    ) -> None:
         self._starts = starts
         self._handle = handle
         self._processes: dict[int, ApiProcess] = {}
@@ -172,7 +175,7 @@ class ApiProcesses:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _answer(self, process: ApiProcess, request: Load | Unload) -> None:
+    async def _answer(self, process: ApiProcess, request: Load | Unload | Register) -> None:
         failure = None
         try:
             if self._closing:

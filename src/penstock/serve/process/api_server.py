@@ -65,7 +65,7 @@ async def run(start: ApiProcessStart, report: BinaryIO, buffered: bytes) -> None
     health_ports = frozenset(listener.getsockname()[1] for listener in health_listeners)
     server = Server(
         uvicorn.Config(
-            build(served_models, repository, health_ports),
+            build(served_models, repository, health_ports, start.configuration, model_manager.register),
             http=protocol(options.client_timeout, options.max_header_size),
             ws="none",
             lifespan="off",

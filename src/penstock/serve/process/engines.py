@@ -15,11 +15,13 @@ import msgspec
 from penstock.config.options import Configuration
 from penstock.config.profiles import load
 from penstock.core import Code, PenstockError
+from penstock.engine.service.instance import Instance
 from penstock.engine.service.launcher import EXIT_TIMEOUT, EngineProcesses
 from penstock.engine.service.messages import Ready
 
 from ..models.messages import Models, ServedModel
 from .api_processes import ApiProcesses
+from .instances import Instances
 
 logger = logging.getLogger("penstock")
 
@@ -33,6 +35,8 @@ class Engines:
         models: all models, loaded or not.
         fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
         api_processes: the API processes, which are sent every change.
+        instances: those that answer requests in place of engines of this server (``--role router``), or compute prompts
+            for them; None where there are none.
     """
 
     def __init__(
@@ -40,11 +44,13 @@ class Engines:
         models: Sequence[ServedModel],
         fetch: Callable[[Configuration], Configuration],
         api_processes: ApiProcesses,
+        instances: Instances | None = None,
     ) -> None:
         self._models = {model.name: model for model in models}
         self._fetch = fetch
         self._api_processes = api_processes
-        self._running: dict[str, EngineProcesses] = {}
+        self._instances = instances
+        self._running: dict[str, EngineProcesses | Instances] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._locks = {model.name: asyncio.Lock() for model in models}
         self._starting = asyncio.Lock()
@@ -57,6 +63,11 @@ class Engines:
     @property
     def serving(self) -> list[ServedModel]:
         return [model for model in self._models.values() if model.engine and not model.draining]
+
+    @property
+    def reports(self) -> list[Ready]:
+        """The reports of the engines that run on this host."""
+        return [report for engine in self._running.values() for report in engine.reports]
 
     async def load(self, name: str) -> Ready | None:
         """Load a model; returns once all API processes serve it. None where it was loaded already.
@@ -107,7 +118,12 @@ class Engines:
     async def _start(self, name: str, configuration: Configuration) -> Ready:
         if self._closing:
             raise PenstockError(Code.UNAVAILABLE, "the server is stopping")
-        engine = self._running[name] = EngineProcesses(configuration.engine, configuration.log)
+        engine: EngineProcesses | Instances
+        if self._instances and configuration.engine.role == "router":
+            engine = self._instances
+        else:
+            engine = EngineProcesses(configuration.engine, configuration.log)
+        self._running[name] = engine
         self._update(name, configuration=configuration, engines=engine.addresses)
         starting = asyncio.create_task(engine.start())
         try:
@@ -119,10 +135,16 @@ class Engines:
             self._update(name, engines=(), reason=str(error) or "not loaded")
             raise
         self._update(name, required=True)
+        if self._instances and engine is not self._instances:
+            self._instances.begin(ready)
         self._watching[name] = asyncio.create_task(self._watch(name, engine))
         return ready
 
-    async def _watch(self, name: str, engine: EngineProcesses) -> None:
+    def set_instances(self, instances: tuple[Instance, ...]) -> None:
+        """Have these instances serve the first model."""
+        self._update(next(iter(self._models)), instances=instances)
+
+    async def _watch(self, name: str, engine: EngineProcesses | Instances) -> None:
         await engine.watch()
         async with self._locks[name]:
             if engine.closing:

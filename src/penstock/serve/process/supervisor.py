@@ -20,9 +20,11 @@ from pathlib import Path
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core.errors import invalid
 
-from ..models.messages import ApiProcessStart, Load, ServedModel, Unload
+from ..models.messages import ApiProcessStart, Load, Register, ServedModel, Unload
 from .api_processes import ApiProcesses
 from .engines import Engines
+from .instances import Instances
+from .registration import Registration
 
 logger = logging.getLogger("penstock")
 
@@ -57,6 +59,8 @@ class Supervisor:
         self._started = started
         self._stop = asyncio.Event()
         self._grpc_address = ""
+        self._instances: Instances | None = None
+        self._registration: Registration | None = None
 
     async def run(self) -> int:
         """Returns the exit status: 0 after SIGTERM, 1 when a process has died too often, 2 when one cannot start.
@@ -75,7 +79,9 @@ class Supervisor:
         ):
             starts = [self._api_process_start(i, listeners) for i in range(options.api_server_count)]
             self._api_processes = ApiProcesses(starts, self._handle)
-            self._engines = Engines(self._models, self._fetch, self._api_processes)
+            if self._configuration.engine.role == "router" or options.prefill_instances:
+                self._instances = Instances(self._configuration, lambda found: self._engines.set_instances(found))
+            self._engines = Engines(self._models, self._fetch, self._api_processes, self._instances)
             stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [
                 stopped,
@@ -91,11 +97,15 @@ class Supervisor:
                 return 2 if self._api_processes.misconfigured else 1
             finally:
                 self._stop.set()
+                if self._registration:
+                    await self._registration.close()
                 for listener in listeners:
                     stop_accepting(listener)
                     listener.close()
                 await self._api_processes.close(self._configuration.engine.drain_timeout + KILL_TIMEOUT)
                 await self._engines.close()
+                if self._instances:
+                    await self._instances.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -112,6 +122,8 @@ class Supervisor:
     async def _serve(self, listeners: list[socket.socket]) -> None:
         """Load the required models; returns when the last engine has died too often."""
         facts: dict[str, object] = {}
+        if self._configuration.engine.role == "router":
+            logger.info("waiting for instances at %s", url_of(self._configuration.server, listeners[0]))
         for model in self._models:
             if model.required and (ready := await self._engines.load(model.name)):
                 facts = facts or {"kv_blocks": ready.num_blocks, "kernels": ready.fingerprint}
@@ -126,12 +138,17 @@ class Supervisor:
             logger.info("health and metrics at %s", url)
         if self._grpc_address:
             logger.info("gRPC at %s", self._grpc_address)
+        if options.router_address:
+            self._registration = Registration(self._configuration, lambda: self._engines.reports)
         await self._engines.lost.wait()
 
-    async def _handle(self, request: Load | Unload) -> None:
-        """Load or unload a model for a client. Raises ``PenstockError`` where it cannot be."""
+    async def _handle(self, request: Load | Unload | Register) -> None:
+        """Load or unload a model for a client, or note an instance. Raises ``PenstockError`` where it cannot be."""
         started = time.monotonic()
-        if isinstance(request, Unload):
+        if isinstance(request, Register):
+            if self._instances:
+                self._instances.register(request.name, request.engines, request.leaves)
+        elif isinstance(request, Unload):
             await self._engines.unload(request.name)
             logger.info("unloaded %s", request.name, extra={"facts": {"seconds": time.monotonic() - started}})
         elif ready := await self._engines.load(request.name):

@@ -1,0 +1,87 @@
+"""What routers and instances ask of each other, and what operators ask of a router (``penstock pd status``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import cache
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.cluster.http import INSTANCE_PATH, REGISTER_PATH, EngineInfo, InstanceInfo, RegisterRequest
+from penstock.cluster.signature import HEADER, verify
+from penstock.config.addresses import reachable
+from penstock.config.options import Configuration
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.engine.executor.cluster_secret import read_secret
+from penstock.version import __version__
+
+from ..http.body import read_body
+from ..http.openapi import OBJECT, operation, reference
+from ..http.routes import Endpoint, Route, Routes
+from ..http.status import STATUS
+from ..models.served_models import ServedModels
+from .openai.responses import ErrorResponse
+
+MAX_BODY = 2**16
+"""Bytes of a registration."""
+STATUS_PATH = "/penstock/instances"
+"""GET at a router: its instances, with their statistics."""
+Register = Callable[[str, tuple[str, ...], bool], Awaitable[None]]
+
+
+def add_routes(routes: Routes, served_models: ServedModels, configuration: Configuration, register: Register) -> None:
+    """Add the routes.
+
+    Args:
+        register: notes an instance by its name, with its engines' addresses, and whether it leaves.
+    """
+    engine = configuration.engine
+
+    @cache
+    def secret() -> bytes:
+        return read_secret(engine.cluster_secret_file, make=True)
+
+    async def instance(_: Request, body: bytes) -> Response:
+        reports = [report for service in served_models for report in service.gateway.engine_pool.reports]
+        engines = tuple(EngineInfo(one.engine_address, one.role) for one in reports if one.engine_address)
+        return JSONResponse(msgspec.to_builtins(InstanceInfo(__version__, engines)))
+
+    async def registered(request: Request, body: bytes) -> Response:
+        if engine.role != "router":
+            raise PenstockError(Code.UNSUPPORTED, "this server is no router; start one with --role router")
+        try:
+            told = msgspec.json.decode(body, type=RegisterRequest)
+        except msgspec.MsgspecError as error:
+            raise invalid("body", f"is no registration of this version: {error}") from error
+        host = request.client.host if request.client else ""
+        await register(told.name, tuple(reachable(one.address, host) for one in told.engines), told.leaves)
+        return JSONResponse({})
+
+    def signed(path: str, endpoint: Callable[[Request, bytes], Awaitable[Response]]) -> Endpoint:
+        """The endpoint, for those who know the cluster secret; errors have the one form that these know."""
+
+        async def checked(request: Request) -> Response:
+            try:
+                if not engine.engine_address and engine.role != "router":
+                    words = "routers cannot reach this server's engine; give --engine-address or --role"
+                    raise PenstockError(Code.UNSUPPORTED, words)
+                body = await read_body(request, MAX_BODY, served_models.options.client_timeout)
+                verify(await asyncio.to_thread(secret), path, body, request.headers.get(HEADER, ""))
+                return await endpoint(request, body)
+            except PenstockError as error:
+                return JSONResponse({"message": error.failure.message}, STATUS[error.failure.code])
+
+        return checked
+
+    async def status(_: Request) -> Response:
+        result = [one for service in served_models for one in service.gateway.engine_pool.instances_status]
+        return JSONResponse({"version": __version__, "instances": result})
+
+    routes.append(Route(INSTANCE_PATH, signed(INSTANCE_PATH, instance), methods=["GET"]))
+    routes.append(Route(REGISTER_PATH, signed(REGISTER_PATH, registered), methods=["POST"]))
+    described = operation(OBJECT, reference(ErrorResponse))
+    routes.add(STATUS_PATH, status, summary="The instances of a router, with their statistics", described=described)
