@@ -323,6 +323,20 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             gt=0,
         ),
     ] = 30.0
+    kv_transport: Annotated[
+        Literal["auto", "tcp"],
+        option(
+            "How a decode instance reads KV: from the shared memory of a prefill instance on the same host, else over "
+            "TCP; or over TCP always."
+        ),
+    ] = "auto"
+    allow_fingerprint_mismatch: Annotated[
+        bool,
+        option(
+            "Use instances whose kernels give other bits, too; a router's answers then have the header "
+            "x-penstock-fingerprint-mismatch."
+        ),
+    ] = False
 
     def scheduler(self, max_model_len: int) -> SchedulerOptions:
         """The scheduler's options, with the resolved ``max_model_len``."""
@@ -427,13 +441,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 256
-    allow_fingerprint_mismatch: Annotated[
-        bool,
-        option(
-            "With --role router: use instances whose kernels give other bits, too; answers then have the header "
-            "x-penstock-fingerprint-mismatch."
-        ),
-    ] = False
     exclude_input_in_output: Annotated[
         bool, option("Default of exclude_input_in_output in requests to KServe's models.")
     ] = False

@@ -38,6 +38,7 @@ from .guided import BitmaskBuilder, Grammar, GrammarCompiler, check_backend
 from .guided.reasoning_guide import make_guide
 from .kv.block_pool import BlockPool
 from .kv.memory import count_blocks, count_host_blocks
+from .kv_transfer.connector import KVConnector, model_layouts, new_transfer_buffer
 from .lora import NO_ADAPTER, LoRAManager
 from .scheduling.prerequisites import Prerequisite
 from .scheduling.scheduler import Scheduler
@@ -88,7 +89,9 @@ class Engine:
             profile = self._executor.profile()
             blocks = count_blocks(options, profile, self.max_model_len)
             host_blocks = count_host_blocks(options, profile)
-            self._executor.init_cache(blocks, host_blocks)
+            layouts = model_layouts(options, config.raw, self.info) if options.role != "mixed" else []
+            buffer = new_transfer_buffer(options, layouts) if layouts else None
+            self._executor.init_cache(blocks, host_blocks, buffer.memory if buffer else None)
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"the model could not be loaded: {error}") from error
         lora_slots = {"": NO_ADAPTER}
@@ -109,6 +112,20 @@ class Engine:
                 self.adapters.wait(loading)
         except WorkerLostError as error:
             raise PenstockError(Code.UNAVAILABLE, f"adapters could not be loaded: {error}") from error
+        self.kv_connector: KVConnector | None = None
+        """KV transfers; None for an instance of the role ``mixed``."""
+        if buffer:
+            self.kv_connector = KVConnector(
+                options,
+                self.info,
+                buffer,
+                layouts,
+                self._executor,
+                self.scheduler,
+                add=self.add,
+                abort=self.abort,
+                adapter_version=self.adapters.key,
+            )
         self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
         self._bitmasks = BitmaskBuilder(self.info.vocab_size)
         self._disable_any_whitespace = options.guided_decoding_disable_any_whitespace
@@ -147,6 +164,8 @@ class Engine:
 
     def close(self) -> None:
         """End the workers."""
+        if self.kv_connector:
+            self.kv_connector.close()
         self._executor.close()
 
     def _warm_up(self) -> None:
@@ -196,14 +215,20 @@ class Engine:
         if self.failure:
             raise PenstockError.of(self.failure)
         self._validate(request)
-        if request.adapter:
-            request = msgspec.structs.replace(request, adapter=self.adapters.key(request.adapter))
+        adapter = request.adapter
+        if adapter:
+            request = msgspec.structs.replace(request, adapter=self.adapters.key(adapter))
         constraint = self._constraint(request)
 
-        def grammar() -> list[Prerequisite]:
-            return [Prerequisite(self._grammar_compiler.compile(constraint), _set_guide)] if constraint else []
+        def prerequisites() -> list[Prerequisite]:
+            needed = []
+            if constraint:
+                needed.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
+            if self.kv_connector and (imported := self.kv_connector.prerequisite(request, adapter)):
+                needed.append(imported)
+            return needed
 
-        self.scheduler.add(request, grammar)
+        self.scheduler.add(request, prerequisites)
 
     def set_vocabulary(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Set the vocabulary; to be called before the first request with guided decoding.
@@ -256,7 +281,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there are requests that have not ended, or steps in flight."""
-        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
+        transfers = self.kv_connector is not None and self.kv_connector.busy
+        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers
 
     def step(self) -> list[TokenDelta]:
         """Submit steps until ``max_concurrent_batches`` are in flight, then collect the oldest. Returns its deltas, and
@@ -265,8 +291,16 @@ class Engine:
         An error in a step ends the requests of that step. If no step can be computed any more, all requests end, and
         ``failure`` is set.
         """
-        deltas = self.scheduler.expire(time.monotonic()) + self.scheduler.enqueue_prepared()
+        deltas = self._step()
+        return self.kv_connector.take(deltas) if self.kv_connector else deltas
+
+    def _step(self) -> list[TokenDelta]:
+        """As ``step``, with the deltas of transfers."""
+        deltas = self.scheduler.expire(time.monotonic())
         try:
+            if self.kv_connector:
+                self.kv_connector.poll()
+            deltas += self.scheduler.enqueue_prepared()
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False
@@ -282,8 +316,10 @@ class Engine:
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
-        if prerequisites := self.scheduler.pending_prerequisites:
-            wait(prerequisites, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)
+        if pending := self.scheduler.pending_prerequisites:
+            if self.kv_connector:
+                pending.append(self.kv_connector.activity)
+            wait(pending, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)
         return deltas
 
     @property

@@ -175,7 +175,40 @@ class DeviceMemory(msgspec.Struct, array_like=True, tag=True):
     """Answered with the bytes allocated on the GPU; 0 on CPUs."""
 
 
-Op = Propose | LoadLoRA | UnloadLoRA | DeviceMemory
+class ExportKV(msgspec.Struct, array_like=True, tag=True):
+    """Copy keys and values from the KV cache to the transfer buffer. Answered with None."""
+
+    first_layer: int
+    last_layer: int
+    """Not included."""
+    slots: np.ndarray
+    """``[tokens]`` int64: slots of the KV cache."""
+    places: np.ndarray
+    """``[tokens]`` int64: slot of the transfer buffer times its tokens, plus the token's index in it."""
+
+
+class ImportKV(msgspec.Struct, array_like=True, tag=True):
+    """Copy keys and values from the transfer buffer to the KV cache. Fields and answer are those of ``ExportKV``."""
+
+    first_layer: int
+    last_layer: int
+    slots: np.ndarray
+    places: np.ndarray
+
+
+class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
+    """The memory of a transfer buffer (``kv_transfer.buffer.TransferBuffer``)."""
+
+    path: str
+    offset: int
+    """Bytes before the first slot."""
+    slots: int
+    slot_tokens: int
+    progress: int
+    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory, taken as int64; the others' follow."""
+
+
+Op = Propose | LoadLoRA | UnloadLoRA | DeviceMemory | ExportKV | ImportKV
 """Calls between two steps (``Executor.call``)."""
 
 

@@ -26,6 +26,18 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 SEQUENCE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
 """Options in ``cache_config_info``."""
+KV_TRANSFER_COUNTERS = {
+    "transfers": "KV transfers begun by decode engines.",
+    "completed": "KV transfers that brought a prompt's keys and values.",
+    "failed": "KV transfers that failed.",
+    "recomputed": "Requests whose prompts a decode engine computed since their KV transfers failed.",
+    "seconds": "Time of completed KV transfers, the prefill engine's queue and computation included.",
+    "bytes_received": "Bytes of keys and values that came from prefill engines.",
+    "bytes_sent": "Bytes of keys and values sent to decode engines over TCP.",
+    "rereads": "Parts of KV transfers that were read again.",
+    "checksum_failures": "Parts of KV transfers whose checksum was wrong.",
+}
+"""Counters of engines: field of ``Stats`` after ``kv_`` → description."""
 SINGLE_VALUE_TYPES = ("counter", "gauge")
 """Types of metrics with a single value."""
 LABELS = ["model_name"]
@@ -366,6 +378,11 @@ class _EngineMetrics:
             for model, (stats, _) in self._engines.items():
                 if stats.accepted_at:
                     counter.add_metric([model], figure(stats))
+            yield counter
+        for name, about in KV_TRANSFER_COUNTERS.items():
+            counter = CounterMetricFamily(f"penstock:kv_transfer_{name}", about, labels=LABELS)
+            for model, (stats, _) in self._engines.items():
+                counter.add_metric([model], getattr(stats, f"kv_{name}"))
             yield counter
         by_place = CounterMetricFamily(
             "penstock:spec_decode_num_accepted_tokens_per_pos",

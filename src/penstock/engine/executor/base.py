@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput
+from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, TransferMemory
 
 
 class StepFailedError(RuntimeError):
@@ -37,8 +37,11 @@ class Executor(Protocol):
         """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
         ...
 
-    def init_cache(self, blocks: int, host_blocks: int) -> None:
+    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
         """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
+
+        Args:
+            transfer: the transfer buffer, for ``ExportKV`` and ``ImportKV``; None without KV transfers.
 
         Raises ``PenstockError`` where that is impossible.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Failure
 
-from ..step import DeviceMemory, LoadLoRA, MemoryProfile, ModelInfo, Propose, StepInput, StepOutput, UnloadLoRA, decoder
+from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, TransferMemory, decoder
 from .layout import RankInfo
 from .ring import Descriptors
 
@@ -56,6 +56,7 @@ class InitCache(msgspec.Struct, tag=True):
 
     blocks: int
     host_blocks: int
+    transfer: TransferMemory | None = None
 
 
 class ExecuteStep(msgspec.Struct, tag=True):
@@ -74,7 +75,7 @@ class Call(msgspec.Struct, tag=True):
     """``Executor.call``, answered with a ``CallReply`` of the same number, perhaps after other messages."""
 
     number: int
-    op: Propose | LoadLoRA | UnloadLoRA | DeviceMemory
+    op: Op
 
 
 class Close(msgspec.Struct, tag=True):

@@ -17,7 +17,17 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
 from ..exit_status import LINK_LOST
-from ..step import LoadLoRA, MemoryProfile, ModelInfo, Op, Propose, StepInput, StepOutput, encoder
+from ..step import (
+    LoadLoRA,
+    MemoryProfile,
+    ModelInfo,
+    Op,
+    Propose,
+    StepInput,
+    StepOutput,
+    TransferMemory,
+    encoder,
+)
 from ..step_times import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import StepFailedError, WorkerLostError
 from .local_ranks import CLOSE_TIMEOUT, LocalRanks
@@ -139,8 +149,8 @@ class MultiprocExecutor:
         profiles = [reply.profile for reply in self._init_request(Profile())]
         return _smallest([profile for profile in profiles if profile])
 
-    def init_cache(self, blocks: int, host_blocks: int) -> None:
-        self._init_request(InitCache(blocks, host_blocks))
+    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
+        self._init_request(InitCache(blocks, host_blocks, transfer))
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         tokens = int(step.lengths.sum()) + len(step.draft_token_ids)

@@ -29,6 +29,8 @@ HEADER = 12
 NODE, ALL_RANKS = -1, -2
 """Channels: of the nodes themselves, and of all ranks of a node. Others are the numbers of ranks."""
 RECEIVE_BYTES = 2**20
+NODES = "penstock nodes 1"
+"""Protocol of the connections between nodes."""
 DEFAULT_TIMEOUT = 60.0
 """``engine_iteration_timeout`` for connections where there is none."""
 
@@ -52,7 +54,7 @@ class Challenge(msgspec.Struct, frozen=True):
 
     nonce: bytes
     version: str = __version__
-    protocol: str = "penstock nodes 1"
+    protocol: str = NODES
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -203,12 +205,12 @@ def _proof(secret: bytes, role: bytes, challenge: Challenge, answer_nonce: bytes
     return hmac.digest(secret, b"penstock " + role + challenge.nonce + answer_nonce, "sha256")
 
 
-def accept(connected: socket.socket, secret: bytes) -> NodeLink:
-    """Authenticate whoever has connected. Raises ``SecretError``, ``NodeLostError`` or ``TimeoutError``, and closes the
-    connection then."""
+def accept(connected: socket.socket, secret: bytes, protocol: str = NODES) -> NodeLink:
+    """Authenticate whoever has connected for ``protocol``. Raises ``SecretError``, ``NodeLostError`` or
+    ``TimeoutError``, and closes the connection then."""
     link, deadline = NodeLink(connected), time.monotonic() + HANDSHAKE_TIMEOUT
     try:
-        challenge = Challenge(os.urandom(32))
+        challenge = Challenge(os.urandom(32), protocol=protocol)
         link.send(msgspec.msgpack.encode(challenge), deadline=deadline)
         answer = _decode(link.receive(deadline), Answer)
         known = hmac.compare_digest(answer.proof, _proof(secret, b"connects", challenge, answer.nonce))
@@ -223,7 +225,9 @@ def accept(connected: socket.socket, secret: bytes) -> NodeLink:
     return link
 
 
-def connect(address: tuple[str, int], secret: bytes, timeout: float = HANDSHAKE_TIMEOUT) -> NodeLink:
+def connect(
+    address: tuple[str, int], secret: bytes, protocol: str = NODES, timeout: float = HANDSHAKE_TIMEOUT
+) -> NodeLink:
     """Connect, and authenticate both ends.
 
     Raises ``SecretError``, and ``OSError`` (``NodeLostError`` and ``TimeoutError`` are) where nobody answers.
@@ -232,7 +236,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float = HANDSHAKE_
     link = NodeLink(socket.create_connection(address, timeout))
     try:
         challenge = _decode(link.receive(deadline), Challenge)
-        if challenge.protocol != Challenge(b"").protocol:
+        if challenge.protocol != protocol:
             words = (
                 f"runs Penstock {challenge.version}, and this node {__version__}: install the same version on all nodes"
             )

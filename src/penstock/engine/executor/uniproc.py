@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.config.options import EngineOptions
 
-from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput
+from ..step import MemoryProfile, ModelInfo, Op, StepInput, StepOutput, TransferMemory
 from ..worker.worker import Worker
 
 
@@ -33,8 +33,8 @@ class UniProcExecutor:
     def profile(self) -> MemoryProfile:
         return self._worker.profile()
 
-    def init_cache(self, blocks: int, host_blocks: int) -> None:
-        self._worker.init_cache(blocks, host_blocks)
+    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
+        self._worker.init_cache(blocks, host_blocks, transfer)
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         if self._thread:

@@ -98,10 +98,10 @@ class WorkerProcess:
                 gc.freeze()  # objects that exist now stay, so that later collections need not visit them
             case Profile():
                 self._reply(lambda: InitReply(profile=worker.profile()), InitReply())
-            case InitCache(blocks, host_blocks):
+            case InitCache(blocks, host_blocks, transfer):
 
                 def init() -> InitReply:
-                    worker.init_cache(blocks, host_blocks)
+                    worker.init_cache(blocks, host_blocks, transfer)
                     return InitReply()
 
                 self._reply(init, InitReply())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest
 from penstock.core.errors import invalid
@@ -11,6 +13,9 @@ from penstock.core.errors import invalid
 from ..sequence.sequence import Sequence, State
 from .block_hash import extend_block_hashes, root_hash
 from .block_pool import BlockPool
+
+SPARE_BLOCKS = 32
+"""One of so many blocks is left free for running sequences when blocks for an import are allocated."""
 
 
 class CacheHit(NamedTuple):
@@ -20,6 +25,15 @@ class CacheHit(NamedTuple):
     """Number of these tokens."""
     blocks: list[int]
     """Blocks of the prefix cache that hold them; empty for a sequence that is swapped in."""
+
+
+class ImportedPrefix(NamedTuple):
+    """Leading tokens of a prompt whose keys and values came from another engine, in blocks with a reference each."""
+
+    num_tokens: int
+    blocks: list[int]
+    num_cached: int
+    """Number of these tokens that were in this engine's prefix cache or in the other's."""
 
 
 class BlockDemand(NamedTuple):
@@ -60,8 +74,15 @@ class KVCacheManager:
         self._weights = weights
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self._reserved = 0
+        self._imported: dict[Sequence, ImportedPrefix] = {}
+        """Prefixes of waiting sequences, the oldest first."""
         self.num_hit_blocks = 0
         """Number of blocks that sequences took from the prefix cache since the engine started."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._device_pool.block_size
 
     def worst_case_blocks(self, request: EngineRequest) -> int:
         """Number of blocks that a request can use at most: when all its sequences have their maximum length.
@@ -83,6 +104,8 @@ class KVCacheManager:
         left to compute."""
         if sequence.state is State.SWAPPED:
             return CacheHit(sequence.num_computed, [])
+        if prefix := self._imported.get(sequence):
+            return CacheHit(prefix.num_tokens, prefix.blocks)
         if not self._options.enable_prefix_caching or sequence.needs_all_hidden_states:
             return CacheHit(0, [])
         self._update_block_hashes(sequence)
@@ -99,12 +122,17 @@ class KVCacheManager:
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
-        if demand.from_free + demand.reserved > pool.num_free - self._reserved:
-            return False
+        while demand.from_free + demand.reserved > pool.num_free - self._reserved:
+            if not self.drop_import(keep=sequence):
+                return False
+            demand = self._block_demand(sequence, hit, count)  # dropped blocks may be among those of the hit
         if not alone and pool.num_used + demand.from_free > self._options.kv_cache_ratio * pool.total:
             return False
         pool.incref(hit.blocks)
-        self.num_hit_blocks += len(hit.blocks)
+        if sequence in self._imported:
+            self._drop(sequence)
+        else:
+            self.num_hit_blocks += len(hit.blocks)
         sequence.blocks = hit.blocks + pool.allocate(demand.total - len(hit.blocks))
         sequence.allocated_blocks += demand.total - len(hit.blocks)
         self._reserve(sequence, demand.reserved)
@@ -179,6 +207,80 @@ class KVCacheManager:
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their keys and values are wrong."""
         self._device_pool.uncache(sequence.blocks)
+
+    # --- Keys and values come from or go to another engine ------------------------------------------------------------
+
+    def slot_mapping(self, blocks: list[int], start: int, end: int) -> np.ndarray:
+        """Slots of the KV cache of tokens ``start`` to ``end`` of a sequence with these blocks, ``[end - start]``
+        int64."""
+        positions, size = np.arange(start, end), self._device_pool.block_size
+        return np.asarray(blocks, np.int64)[positions // size] * size + positions % size
+
+    def begin_import(self, request: EngineRequest, num_tokens: int, min_tokens: int) -> tuple[int, list[int]] | None:
+        """Allocate blocks for the leading ``num_tokens`` of a prompt, which another engine computes.
+
+        Returns:
+            Number of leading tokens that are in the prefix cache, which are not to be written, and the blocks of all
+            the tokens, with a reference each; no blocks where fewer than ``min_tokens`` are to be computed. None where
+            too few blocks are free.
+        """
+        pool, hashes = self._device_pool, list[bytes]()
+        root = root_hash(self._weights, request.adapter, request.cache_salt)
+        extend_block_hashes(hashes, root, request.prompt[:num_tokens], pool.block_size)
+        hit = pool.find_longest_hit(hashes)
+        present = len(hit) * pool.block_size
+        if num_tokens - present < max(min_tokens, 1):
+            return present, []
+        count = pool.blocks_for(num_tokens) - len(hit)
+        spare = pool.total // SPARE_BLOCKS if pool.num_used else 0
+        if count + pool.num_free_among(hit) > pool.num_free - self._reserved - spare:
+            return None
+        pool.incref(hit)
+        return present, hit + pool.allocate(count)
+
+    def finish_import(
+        self, request: EngineRequest, blocks: list[int], num_tokens: int, num_cached: int
+    ) -> ImportedPrefix:
+        """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
+        hashes: list[bytes] = []
+        root = root_hash(self._weights, request.adapter, request.cache_salt)
+        extend_block_hashes(hashes, root, request.prompt[:num_tokens], self._device_pool.block_size)
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            self._device_pool.cache_block(block, block_hash)
+        return ImportedPrefix(num_tokens, blocks, num_cached)
+
+    def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
+        """Let a waiting sequence start with an imported prefix."""
+        self._imported[sequence] = prefix
+        sequence.num_imported = prefix.num_cached
+
+    def release_import(self, prefix: ImportedPrefix) -> None:
+        """Release a prefix that no sequence has."""
+        self._device_pool.release(prefix.blocks)
+
+    def release_imported(self, sequence: Sequence) -> None:
+        """Release the imported prefix of a waiting sequence, if it has one."""
+        if sequence in self._imported:
+            self._drop(sequence)
+
+    def drop_import(self, keep: Sequence | None = None) -> bool:
+        """Release the imported prefix that came last, but not that of ``keep``: what of it is not needed stays in the
+        prefix cache. Returns whether there was one."""
+        sequence = next((one for one in reversed(self._imported) if one is not keep), None)
+        if sequence:
+            self._drop(sequence)
+        return sequence is not None
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._device_pool.release(self._imported.pop(sequence).blocks)
+
+    def hold_blocks(self, blocks: list[int]) -> None:
+        """Add a reference to each block."""
+        self._device_pool.incref(blocks)
+
+    def release_blocks(self, blocks: list[int]) -> None:
+        """Release references of ``hold_blocks``."""
+        self._device_pool.release(blocks)
 
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 

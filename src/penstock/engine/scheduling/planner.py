@@ -160,7 +160,8 @@ class Planner:
         if sequence.state is State.SWAPPED:
             plan.swap_in += self._kv.swap_in(sequence)
         if sequence.num_cached_tokens is None:
-            self._admission.record_start(sequence, hit.num_computed)
+            imported = sequence.num_imported
+            self._admission.record_start(sequence, hit.num_computed if imported is None else imported)
         sequence.num_computed = sequence.num_scheduled = hit.num_computed
         self._running.start(sequence)
         return True

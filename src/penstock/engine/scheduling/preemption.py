@@ -49,12 +49,15 @@ class Preemption:
         self._builder = builder
 
     def make_room(self, sequence: Sequence, count: int, plan: Plan) -> int | None:
-        """Preempt other sequences, and at last this one, until there are free blocks for ``count`` more tokens of it.
+        """Drop imported prefixes, then preempt other sequences, and at last this one, until there are free blocks for
+        ``count`` more tokens of it.
 
         Returns how many blocks to allocate for them. None where the sequence cannot be part of this step: it was
         preempted itself, or the next sequence to preempt is computed by a step in flight.
         """
         while (num_blocks := self._kv.num_blocks_to_allocate(sequence, count)) > self._device_pool.num_free:
+            if self._kv.drop_import():
+                continue
             victim = self._running.last
             if any(one.inflight_steps for one in self._preempted_with(victim)):
                 return None

@@ -73,18 +73,20 @@ class Scheduler:
         """Speculative decoding; None where it is off."""
         self.builder = StepBuilder(lora_slots, send_sampled=pipeline_stages > 1)
         """Builds the workers' messages from plans."""
+        self.before_release: Callable[[Sequence], None] = lambda sequence: None
+        """Called with a sequence that has ended, while it has its blocks."""
         self._groups: dict[str, SequenceGroup] = {}
-        self._kv = KVCacheManager(options, device_pool, host_pool, weights)
+        self.kv = KVCacheManager(options, device_pool, host_pool, weights)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
-        self.running = RunningBatch(options.max_num_seqs, self._kv, self.waiting.schedule_key)
-        self.admission = Admission(options, device_pool, self._kv, self.waiting, self.running)
+        self.running = RunningBatch(options.max_num_seqs, self.kv, self.waiting.schedule_key)
+        self.admission = Admission(options, device_pool, self.kv, self.waiting, self.running)
         self._preemption = Preemption(
-            options, device_pool, self._kv, self.running, self.waiting, self._groups, self.builder
+            options, device_pool, self.kv, self.running, self.waiting, self._groups, self.builder
         )
         self._planner = Planner(
             options,
             device_pool,
-            self._kv,
+            self.kv,
             self.running,
             self.waiting,
             self._groups,
@@ -128,7 +130,7 @@ class Scheduler:
     @property
     def num_hit_blocks(self) -> int:
         """Number of blocks that sequences took from the prefix cache since the engine started."""
-        return self._kv.num_hit_blocks
+        return self.kv.num_hit_blocks
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -138,6 +140,10 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
         return list(self._groups)
+
+    def first_sequence(self, request_id: str) -> Sequence:
+        """The first sequence of a request that has not ended."""
+        return self._groups[request_id].first
 
     def adapters(self) -> set[str]:
         """Adapters of the requests that have not ended; empty string for the base model."""
@@ -216,11 +222,13 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue or the batch. Its blocks are freed once no step in flight uses them."""
+        self.before_release(sequence)
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         elif not self.admission.remove_sequence(sequence):
             self.waiting.remove(sequence)
-            self._kv.release_host(sequence)
+            self.kv.release_host(sequence)
+            self.kv.release_imported(sequence)
         sequence.state = State.FINISHED
         self.running.release(sequence)
         self.admission.invalidate_free_capacity()
@@ -273,7 +281,7 @@ class Scheduler:
             else:
                 self._set_computed(first, item.start, end)
             if any(one.failure and one.failure.code is Code.INTERNAL for one in sampled):
-                self._kv.uncache(first)
+                self.kv.uncache(first)
             if first.prompt_logprobs is not None:
                 first.prompt_logprobs += output.prompt_logprobs.get(i, [])
             if first.context_logits is not None and i in output.context_logits:
@@ -303,7 +311,7 @@ class Scheduler:
             self.running.release(sequence)
             return
         sequence.num_computed = end
-        self._kv.cache_full_blocks(sequence, start, end, accepted or [])
+        self.kv.cache_full_blocks(sequence, start, end, accepted or [])
 
     def _append(self, sequence: Sequence, sampled: SampledTokens) -> list[TokenDelta]:
         """Append sampled tokens. An error of a grammar's backend fails this sequence alone."""
@@ -338,7 +346,7 @@ class Scheduler:
             logger.exception("an internal error ended request %s", request_id)
             return self.abort(request_id, OUTPUT_FAILED)
         if beam_steps:
-            self.builder.add_beam_steps(request_id, group.reorder_beams(beam_steps, self._kv))
+            self.builder.add_beam_steps(request_id, group.reorder_beams(beam_steps, self.kv))
             return []
         for one in group.sequences:
             self._end(one)

@@ -54,6 +54,7 @@ class Sequence:
         "num_candidates",
         "num_computed",
         "num_draft_tokens",
+        "num_imported",
         "num_pending",
         "num_scheduled",
         "num_unforked",
@@ -127,6 +128,9 @@ class Sequence:
         """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
         self.num_cached_tokens: int | None = None
         """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
+        self.num_imported: int | None = None
+        """Number of prompt tokens that this engine or a prefill engine had in its prefix cache, where the prompt came
+        from there; else None."""
         self.arrived = time.monotonic()
         """Time of arrival, seconds on the monotonic clock."""
         self.queued = 0.0

@@ -190,6 +190,24 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of draft tokens that were accepted."""
     accepted_at: list[int] = []
     """``accepted_tokens`` by position in the draft."""
+    kv_transfers: int = 0
+    """Counter of KV transfers begun by a decode engine."""
+    kv_completed: int = 0
+    """Counter of those that brought a prompt's keys and values."""
+    kv_failed: int = 0
+    """Counter of those that failed."""
+    kv_recomputed: int = 0
+    """Counter of requests whose prompts a decode engine has computed since their transfers failed."""
+    kv_seconds: float = 0.0
+    """Time of the transfers that brought something, the prefill engine's queue and computation included, seconds."""
+    kv_bytes_received: int = 0
+    """Counter of bytes of keys and values that came from prefill engines."""
+    kv_bytes_sent: int = 0
+    """Counter of bytes of keys and values sent to decode engines over TCP."""
+    kv_rereads: int = 0
+    """Counter of parts of transfers that were read again."""
+    kv_checksum_failures: int = 0
+    """Counter of parts of transfers whose checksum was wrong."""
     replicas: list[Stats] = []
     """Of several engines: each one's; filled in by the client."""
     address: str = ""

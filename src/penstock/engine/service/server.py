@@ -127,6 +127,8 @@ class EngineServer:
                 self._options = _share_cores(self._options, self._replica)
             self._engine = Engine(self._options, self._logs)
             self._engine.before_step = self._before_step
+            if connector := self._engine.kv_connector:
+                self._poller.register(connector.wakeup, zmq.POLLIN)  # a transfer ends a wait for messages, too
             gc.collect()
             gc.freeze()  # long-lived objects need not be traversed by every collection
             gc.enable()
@@ -146,6 +148,7 @@ class EngineServer:
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
             weights_version=self._engine.info.weights_version,
+            kv_address=connector.address if connector else "",
             engine_address=self._engine_address,
             protocol=messages.PROTOCOL,
             version=__version__,
@@ -156,6 +159,8 @@ class EngineServer:
         while not self._should_exit():
             self._heartbeat.beat()
             if self._stopping and not self._stopping_told:
+                if self._engine.kv_connector:
+                    self._engine.kv_connector.exports.stopping = True
                 self._broadcast(messages.Stopping())
                 self._stopping_told = True
             if self._receive(self._poll_ms()):
@@ -401,6 +406,8 @@ class EngineServer:
     def _stats(self, client: bytes) -> messages.Stats:
         scheduler = self._engine.scheduler
         draft_counts = asdict(scheduler.speculation.stats) if scheduler.speculation else {}
+        connector = self._engine.kv_connector
+        kv_counts = {f"kv_{name}": count for name, count in connector.counts.items()} if connector else {}
         items = self._engine.last_plan.scheduled if scheduler.running else []
         prefills = [item for item in items if item.start < item.sequence.prompt_length]
         return messages.Stats(
@@ -422,6 +429,7 @@ class EngineServer:
             longest_step=self._step_times.longest,
             clock=time.monotonic(),
             **draft_counts,
+            **kv_counts,
         )
 
     def _send_report(self, report: messages.StartReport) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import repeat
@@ -18,11 +18,14 @@ from torch import Tensor
 
 from penstock.config.options import EngineOptions
 from penstock.models import LoRAAdapter, Model, load_lora
+from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.host_memory import free_host_bytes
 
 from ..step import (
     DeviceMemory,
+    ExportKV,
+    ImportKV,
     LoadLoRA,
     MemoryProfile,
     ModelInfo,
@@ -32,6 +35,7 @@ from ..step import (
     SampledTokens,
     StepInput,
     StepOutput,
+    TransferMemory,
     UnloadLoRA,
 )
 from .draft_model import DraftModel
@@ -41,6 +45,7 @@ from .loading import LoadedModels, load_models
 from .model_runner import ModelRunner
 from .mtp import MTPDrafter
 from .row import Position, Row
+from .transfer_memory import layer_exports
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,8 @@ class Worker:
         self._adapter_loader = ThreadPoolExecutor(1, "read-adapter")
         self._pending_loads: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
         self._adapters: dict[int, LoRAAdapter] = {}
+        self._exports: list[LayerExport] = []
+        """Of each layer of this stage; empty without KV transfers."""
 
     # --- The start --------------------------------------------------------------------------------------------------
 
@@ -124,9 +131,18 @@ class Worker:
             host_block_bytes=self._runner.block_bytes,
         )
 
-    def init_cache(self, blocks: int, host_blocks: int) -> None:
-        """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory."""
-        self._runner.init_cache(blocks, host_blocks)
+    def init_cache(self, blocks: int, host_blocks: int, transfer: TransferMemory | None = None) -> None:
+        """Allocate a KV cache of ``blocks`` blocks, and of ``host_blocks`` in host memory.
+
+        Args:
+            transfer: as in ``Executor.init_cache``.
+        """
+        if transfer:
+            loaded, quantized = self._models, self._options.kv_cache_dtype == "int8"
+            layouts = loaded.model.transfer_layouts(transfer.slot_tokens, quantized)
+            rank = self._stage.rank * self._group.size + self._group.rank
+            self._exports = layer_exports(transfer, layouts, rank)
+        self._runner.init_cache(blocks, host_blocks, self._exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
 
@@ -203,6 +219,12 @@ class Worker:
                 done.set_result(None)
             case Propose():
                 done.set_result(self._propose(op))
+            case ExportKV(first, last, slots, places):
+                self._copy_kv(self._models.ops.export_kv, first, last, slots, places)
+                done.set_result(None)
+            case ImportKV(first, last, slots, places):
+                self._copy_kv(self._models.ops.import_kv, first, last, slots, places)
+                done.set_result(None)
             case DeviceMemory():
                 done.set_result(torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
         return done
@@ -344,6 +366,18 @@ class Worker:
             by_row[row_number] = result
             at += drafted + 1
         return by_row
+
+    # --- KV transfers -----------------------------------------------------------------------------------------------
+
+    def _copy_kv(
+        self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Copy keys and values of this rank's heads and layers between the KV cache and the transfer buffer."""
+        first_of_stage = self._runner.model.layers.start
+        where = [torch.from_numpy(each.astype(np.int64)) for each in (slots, places)]
+        for number, (cache, layer) in enumerate(zip(self._runner.cache, self._exports, strict=False), first_of_stage):
+            if first_layer <= number < last_layer:
+                copy(cache, where[0].to(self._models.device), layer.buffer, where[1], layer.layout)
 
     # --- Drafts -----------------------------------------------------------------------------------------------------
 

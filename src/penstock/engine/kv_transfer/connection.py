@@ -1,0 +1,76 @@
+"""A connection between two engines: frames of messages over a socket, in an asyncio event loop.
+
+A frame is the length of a message (4 bytes, little-endian) and the message; after ``Data`` follow as many bytes as it
+says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import msgspec
+
+from .messages import Data, Message, decode, encode
+
+MAX_MESSAGE = 64 * 2**20
+"""Maximum size of a message, bytes."""
+BUFFER_BYTES = 4 * 2**20
+"""Size of the kernel's buffers, bytes; it may allow less."""
+DISCARD_BYTES = 2**20
+
+
+class Connection:
+    """Sends and receives messages. Methods raise ``ConnectionError`` where the connection is lost, or the peer sends
+    something else.
+
+    Args:
+        connected: socket, which is this object's from now on.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connected.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        self._socket = connected
+        self._loop = asyncio.get_running_loop()
+        self._length = memoryview(bytearray(4))
+
+    async def send(self, message: Message, data: memoryview | None = None) -> None:
+        """Send a message, and what follows it. Sends must not overlap."""
+        encoded = encode(message)
+        await self._loop.sock_sendall(self._socket, len(encoded).to_bytes(4, "little") + encoded)
+        if data is not None:
+            await self._loop.sock_sendall(self._socket, data)
+
+    async def receive(self) -> Message:
+        """The next message. After ``Data``, ``receive_into`` or ``discard`` has to follow."""
+        await self.receive_into(self._length)
+        size = int.from_bytes(self._length, "little")
+        if size > MAX_MESSAGE:
+            raise ConnectionError(f"it sends a message of {size} bytes")
+        data = memoryview(bytearray(size))
+        await self.receive_into(data)
+        try:
+            return decode(data)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ConnectionError(f"it sends what cannot be decoded: {error}") from error
+
+    async def receive_into(self, data: memoryview) -> None:
+        """Fill ``data`` with what follows."""
+        while data:
+            count = await self._loop.sock_recv_into(self._socket, data)
+            if not count:
+                raise ConnectionError("it was closed")
+            data = data[count:]
+
+    async def discard(self, data: Data) -> None:
+        """Drop what follows ``data``."""
+        left, scratch = data.size, memoryview(bytearray(min(data.size, DISCARD_BYTES)))
+        while left:
+            part = scratch[: min(left, len(scratch))]
+            await self.receive_into(part)
+            left -= len(part)
+
+    def close(self) -> None:
+        self._socket.close()

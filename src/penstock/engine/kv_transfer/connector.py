@@ -1,0 +1,173 @@
+"""The KV connector: what an engine with KV transfers has besides the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+import msgspec
+
+from penstock.config.addresses import join_address, split_address
+from penstock.config.options import EngineOptions
+from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
+from penstock.core.errors import invalid
+from penstock.planning.kv_size import kv_specs
+from penstock.planning.kv_spec import TransferLayout, transfer_layouts
+from penstock.planning.model_size import model_size_of
+
+from ..executor.base import Executor
+from ..executor.cluster_secret import read_secret
+from ..scheduling.prerequisites import Prerequisite
+from ..scheduling.scheduler import Scheduler
+from ..step import ModelInfo
+from .buffer import SLOT_TOKENS, TransferBuffer
+from .endpoint import Endpoint
+from .exports import KVExports
+from .imports import KVImports
+from .links import KVTransferOptions
+from .messages import Instance, Start
+from .sender import Cancelled
+
+MIN_TOKENS = 32
+"""Prompts with fewer tokens to compute are computed here: the step costs little more than that of one token."""
+
+
+def model_layouts(options: EngineOptions, config_json: Mapping[str, Any], info: ModelInfo) -> list[TransferLayout]:
+    """The place of each of the model's layers in a slot."""
+    specs = kv_specs(model_size_of(config_json), SLOT_TOKENS, options.kv_cache_dtype, info.dtype)
+    return transfer_layouts(specs, SLOT_TOKENS)
+
+
+def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -> TransferBuffer:
+    """The transfer buffer of an engine. Raises ``PenstockError`` (``invalid``) where it would not hold a slot."""
+    if options.nnodes > 1:
+        words = "an instance on several nodes (nnodes) must be mixed: its KV lies on all of them"
+        raise PenstockError(Code.UNSUPPORTED, words, "role")
+    slots = options.kv_buffer_size // layouts[0].slot_bytes
+    if not slots:
+        size = layouts[0].slot_bytes
+        raise invalid("kv_buffer_size", f"must be at least {size} bytes, the KV of {SLOT_TOKENS} tokens", size)
+    return TransferBuffer(slots, layouts[0].slot_bytes)
+
+
+class KVConnector:
+    """Transfers of an engine. Use it in the thread that runs the steps.
+
+    Args:
+        layouts: of ``model_layouts``.
+        add, abort: ``Engine.add``, ``Engine.abort``.
+        adapter_version: as in ``KVExports``.
+
+    Raises ``PenstockError`` (``invalid``) where there is no secret, or a prefill engine cannot listen.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        info: ModelInfo,
+        buffer: TransferBuffer,
+        layouts: list[TransferLayout],
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        add: Callable[[EngineRequest], None],
+        abort: Callable[[str], Any],
+        adapter_version: Callable[[str], str],
+    ) -> None:
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Descriptor that is readable when ``poll`` has something to do."""
+        self._activity: Future[None] = Future()
+        instance = Instance(
+            weights_version=info.weights_version,
+            fingerprint=info.fingerprint,
+            layers=[(layout.kv_heads, layout.vector_bytes) for layout in layouts],
+        )
+        host = options.kv_host or split_address(options.engine_address or "127.0.0.1:0", "engine_address")[0]
+        transfer_options = KVTransferOptions(
+            secret=read_secret(options.cluster_secret_file, make=True),
+            timeout=options.kv_timeout,
+            listen=join_address(host, options.kv_port) if options.role == "prefill" else "",
+            allow_fingerprint_mismatch=options.allow_fingerprint_mismatch,
+            shared_memory=options.kv_transport != "tcp",
+        )
+        ends = [layout.offset for layout in layouts[1:]] + [layouts[0].slot_bytes]
+        try:
+            self.endpoint = Endpoint(instance, buffer, ends, transfer_options, self._wake)
+        except OSError as error:
+            words = f"KV transfers cannot listen at {transfer_options.listen}: {error.strerror}"
+            raise invalid("kv_port", words) from error
+        self.address = join_address(host, self.endpoint.port) if self.endpoint.port else ""
+        """Where decode engines reach a prefill engine, ``host:port``; empty for a decode engine."""
+        self.imports = KVImports(
+            self.endpoint,
+            executor,
+            scheduler.kv,
+            info.weights_version,
+            recompute=options.kv_load_failure == "recompute",
+            min_tokens=MIN_TOKENS,
+            timeout=options.kv_timeout,
+        )
+        self.exports = KVExports(
+            self.endpoint,
+            buffer,
+            executor,
+            scheduler.kv,
+            add=add,
+            abort=abort,
+            sequence_of=scheduler.first_sequence,
+            adapter_version=adapter_version,
+            num_layers=len(layouts),
+        )
+        scheduler.before_release = self.exports.before_release
+
+    @property
+    def activity(self) -> Future[None]:
+        """Done when ``poll`` has something to do."""
+        return self._activity
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``poll`` has something to do."""
+        return self._activity.done() or self.imports.busy or self.exports.busy
+
+    def prerequisite(self, request: EngineRequest, adapter: str) -> Prerequisite | None:
+        """As ``KVImports.prerequisite``."""
+        return self.imports.prerequisite(request, adapter)
+
+    def poll(self) -> None:
+        """Do what is to be done between two steps. Raises ``WorkerLostError``."""
+        if self._activity.done():
+            self._activity = Future()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.wakeup)
+        for event in self.endpoint.take_events():
+            if isinstance(event, Start | Cancelled):
+                self.exports.handle(event)
+            else:
+                self.imports.handle(event)
+        self.imports.poll()
+        self.exports.poll()
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Counters since the start, by their names."""
+        own = {"recomputed": self.imports.num_recomputed, "seconds": self.imports.seconds}
+        return msgspec.structs.asdict(self.endpoint.stats) | own
+
+    def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """As ``KVExports.take``."""
+        return self.exports.take(deltas)
+
+    def close(self) -> None:
+        """End all transfers."""
+        self.endpoint.close()
+
+    def _wake(self) -> None:
+        """In the endpoint's thread: have ``poll`` called."""
+        activity = self._activity
+        with contextlib.suppress(InvalidStateError):
+            activity.set_result(None)
+        os.eventfd_write(self.wakeup, 1)

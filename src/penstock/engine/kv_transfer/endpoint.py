@@ -1,0 +1,187 @@
+"""The thread that runs an engine's KV transfers, as sender, as receiver or as both, while the engine computes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from penstock.config.addresses import split_address
+from penstock.core import Failure
+
+from .buffer import TransferBuffer
+from .links import Context, Event, KVTransferOptions, ReceiverLink, SenderLink, TransferStats
+from .messages import Instance
+from .receiver import Arrived, Pull
+from .sender import Exported
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+
+
+class Endpoint:
+    """Runs transfers in a thread. Its methods may be called by any other one.
+
+    Args:
+        instance: of this engine.
+        buffer: the engine's transfer buffer.
+        layer_ends: end of each layer within a slot, bytes.
+        wake: called, in the thread, when ``take_events`` has something.
+
+    Raises ``OSError`` where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        buffer: TransferBuffer,
+        layer_ends: list[int],
+        options: KVTransferOptions,
+        wake: Callable[[], None],
+    ) -> None:
+        self.stats = TransferStats()
+        self._context = Context(instance, buffer, layer_ends, options, self.stats, self._report)
+        self._wake = wake
+        self._events: deque[Event] = deque()
+        self._outgoing: dict[bytes, SenderLink] = {}
+        """Transfer → where it goes."""
+        self._incoming: dict[bytes, ReceiverLink] = {}
+        """Transfer → where it comes from."""
+        self._peers: dict[str, ReceiverLink] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.port = 0
+        """TCP port that is listened at; 0 where there is none."""
+        self._listener: socket.socket | None = None
+        if options.listen:
+            self._listener = socket.create_server(split_address(options.listen, "kv_host"), backlog=128)
+            self._listener.setblocking(False)
+            self.port = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    # --- For a decode engine ------------------------------------------------------------------------------------------
+
+    def pull(self, address: str, pull: Pull) -> None:
+        """Begin a transfer from the prefill engine at ``host:port``. ``Completed`` or ``Broken`` will follow."""
+        self._call(self._pull, address, pull)
+
+    def stop(self, transfer: bytes) -> None:
+        """End a transfer that this engine pulls."""
+        self._call(self._stop, transfer)
+
+    def imported(self, arrived: list[Arrived]) -> None:
+        """Pieces have been imported, or dropped: their places in the buffer are free."""
+        self._call(self._imported, arrived)
+
+    # --- For a prefill engine -----------------------------------------------------------------------------------------
+
+    def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
+        """Offer layers of slots that this engine has exported."""
+        self._call(self._offer, transfer, exported, first_layer, last_layer)
+
+    def finish(self, transfer: bytes, num_cached: int) -> None:
+        """All of a transfer has been offered; ``num_cached`` leading tokens were cached."""
+        self._call(lambda: self._with_sender(transfer, lambda link: link.finish(transfer, num_cached)))
+
+    def fail(self, transfer: bytes, failure: Failure) -> None:
+        """A transfer cannot be computed."""
+        self._call(lambda: self._with_sender(transfer, lambda link: link.fail(transfer, failure)))
+
+    def close(self) -> None:
+        """End all transfers and the thread."""
+        self._call(self._loop.stop)
+        self._thread.join()
+
+    # --- In the thread ------------------------------------------------------------------------------------------------
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        if self._listener:
+            self._spawn(self._listen(self._listener))
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            if self._listener:
+                self._listener.close()
+            self._loop.close()
+
+    def _spawn(self, work: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work, loop=self._loop)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connected, _ = await self._loop.sock_accept(listener)
+            except OSError as error:  # as where descriptors have run out
+                logger.error("a KV transfer connection could not be accepted: %s", error.strerror)
+                await asyncio.sleep(1)
+                continue
+            if len(self._tasks) > MAX_CONNECTIONS:
+                connected.close()
+                continue
+            link = SenderLink(self._context)
+            link.on_transfers = self._on_transfers
+            self._spawn(link.serve(connected))
+
+    def _on_transfers(self, link: SenderLink, transfers: list[bytes]) -> None:
+        self._outgoing = {key: other for key, other in self._outgoing.items() if other.has(key)}
+        self._outgoing.update(dict.fromkeys(transfers, link))
+
+    def _report(self, events: list[Any]) -> None:
+        if events:
+            self._events.extend(events)
+            events.clear()
+            self._wake()
+
+    def _pull(self, address: str, pull: Pull) -> None:
+        self.stats.transfers += 1
+        link = self._peers.get(address)
+        if link is None:
+            link = self._peers[address] = ReceiverLink(self._context, address)
+            self._spawn(link.run())
+        self._incoming = {key: other for key, other in self._incoming.items() if other.has(key)}
+        self._incoming[pull.start.transfer] = link
+        link.pull(pull)
+
+    def _stop(self, transfer: bytes) -> None:
+        if link := self._incoming.get(transfer):
+            link.stop(transfer)
+
+    def _imported(self, arrived: list[Arrived]) -> None:
+        for each in arrived:
+            if link := self._incoming.get(each.transfer):
+                link.imported(each)
+
+    def _offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
+        if link := self._outgoing.get(transfer):
+            link.offer(transfer, exported, first_layer, last_layer)
+        else:
+            for each in exported:
+                self._context.buffer.release(each.slot)
+
+    def _with_sender(self, transfer: bytes, act: Callable[[SenderLink], None]) -> None:
+        if link := self._outgoing.get(transfer):
+            act(link)

@@ -1,0 +1,276 @@
+"""A decode engine's part of KV transfers: requests wait while keys and values of their prompts are imported into blocks
+of the KV cache, between the steps of other requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from penstock.core import Code, EngineRequest, Failure, PenstockError
+
+from ..executor.base import Executor, WorkerLostError
+from ..kv.cache_manager import ImportedPrefix, KVCacheManager
+from ..scheduling.prerequisites import Prerequisite
+from ..sequence.sequence import Sequence
+from ..step import ImportKV
+from .buffer import SLOT_TOKENS
+from .endpoint import Endpoint
+from .messages import Start, slot_hashes
+from .receiver import Arrived, Broken, Completed, Pull, new_transfer_id
+
+logger = logging.getLogger(__name__)
+
+MAX_IMPORT_BYTES = 32 * 2**20
+"""Bytes imported between two steps, so that running requests do not wait for long."""
+
+
+class _ImportFuture(Future[ImportedPrefix | None]):
+    """The result of an import. Whoever waits for it takes the blocks, or cancels it."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        super().__init__()
+        self._kv = kv
+        self.taken = False
+
+    def cancel(self) -> bool:
+        if super().cancel():
+            return True
+        if not self.taken and not self.exception() and (prefix := self.result()):
+            self._kv.release_import(prefix)
+        self.taken = True
+        return False
+
+
+class _Import:
+    """A request whose prompt a prefill engine computes.
+
+    Args:
+        adapter: name of its adapter.
+    """
+
+    def __init__(self, request: EngineRequest, adapter: str, future: _ImportFuture) -> None:
+        self.request = request
+        self.adapter = adapter
+        self.future = future
+        self.num_tokens = len(request.prompt) - 1
+        """Tokens to import: the last one is computed here, which gives the logits."""
+        self.addresses = deque(request.prefill)
+        """Prefill engines that have not been tried."""
+        self.blocks: list[int] = []
+        """Blocks of the tokens to import, referenced."""
+        self.num_present = 0
+        """Leading tokens that were in the prefix cache."""
+        self.transfer = b""
+        """The transfer under way."""
+        self.end: Completed | Failure | None = None
+        """How that transfer has ended; None while it goes on. A request that was cancelled has a failure."""
+        self.num_importing = 0
+        """Pieces that the workers are importing."""
+        self.arrived = self.started = time.monotonic()
+
+
+class KVImports:
+    """Use it in the thread that runs the steps.
+
+    Args:
+        recompute: whether a prompt whose transfers fail is computed here; otherwise its request fails.
+        min_tokens: a prompt with fewer tokens that are not in the prefix cache is computed here.
+        timeout: seconds that a prompt waits for free blocks before it is computed here.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        executor: Executor,
+        kv: KVCacheManager,
+        weights_version: str,
+        *,
+        recompute: bool,
+        min_tokens: int,
+        timeout: float,
+    ) -> None:
+        self._timeout = timeout
+        self._endpoint = endpoint
+        self._executor = executor
+        self._kv = kv
+        self._weights_version = weights_version
+        self._recompute = recompute
+        self._min_tokens = min_tokens
+        self._queue: deque[_Import] = deque()
+        """Imports that have not begun, in the order of arrival."""
+        self._active: dict[bytes, _Import] = {}
+        """Transfer → import."""
+        self._arrivals: deque[tuple[_Import, Arrived]] = deque()
+        self._calls: list[tuple[Future[Any], list[tuple[_Import, Arrived]]]] = []
+        self.num_recomputed = 0
+        """Requests whose prompts were computed here since their transfers failed."""
+        self.seconds = 0.0
+        """Time of all completed transfers, the computation by prefill engines included."""
+
+    def prerequisite(self, request: EngineRequest, adapter: str) -> Prerequisite | None:
+        """What a request has to wait for; None where its prompt is to be computed here.
+
+        Args:
+            request: with the version of its adapter as ``adapter``.
+            adapter: name of the adapter.
+        """
+        sampling = request.sampling
+        needs_all = sampling.prompt_logprobs is not None or sampling.return_context_logits or request.pooling
+        if not request.prefill or needs_all or len(request.prompt) <= max(self._min_tokens, 1):
+            return None
+        future = _ImportFuture(self._kv)
+        self._queue.append(_Import(request, adapter, future))
+
+        def apply(sequence: Sequence, prefix: ImportedPrefix | None) -> None:
+            future.taken = True
+            if prefix:
+                self._kv.attach_import(sequence, prefix)
+
+        return Prerequisite(future, apply)
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``poll`` has to be called again soon, though no event comes."""
+        return bool(self._arrivals or self._calls)
+
+    def handle(self, event: Arrived | Completed | Broken) -> None:
+        """Handle an event of the endpoint."""
+        one = self._active.get(event.transfer)
+        if one is None or one.end:
+            if isinstance(event, Arrived):
+                self._endpoint.imported([event])
+        elif isinstance(event, Arrived):
+            one.num_importing += 1
+            self._arrivals.append((one, event))
+        else:
+            one.end = event if isinstance(event, Completed) else event.failure
+
+    def poll(self) -> None:
+        """Begin imports for which there are free blocks, import what has arrived, and complete futures. Raises
+        ``WorkerLostError``."""
+        for one in self._active.values():
+            if one.future.cancelled() and one.end is None:
+                self._endpoint.stop(one.transfer)
+                one.end = Failure(Code.UNAVAILABLE, "the request was cancelled")
+        self._import_arrived()
+        if self._calls:
+            self._executor.poll()
+            for call in [call for call in self._calls if call[0].done()]:
+                self._calls.remove(call)
+                self._finish_call(*call)
+        for one in [one for one in self._active.values() if one.end and not one.num_importing]:
+            self._settle(one)
+        while self._queue and (self._queue[0].future.cancelled() or self._begin(self._queue[0])):
+            self._queue.popleft()
+
+    def _begin(self, one: _Import) -> bool:
+        """Begin an import. Returns False where too few blocks are free."""
+        begun = self._kv.begin_import(one.request, one.num_tokens, self._min_tokens)
+        if begun is None:
+            if time.monotonic() - one.arrived < self._timeout:
+                return False
+            begun = 0, []
+        one.num_present, one.blocks = begun
+        if one.blocks:
+            one.started = time.monotonic()
+            self._pull(one)
+        else:  # most of it is cached and a transfer not worth it, or there is no room
+            one.future.set_result(None)
+        return True
+
+    def _pull(self, one: _Import) -> None:
+        """Ask the next prefill engine."""
+        request, tokens = one.request, one.request.prompt[: one.num_tokens]
+        one.transfer, one.end = new_transfer_id(), None
+        self._active[one.transfer] = one
+        start = Start(
+            transfer=one.transfer,
+            request_id=request.request_id,
+            tokens=tokens,
+            first_slot=one.num_present // SLOT_TOKENS,
+            adapter=one.adapter,
+            adapter_version=request.adapter,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            timeout=max(request.deadline - time.monotonic(), 0.001) if request.deadline else 0.0,
+        )
+        hashes = slot_hashes(self._weights_version, request.adapter, request.cache_salt, tokens)
+        address = one.addresses.popleft()
+        words = "request %s: transfer %s of %d tokens from %s, of which %d are cached here"
+        logger.info(words, request.request_id, one.transfer.hex()[:8], one.num_tokens, address, one.num_present)
+        self._endpoint.pull(address, Pull(start=start, hashes=hashes))
+
+    def _import_arrived(self) -> None:
+        """Send the workers what has arrived, up to ``MAX_IMPORT_BYTES``."""
+        batches: dict[tuple[int, int], list[tuple[_Import, Arrived]]] = {}
+        size = 0
+        while self._arrivals and size < MAX_IMPORT_BYTES:
+            one, arrived = self._arrivals.popleft()
+            if one.end and not isinstance(one.end, Completed):
+                self._drop(one, arrived)
+                continue
+            size += arrived.size
+            batches.setdefault((arrived.first_layer, arrived.last_layer), []).append((one, arrived))
+        for (first_layer, last_layer), arrivals in batches.items():
+            slots, places = [], []
+            for one, arrived in arrivals:
+                begin = max(arrived.index * SLOT_TOKENS, one.num_present)  # cached blocks may be shared: never written
+                end = min((arrived.index + 1) * SLOT_TOKENS, one.num_tokens)
+                slots.append(self._kv.slot_mapping(one.blocks, begin, end))
+                offset = (arrived.slot - arrived.index) * SLOT_TOKENS
+                places.append(np.arange(offset + begin, offset + end))
+            call = ImportKV(first_layer, last_layer, np.concatenate(slots), np.concatenate(places))
+            self._calls.append((self._executor.call(call), arrivals))
+
+    def _finish_call(self, done: Future[Any], arrivals: list[tuple[_Import, Arrived]]) -> None:
+        error = done.exception()
+        if isinstance(error, WorkerLostError):
+            raise error
+        for one, arrived in arrivals:
+            self._drop(one, arrived)
+            if error and isinstance(one.end, Completed | None):
+                logger.error("keys and values could not be imported", exc_info=error)
+                self._endpoint.stop(one.transfer)
+                one.end = Failure(Code.INTERNAL, "keys and values could not be imported")
+
+    def _drop(self, one: _Import, arrived: Arrived) -> None:
+        """The workers do not read a piece (any more)."""
+        one.num_importing -= 1
+        self._endpoint.imported([arrived])
+
+    def _settle(self, one: _Import) -> None:
+        """A transfer has ended, and nothing of it is being imported: complete the import, ask another prefill engine,
+        or follow the policy."""
+        del self._active[one.transfer]
+        assert one.end is not None
+        if isinstance(one.end, Completed):
+            self.seconds += time.monotonic() - one.started
+            num_cached = max(one.num_present, one.end.num_cached)
+            prefix = self._kv.finish_import(one.request, one.blocks, one.num_tokens, num_cached)
+            if one.future.cancelled():
+                self._kv.release_import(prefix)
+            else:
+                one.future.set_result(prefix)
+            return
+        if one.future.cancelled():
+            self._kv.release_import(ImportedPrefix(0, one.blocks, 0))
+            return
+        left = bool(one.addresses)
+        what = "another is asked" if left else "it is computed here" if self._recompute else "the request fails"
+        words = "request %s: its prompt did not come from a prefill instance, %s: %s"
+        logger.warning(words, one.request.request_id, what, one.end.message)
+        if left:
+            self._pull(one)
+            return
+        self._kv.release_import(ImportedPrefix(0, one.blocks, 0))
+        if self._recompute:
+            self.num_recomputed += 1
+            one.future.set_result(None)
+        else:
+            words = f"the prompt did not come from a prefill instance (--kv-load-failure fail): {one.end.message}"
+            one.future.set_exception(PenstockError(Code.UNAVAILABLE, words))

@@ -1,0 +1,451 @@
+"""The two ends of a connection at work: state machines (``sender``, ``receiver``) over sockets, in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.config.addresses import split_address
+from penstock.core import Code, Failure
+
+from ..executor import node_link
+from ..executor.node_link import SecretError
+from .buffer import TransferBuffer
+from .connection import Connection
+from .messages import (
+    Data,
+    Hello,
+    Instance,
+    Message,
+    Read,
+    Refused,
+    Start,
+    Status,
+    Stop,
+    Welcome,
+)
+from .receiver import Arrived, Broken, Completed, Job, Pull, Receiver
+from .sender import Cancelled, Exported, Sender, Sending
+from .shared_memory import RemoteBuffer, address_of
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "penstock kv transfer 1"
+TICK_INTERVAL = 0.1
+"""Seconds between two looks at what is overdue."""
+CONNECT_TIMEOUT = 5.0
+"""Seconds that connecting to a prefill engine may take."""
+REFUSAL_SECONDS = 5.0
+"""Seconds after which a prefill engine that has refused this one is asked again."""
+
+Event = Start | Cancelled | Arrived | Completed | Broken
+
+
+class KVTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of an endpoint."""
+
+    secret: bytes
+    """The cluster's."""
+    timeout: float
+    """Seconds without an answer after which a transfer has failed on either side."""
+    listen: str = ""
+    """``host:port`` that decode engines connect to; port 0 is any free one. Empty for a decode engine."""
+    allow_fingerprint_mismatch: bool = False
+    shared_memory: bool = True
+    """Whether to read from the memory of prefill engines on the same host; otherwise everything goes over TCP."""
+
+
+class TransferStats(msgspec.Struct):
+    """Counters since the start."""
+
+    transfers: int = 0
+    """Transfers begun."""
+    completed: int = 0
+    failed: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    """Over TCP."""
+    rereads: int = 0
+    """Pieces that were read again."""
+    checksum_failures: int = 0
+
+
+@dataclass
+class Context:
+    """What all connections of an engine share."""
+
+    instance: Instance
+    buffer: TransferBuffer
+    layer_ends: list[int]
+    options: KVTransferOptions
+    stats: TransferStats
+    report: Callable[[list[Any]], None]
+    """Passes events to the engine, and empties the list."""
+
+
+class _Outbox:
+    """Sends messages one after the other."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: asyncio.Queue[Message | Sending] = asyncio.Queue()
+
+    def put(self, messages: list[Any]) -> None:
+        """Send messages, and empty the list."""
+        for message in messages:
+            self._queue.put_nowait(message)
+        messages.clear()
+
+    async def run(self, sender: Sender | None = None, context: Context | None = None) -> None:
+        """Send until the connection is lost.
+
+        Args:
+            sender: whose pieces are sent.
+        """
+        try:
+            while True:
+                item = await self._queue.get()
+                if not isinstance(item, Sending):
+                    await self._connection.send(item)
+                    continue
+                assert sender is not None
+                assert context is not None
+                begin = item.first_byte
+                try:
+                    data = context.buffer.data[item.slot, begin : begin + item.message.size].data
+                    await self._connection.send(item.message, data)
+                finally:
+                    sender.sent(item)
+                context.stats.bytes_sent += item.message.size
+        finally:
+            while not self._queue.empty():
+                if isinstance(item := self._queue.get_nowait(), Sending) and sender:
+                    sender.sent(item)
+
+
+class SenderLink:
+    """A connection from a decode engine."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        options = context.options
+        self._sender = Sender(
+            context.buffer, context.layer_ends, context.instance.weights_version, lease=options.timeout
+        )
+        self._outbox: _Outbox | None = None
+        self.on_transfers: Callable[[SenderLink, list[bytes]], None] = lambda link, transfers: None
+        """Called with the transfers that have begun."""
+
+    def has(self, transfer: bytes) -> bool:
+        return self._sender.has(transfer)
+
+    async def serve(self, connected: socket.socket) -> None:
+        """Answer until the connection is lost."""
+        host, port = connected.getpeername()[:2]
+        peer = f"{host}:{port}"
+        try:
+            link = await asyncio.to_thread(node_link.accept, connected, self._context.options.secret, PROTOCOL)
+        except (SecretError, OSError) as error:
+            logger.warning("a KV transfer connection from %s was refused: it %s", peer, error or "does not answer")
+            return
+        connection = Connection(link.socket)
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            if not await self._welcome(connection, peer):
+                return
+            self._outbox = _Outbox(connection)
+            tasks += [
+                asyncio.ensure_future(self._outbox.run(self._sender, self._context)),
+                asyncio.ensure_future(self._tick()),
+                asyncio.ensure_future(self._receive(connection)),
+            ]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and not isinstance(cause := task.exception(), OSError):
+                    logger.error("a KV transfer connection has failed", exc_info=cause)
+        except OSError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._outbox = None
+            self._sender.close()
+            self._context.report(self._sender.events)
+            connection.close()
+
+    def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
+        self._sender.offer(transfer, exported, first_layer, last_layer, time.monotonic())
+        self._flush()
+
+    def finish(self, transfer: bytes, num_cached: int) -> None:
+        self._sender.finish(transfer, num_cached, time.monotonic())
+        self._flush()
+
+    def fail(self, transfer: bytes, failure: Failure) -> None:
+        self._sender.fail(transfer, failure, time.monotonic())
+        self._flush()
+
+    async def _welcome(self, connection: Connection, peer: str) -> bool:
+        """Whether a decode engine fits this one."""
+        hello = await connection.receive()
+        if not isinstance(hello, Hello):
+            return False
+        context = self._context
+        allowed = hello.allow_fingerprint_mismatch and context.options.allow_fingerprint_mismatch
+        if reason := mismatch(context.instance, hello.instance, allowed):
+            logger.error("a decode instance at %s was refused: %s", peer, reason)
+            await connection.send(Refused(reason))
+            return False
+        memory = address_of(context.buffer) if context.options.shared_memory else None
+        await connection.send(Welcome(context.instance, memory))
+        return True
+
+    async def _receive(self, connection: Connection) -> None:
+        while True:
+            message = await connection.receive()
+            if not isinstance(message, Start | Read | Status | Stop):
+                raise ConnectionError("it sends what a decode instance does not send")
+            self._sender.receive(message, time.monotonic())
+            self._flush()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL)
+            self._sender.expire(time.monotonic())
+            self._flush()
+
+    def _flush(self) -> None:
+        sender = self._sender
+        if self._outbox:
+            self._outbox.put(sender.outgoing)
+            self._outbox.put(sender.sending)
+        else:
+            sender.outgoing.clear()
+        if begun := [event.transfer for event in sender.events if isinstance(event, Start)]:
+            self.on_transfers(self, begun)
+        self._context.report(sender.events)
+
+
+class ReceiverLink:
+    """The connection to a prefill engine, which is made when there is something to pull, and again once it was lost.
+
+    Args:
+        address: ``host:port``.
+    """
+
+    def __init__(self, context: Context, address: str) -> None:
+        self._context = context
+        self._address = address
+        self._name = f"the prefill instance {address}"
+        self._receiver = self._new_receiver()
+        self._waiting: list[Pull] = []
+        """Transfers to begin once connected."""
+        self._wanted = asyncio.Event()
+        self._outbox: _Outbox | None = None
+        self._remote: RemoteBuffer | None = None
+        self._refused_until = 0.0
+        self._refusal = ""
+
+    def has(self, transfer: bytes) -> bool:
+        """Whether anything of a transfer is left here."""
+        return self._receiver.has(transfer) or any(pull.start.transfer == transfer for pull in self._waiting)
+
+    def pull(self, pull: Pull) -> None:
+        now = time.monotonic()
+        if now < self._refused_until:
+            self._context.stats.failed += 1
+            failure = Failure(Code.UNAVAILABLE, self._refusal)
+            self._context.report([Broken(pull.start.transfer, failure)])
+        elif self._outbox:
+            self._receiver.start(pull, now)
+            self._flush()
+        else:
+            self._waiting.append(pull)
+        self._wanted.set()
+
+    def stop(self, transfer: bytes) -> None:
+        self._waiting = [pull for pull in self._waiting if pull.start.transfer != transfer]
+        self._receiver.stop(transfer, time.monotonic())
+        self._flush()
+
+    def imported(self, arrived: Arrived) -> None:
+        self._receiver.imported(arrived, time.monotonic())
+        self._flush()
+
+    async def run(self) -> None:
+        """Connect whenever there is something to pull."""
+        try:
+            while True:
+                await self._wanted.wait()
+                reason = await self._serve()
+                self._fail_all(reason)
+                self._wanted.clear()
+        finally:
+            self._fail_all("this instance stops")
+
+    def _new_receiver(self) -> Receiver:
+        context = self._context
+        return Receiver(context.buffer, context.layer_ends, context.options.timeout, self._name)
+
+    async def _serve(self) -> str:
+        """Pull until the connection is lost; returns why."""
+        options = self._context.options
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                address = split_address(self._address, "prefill")
+                link = await asyncio.to_thread(
+                    node_link.connect, address, options.secret, PROTOCOL, CONNECT_TIMEOUT / 2
+                )
+                connection = Connection(link.socket)
+        except SecretError as error:
+            return self._refuse(f"{self._name} {error}")
+        except OSError as error:  # TimeoutError is one
+            words = error.strerror or str(error) or "no answer"
+            return self._refuse(f"{self._name} cannot be reached: {words}")
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            await connection.send(Hello(self._context.instance, options.allow_fingerprint_mismatch))
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                welcome = await connection.receive()
+            if isinstance(welcome, Refused):
+                return self._refuse(f"{self._name} has refused this instance: {welcome.reason}")
+            if not isinstance(welcome, Welcome):
+                return self._refuse(f"{self._name} is no prefill instance")
+            self._remote = None
+            if options.shared_memory and welcome.memory:
+                with contextlib.suppress(OSError, ValueError):
+                    self._remote = RemoteBuffer(welcome.memory)
+            how = "shared memory" if self._remote else "TCP"
+            logger.info("connected to %s: keys and values come over %s", self._name, how)
+            self._outbox = _Outbox(connection)
+            tasks += [
+                asyncio.ensure_future(self._outbox.run()),
+                asyncio.ensure_future(self._tick()),
+                asyncio.ensure_future(self._receive(connection)),
+            ]
+            waiting, self._waiting = self._waiting, []
+            for pull in waiting:
+                self._receiver.start(pull, time.monotonic())
+            self._flush()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            cause = next(iter(done)).exception()
+            if not isinstance(cause, OSError):
+                logger.error("the connection to %s has failed", self._name, exc_info=cause)
+            return f"the connection to {self._name} is lost: {getattr(cause, 'strerror', None) or cause}"
+        except OSError as error:
+            return f"the connection to {self._name} is lost: {error.strerror or str(error) or 'no answer'}"
+        finally:
+            self._outbox = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._remote = None
+            connection.close()
+
+    def _refuse(self, reason: str) -> str:
+        """Do not connect again for a while."""
+        self._refused_until, self._refusal = time.monotonic() + REFUSAL_SECONDS, reason
+        logger.error("%s", reason)
+        return reason
+
+    def _fail_all(self, reason: str) -> None:
+        self._receiver.close(reason, time.monotonic())
+        failure = Failure(Code.UNAVAILABLE, reason)
+        self._receiver.events += [Broken(pull.start.transfer, failure) for pull in self._waiting]
+        self._waiting = []
+        self._flush()
+
+    async def _receive(self, connection: Connection) -> None:
+        receiver, now = self._receiver, time.monotonic
+        while True:
+            message = await connection.receive()
+            if isinstance(message, Data):
+                job = receiver.job_of(message)
+                if job is None or not receiver.begin(job):
+                    await connection.discard(message)
+                    continue
+                try:
+                    await connection.receive_into(receiver.bytes_of(job))
+                except BaseException:
+                    receiver.unreadable(job, now())
+                    raise
+                receiver.verify(job, now())
+            elif isinstance(message, Hello | Welcome | Refused | Start | Read | Status | Stop):
+                raise ConnectionError("it sends what a prefill instance does not send")
+            else:
+                receiver.receive(message, now())
+            self._flush()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL)
+            self._receiver.tick(time.monotonic())
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send messages, read pieces, and pass events on."""
+        receiver, stats = self._receiver, self._context.stats
+        while receiver.jobs:
+            jobs, receiver.jobs = receiver.jobs, []
+            if self._remote is None:
+                receiver.outgoing += [job.message for job in jobs]
+            else:
+                for job in jobs:
+                    self._copy(self._remote, job)
+        if self._outbox:
+            self._outbox.put(receiver.outgoing)
+        else:
+            receiver.outgoing.clear()
+        for event in receiver.events:
+            if isinstance(event, Arrived):
+                stats.bytes_received += event.size
+            elif isinstance(event, Completed):
+                stats.completed += 1
+            else:
+                stats.failed += 1
+        stats.rereads += receiver.num_rereads
+        stats.checksum_failures += receiver.num_checksum_failures
+        receiver.num_rereads = receiver.num_checksum_failures = 0
+        self._context.report(receiver.events)
+
+    def _copy(self, remote: RemoteBuffer, job: Job) -> None:
+        """Read a piece from P's memory."""
+        receiver = self._receiver
+        if not receiver.begin(job):
+            return
+        first_byte = self._context.layer_ends[job.first_layer - 1] if job.first_layer else 0
+        if remote.read(job.piece.slot, job.piece.epoch, first_byte, receiver.bytes_of(job)):
+            receiver.verify(job, time.monotonic())
+        else:
+            receiver.unreadable(job, time.monotonic())
+
+
+def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) -> str:
+    """Why a decode engine, ``there``, cannot use what this one computes; empty where it can."""
+    if (there.version, there.layout_version) != (here.version, here.layout_version):
+        return f"it runs Penstock {there.version}, and the prefill instance {here.version}: install the same version"
+    if there.weights_version != here.weights_version:
+        return f"it has other weights ({there.weights_version}) than the prefill instance ({here.weights_version})"
+    if there.layers != here.layers:
+        words = "its KV cache has other layers, heads or dtypes than the prefill instance's"
+        return f"{words} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
+    if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
+        return (
+            f"its kernels compute other bits ({there.fingerprint}) than the prefill instance's ({here.fingerprint}); "
+            "--allow-fingerprint-mismatch on both accepts that"
+        )
+    return ""
+
+
+def _describe(instance: Instance) -> str:
+    heads, vector_bytes = instance.layers[0]
+    return f"{len(instance.layers)} layers of {heads} heads of {vector_bytes} bytes"

@@ -1,0 +1,56 @@
+"""The transport between two engines of one host: D reads P's transfer buffer where it lies."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from .buffer import HEADER_BYTES, IDENTITY_BYTES, TransferBuffer, data_offset
+
+
+class BufferAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where processes of the same host and user find a transfer buffer."""
+
+    path: str
+    identity: bytes
+    slots: int
+    slot_bytes: int
+
+
+def address_of(buffer: TransferBuffer) -> BufferAddress:
+    return BufferAddress(buffer.path, buffer.identity, buffer.num_slots, buffer.slot_bytes)
+
+
+class RemoteBuffer:
+    """The transfer buffer of another process, read-only.
+
+    Raises ``OSError`` where it cannot be opened here, as on another host or in another container.
+    """
+
+    def __init__(self, address: BufferAddress) -> None:
+        offset = data_offset(address.slots)
+        size = offset + address.slots * address.slot_bytes
+        if not address.path.startswith("/proc/"):
+            raise OSError(f"{address.path!r} is no path of a transfer buffer")
+        descriptor = os.open(Path(address.path), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != size:
+                raise OSError("another file is there")
+            self._memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        if self._memory[:IDENTITY_BYTES] != address.identity:
+            raise OSError("another transfer buffer is there")
+        self._epochs = np.frombuffer(self._memory, np.int64)[HEADER_BYTES // 8 :][: address.slots]
+        self._data = np.frombuffer(self._memory, np.uint8)[offset:].reshape(address.slots, address.slot_bytes)
+
+    def read(self, slot: int, epoch: int, first_byte: int, into: memoryview) -> bool:
+        """Copy bytes of a slot. Returns whether it had this epoch all the time."""
+        if not 0 <= slot < len(self._epochs) or self._epochs[slot] != epoch:
+            return False
+        np.frombuffer(into, np.uint8)[:] = self._data[slot, first_byte : first_byte + len(into)]
+        return bool(self._epochs[slot] == epoch)

@@ -1,0 +1,277 @@
+"""KV transfers: the protocol's state machines against lost, late, repeated and reordered messages."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.core import Code, Failure
+from penstock.engine.kv_transfer.buffer import TransferBuffer
+from penstock.engine.kv_transfer.messages import SLOT_TOKENS, Data, Start, decode, encode, slot_hashes
+from penstock.engine.kv_transfer.receiver import Arrived, Completed, Pull, Receiver
+from penstock.engine.kv_transfer.sender import Cancelled, Exported, Sender
+
+LAYER_ENDS = [32, 64, 96]
+TIMEOUT = 30.0
+
+
+class KVTransfers(RuleBasedStateMachine):
+    """Two engines and the network between them. Each message in flight is delivered, dropped, repeated or overtaken as
+    drawn; pieces may arrive damaged. What is exported for a slot is drawn from its hash, so that whatever is imported
+    can be told right or wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefill, self.decode = TransferBuffer(4, LAYER_ENDS[-1]), TransferBuffer(3, LAYER_ENDS[-1])
+        self.sender = Sender(self.prefill, LAYER_ENDS, "w", lease=TIMEOUT)
+        self.receiver = Receiver(self.decode, LAYER_ENDS, TIMEOUT)
+        self.now = 0.0
+        self.to_prefill: list[bytes] = []
+        self.to_decode: list[tuple[bytes, bytes]] = []
+        self.computing: dict[bytes, tuple[Start, int]] = {}
+        """Transfers that the prefill engine computes → slots that were exported."""
+        self.partial: dict[bytes, tuple[list[Exported], int]] = {}
+        """Transfers of which some layers of the newest slots were offered → slots and number of layers."""
+        self.pulling: dict[bytes, tuple[Pull, dict[tuple[int, int], bytes]]] = {}
+        self.importing: list[tuple[Arrived, bytes]] = []
+        """Pieces that the engine is importing, with their bytes as they were when they arrived."""
+        self.ended: dict[bytes, str] = {}
+        self.count = 0
+
+    # --- The network
+
+    def _pump(self) -> None:
+        """Put what both ends want to send on the wire, and handle their events."""
+        self.receiver.outgoing += [job.message for job in self.receiver.jobs]
+        self.receiver.jobs.clear()
+        self.to_prefill += map(encode, self.receiver.outgoing)
+        self.receiver.outgoing.clear()
+        self.to_decode += [(encode(message), b"") for message in self.sender.outgoing]
+        self.sender.outgoing.clear()
+        for sending in self.sender.sending:  # sent at once, in this test: the bytes are then on the wire
+            begin, size = sending.first_byte, sending.message.size
+            data = self.prefill.data[sending.slot, begin : begin + size].tobytes()
+            self.to_decode.append((encode(sending.message), data))
+            self.sender.sent(sending)
+        self.sender.sending.clear()
+        for event in self.sender.events:
+            if isinstance(event, Cancelled):
+                self.computing.pop(event.transfer, None)
+                self.partial.pop(event.transfer, None)
+            else:
+                self.computing[event.transfer] = event, 0
+        self.sender.events.clear()
+        for event in self.receiver.events:
+            if isinstance(event, Arrived):
+                self.importing.append((event, self._bytes(event)))
+            elif event.transfer in self.pulling:
+                self.ended[event.transfer] = "completed" if isinstance(event, Completed) else "broken"
+                if isinstance(event, Completed):
+                    self._check_complete(event.transfer)
+        self.receiver.events.clear()
+
+    def _bytes(self, arrived: Arrived) -> bytes:
+        begin = LAYER_ENDS[arrived.first_layer - 1] if arrived.first_layer else 0
+        return self.decode.data[arrived.slot, begin : LAYER_ENDS[arrived.last_layer - 1]].tobytes()
+
+    def _check_complete(self, transfer: bytes) -> None:
+        pull, pieces = self.pulling[transfer]
+        waiting = {(each.index, each.first_layer) for each, _ in self.importing if each.transfer == transfer}
+        for index in range(pull.start.first_slot, len(pull.hashes)):
+            covered = {first for slot, first in {*pieces, *waiting} if slot == index}
+            assert 0 in covered
+
+    @precondition(lambda self: self.to_prefill)
+    @rule(which=st.integers(0, 100), fate=st.sampled_from(["deliver"] * 6 + ["drop", "repeat"]))
+    def message_to_prefill(self, which: int, fate: str) -> None:
+        at = which % len(self.to_prefill) if which > 60 else 0
+        data = self.to_prefill[at] if fate == "repeat" else self.to_prefill.pop(at)
+        if fate != "drop":
+            self.sender.receive(decode(data), self.now)  # type: ignore[arg-type]
+        self._pump()
+
+    @precondition(lambda self: self.to_decode)
+    @rule(which=st.integers(0, 100), fate=st.sampled_from(["deliver"] * 7 + ["drop", "repeat", "damage"]))
+    def message_to_decode(self, which: int, fate: str) -> None:
+        at = which % len(self.to_decode) if which > 60 else 0
+        encoded, data = self.to_decode[at] if fate == "repeat" else self.to_decode.pop(at)
+        if fate == "drop":
+            return
+        message = decode(encoded)
+        if isinstance(message, Data):
+            job = self.receiver.job_of(message)
+            if job is None or not self.receiver.begin(job):
+                return
+            damaged = bytearray(data)
+            if fate == "damage":
+                damaged[which % len(damaged)] ^= 1 << which % 8
+            self.receiver.bytes_of(job)[:] = damaged
+            self.receiver.verify(job, self.now)
+        else:
+            self.receiver.receive(message, self.now)  # type: ignore[arg-type]
+        self._pump()
+
+    @initialize(seed=st.integers(0, 2**32), faults=st.sampled_from([0.0, 0.02, 0.2]))
+    def begin(self, seed: int, faults: float) -> None:
+        self._work(seed, 300, faults)
+
+    @rule(seed=st.integers(0, 2**32), steps=st.integers(100, 500), faults=st.sampled_from([0.0, 0.02, 0.2]))
+    def traffic(self, seed: int, steps: int, faults: float) -> None:
+        self._work(seed, steps, faults)
+
+    def _work(self, seed: int, steps: int, faults: float) -> None:
+        """Many messages, most of them undisturbed, while both engines work."""
+        draw = random.Random(seed)
+
+        def fate(kinds: str) -> tuple[int, str]:
+            if draw.random() < faults:
+                return draw.randrange(100), draw.choice(kinds.split())
+            return 0, "deliver"
+
+        for _ in range(steps):
+            actions = [lambda: self.time_passes(draw.choice([0.01, 0.1, 0.3, 0.6]))]
+            if self.to_prefill:
+                actions += [lambda: self.message_to_prefill(*fate("deliver drop repeat repeat"))] * 4
+            if self.to_decode:
+                actions += [lambda: self.message_to_decode(*fate("deliver drop repeat repeat damage"))] * 4
+            if self.importing:
+                actions += [lambda: self.import_piece(draw.randrange(100))] * 2
+            if self.computing:
+                actions += [lambda: self.compute(draw.randrange(100), draw.randint(1, 3))] * 2
+            if len(self.pulling) < 40 and draw.random() < 0.06:
+                self.pull(draw.randint(1, 6), draw.randint(0, 2), draw.randint(1, SLOT_TOKENS))
+            draw.choice(actions)()
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 0.6, 6.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.sender.expire(self.now)
+        self.receiver.tick(self.now)
+        self._pump()
+
+    @rule()
+    def connection_lost(self) -> None:
+        self.to_prefill.clear()
+        self.to_decode.clear()
+        self.sender.close()
+        self.receiver.close("lost", self.now)
+        self._pump()
+
+    @property
+    def _idle(self) -> bool:
+        free = self.prefill.num_free == self.prefill.num_slots and self.decode.num_free == self.decode.num_slots
+        return free and not (self.to_prefill or self.to_decode or self.computing)
+
+    # --- The decode engine
+
+    @precondition(lambda self: len(self.pulling) < 40)
+    @rule(slots=st.integers(1, 6), first=st.integers(0, 2), tail=st.integers(1, SLOT_TOKENS))
+    def pull(self, slots: int, first: int, tail: int) -> None:
+        self.count += 1
+        tokens = [self.count, *range((slots - 1) * SLOT_TOKENS + tail - 1)]
+        transfer = self.count.to_bytes(16, "little")
+        start = Start(transfer, "r", tokens, min(first, slots - 1), "", "", "", 0, 0.0)
+        self.pulling[transfer] = Pull(start=start, hashes=slot_hashes("w", "", "", tokens)), {}
+        self.receiver.start(self.pulling[transfer][0], self.now)
+        self._pump()
+
+    @precondition(lambda self: self.importing)
+    @rule(which=st.integers(0, 100))
+    def import_piece(self, which: int) -> None:
+        arrived, expected = self.importing.pop(which % len(self.importing))
+        data = self._bytes(arrived)
+        assert data == expected, "a slot was written while it was being read"
+        pull, pieces = self.pulling[arrived.transfer]
+        content = _content(pull.hashes[arrived.index])
+        begin = LAYER_ENDS[arrived.first_layer - 1] if arrived.first_layer else 0
+        assert data == content[begin : LAYER_ENDS[arrived.last_layer - 1]], "wrong keys and values"
+        assert (arrived.index, arrived.first_layer) not in pieces, "a piece came twice"
+        pieces[arrived.index, arrived.first_layer] = data
+        self.receiver.imported(arrived, self.now)
+        self._pump()
+
+    @precondition(lambda self: self.pulling)
+    @rule(which=st.integers(0, 100))
+    def stop(self, which: int) -> None:
+        transfer = list(self.pulling)[which % len(self.pulling)]
+        self.receiver.stop(transfer, self.now)
+        self.ended.setdefault(transfer, "stopped")
+        self._pump()
+
+    # --- The prefill engine
+
+    @precondition(lambda self: self.computing)
+    @rule(which=st.integers(0, 100), layers=st.integers(1, 3))
+    def compute(self, which: int, layers: int) -> None:
+        """Export a slot, some of its layers first."""
+        transfer = list(self.computing)[which % len(self.computing)]
+        start, done = self.computing[transfer]
+        hashes = slot_hashes("w", "", "", start.tokens)
+        if transfer in self.partial:
+            exported, first = self.partial.pop(transfer)
+        else:
+            if (allocated := self.prefill.allocate()) is None:
+                return
+            exported, first = [Exported(start.first_slot + done, *allocated)], 0
+        last = min(first + layers, len(LAYER_ENDS))
+        for each in exported:
+            begin, end = (LAYER_ENDS[first - 1] if first else 0), LAYER_ENDS[last - 1]
+            content = np.frombuffer(_content(hashes[each.index]), np.uint8)
+            self.prefill.data[each.slot, begin:end] = content[begin:end]
+        self.sender.offer(transfer, exported, first, last, self.now)
+        if last < len(LAYER_ENDS):
+            self.partial[transfer] = exported, last
+        elif start.first_slot + done + 1 == len(hashes):
+            del self.computing[transfer]
+            self.sender.finish(transfer, 0, self.now)
+        else:
+            self.computing[transfer] = start, done + 1
+        self._pump()
+
+    @precondition(lambda self: self.computing)
+    @rule(which=st.integers(0, 100))
+    def computation_fails(self, which: int) -> None:
+        transfer = list(self.computing)[which % len(self.computing)]
+        del self.computing[transfer]
+        self.partial.pop(transfer, None)
+        self.sender.fail(transfer, Failure(Code.INTERNAL, "failed"), self.now)
+        self._pump()
+
+    @invariant()
+    def slots_are_counted(self) -> None:
+        used = {each.slot for each, _ in self.importing}
+        assert len(used) <= self.decode.num_slots - self.decode.num_free
+
+    def teardown(self) -> None:
+        """Everything comes to an end, and nothing is left."""
+        for _ in range(300):
+            if set(self.ended) == set(self.pulling) and self._idle:
+                break
+            while self.to_prefill:
+                self.message_to_prefill(0, "deliver")
+            while self.to_decode:
+                self.message_to_decode(0, "deliver")
+            while self.importing:
+                self.import_piece(0)
+            for which in range(len(self.computing)):
+                if which < len(self.computing):
+                    self.compute(which, 3)
+            self.time_passes(0.6)
+        assert set(self.ended) == set(self.pulling), "a transfer never ended"
+        assert self.prefill.num_free == self.prefill.num_slots
+        assert self.decode.num_free == self.decode.num_slots
+        self.prefill.close()
+        self.decode.close()
+
+
+def _content(slot_hash: bytes) -> bytes:
+    """The keys and values of a slot."""
+    return np.random.default_rng(int.from_bytes(slot_hash, "little")).bytes(LAYER_ENDS[-1])
+
+
+TestKVTransfers = KVTransfers.TestCase
+TestKVTransfers.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
