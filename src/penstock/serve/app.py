@@ -106,7 +106,7 @@ def build(
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
         wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
-    if served_models.options.allow_fingerprint_mismatch:
+    if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
     if served_models.options.allowed_origins:
         origins = list(served_models.options.allowed_origins)

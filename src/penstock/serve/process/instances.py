@@ -60,7 +60,7 @@ class Instances:
 
     def __init__(self, configuration: Configuration, on_change: Callable[[tuple[Instance, ...]], None]) -> None:
         options = configuration.server
-        self._allow_mismatch = options.allow_fingerprint_mismatch
+        self._allow_mismatch = configuration.engine.allow_fingerprint_mismatch
         self._secret = read_secret(configuration.engine.cluster_secret_file, make=True)
         self._on_change = on_change
         self._configured: list[tuple[str, tuple[str, ...]]] = [
