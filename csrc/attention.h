@@ -1,10 +1,10 @@
 // Paged attention: one function for a single query and for a thousand.
 //
-// A task is some rows (queries times the heads that share keys and values). They walk over the sequence's blocks from the
-// first one on with an online softmax (Milakov and Gimelshein, 2018), block by block at absolute positions, so that a
-// row's result does not depend on which rows share its task, nor on how a prompt was cut into chunks, as long as keys and
-// values are finite. Products take six rows at a time; all rows of a task take a block before the next one is touched, so
-// that it comes from near.
+// A task is some rows (queries times the heads that share keys and values). They walk over the sequence's positions from the
+// first ones on with an online softmax (Milakov and Gimelshein, 2018), a span of 64 absolute positions at a time, so that a
+// row's result does not depend on which rows share its task, nor on how a prompt was cut into chunks, nor on the block size,
+// as long as keys and values are finite. Products take six rows at a time; all rows of a task take a span before the next one
+// is touched, so that it comes from near.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct Whole {
 };
 
 // Keys and values rounded to 8 bits, each of a position with its own scale; keys have 128 added. Queries are rounded, too,
-// and weights within a block of positions.
+// and weights within a span of positions.
 struct EightBits {
   using Element = int8_t;
   using KeyStep = QuadStep;
@@ -37,16 +37,19 @@ struct EightBits {
   static constexpr bool kRounds = true;
 };
 
-// A block's keys and values for one head.
+// A panel's keys and values for one head.
 template <class K>
-struct Block {
+struct Panel {
   typename K::Element *keys, *values;
   float *key_scales, *value_scales;  // where they are rounded
 
-  // The block of a cache at that number, counted over blocks and heads.
-  Block(const void* cache, int64_t number, int64_t dim, int64_t size) {
-    const int64_t bytes = 2 * size * (dim * sizeof(typename K::Element) + (K::kRounds ? sizeof(float) : 0));
-    keys = (typename K::Element*)((char*)cache + number * bytes);
+  static int64_t bytes(int64_t dim, int64_t size) {
+    return 2 * size * (dim * sizeof(typename K::Element) + (K::kRounds ? sizeof(float) : 0));
+  }
+
+  // The panel of a cache at that number, counted over panels and heads.
+  Panel(const void* cache, int64_t number, int64_t dim, int64_t size) {
+    keys = (typename K::Element*)((char*)cache + number * bytes(dim, size));
     values = keys + dim * size;
     key_scales = (float*)(values + dim * size);
     value_scales = key_scales + size;
@@ -98,35 +101,35 @@ inline void take_value(const typename K::Element* panel, int64_t position, typen
 
 // Asks for what both will write, which lies in many places.
 template <class K>
-inline void ask_for_places(const Block<K>& block, int64_t position, int64_t size, int64_t dim) {
+inline void ask_for_places(const Panel<K>& panel, int64_t position, int64_t size, int64_t dim) {
   using Element = typename K::Element;
   constexpr int n = K::KeyStep::kInputs, m = K::ValueStep::kInputs;
-  for (int64_t d = 0; d < dim; d += n) __builtin_prefetch(block.keys + d * size + position * n, 1);
-  for (int64_t i = 0; i < dim * m; i += 64 / sizeof(Element)) __builtin_prefetch(block.values + position / m * m * dim + i, 1);
+  for (int64_t d = 0; d < dim; d += n) __builtin_prefetch(panel.keys + d * size + position * n, 1);
+  for (int64_t i = 0; i < dim * m; i += 64 / sizeof(Element)) __builtin_prefetch(panel.values + position / m * m * dim + i, 1);
 }
 
 template <class T, class K>
 void store_token(const Store& a, int64_t token) {
-  const int64_t slot = a.slots[token], position = slot % a.block_size;
-  auto block_of = [&](int64_t head) {
-    return Block<K>(a.cache, slot / a.block_size * a.kv_heads + head, a.dim, a.block_size);
+  const int64_t slot = a.slots[token], position = slot % a.panel;
+  auto panel_at = [&](int64_t head) {
+    return Panel<K>(a.cache, slot / a.panel * a.kv_heads + head, a.dim, a.panel);
   };
-  ask_for_places(block_of(0), position, a.block_size, a.dim);
+  ask_for_places(panel_at(0), position, a.panel, a.dim);
   for (int64_t head = 0; head < a.kv_heads; head++) {
-    const Block<K> block = block_of(head);
-    if (head + 1 < a.kv_heads) ask_for_places(block_of(head + 1), position, a.block_size, a.dim);
+    const Panel<K> panel = panel_at(head);
+    if (head + 1 < a.kv_heads) ask_for_places(panel_at(head + 1), position, a.panel, a.dim);
     const T* k = (const T*)a.k + token * a.stride_k + head * a.dim;
     const T* v = (const T*)a.v + token * a.stride_v + head * a.dim;
     if constexpr (K::kRounds) {
       int8_t key[kMaxHead], value[kMaxHead];
-      block.key_scales[position] = round_row(k, a.dim, key).scale;
+      panel.key_scales[position] = round_row(k, a.dim, key).scale;
       for (int64_t d = 0; d < a.dim; d++) key[d] = int8_t(key[d] ^ 0x80);
-      block.value_scales[position] = round_row(v, a.dim, value).scale;
-      place_key<K>(block.keys, position, a.block_size, key, a.dim);
-      place_value<K>(block.values, position, value, a.dim);
+      panel.value_scales[position] = round_row(v, a.dim, value).scale;
+      place_key<K>(panel.keys, position, a.panel, key, a.dim);
+      place_value<K>(panel.values, position, value, a.dim);
     } else {
-      place_key<K>(block.keys, position, a.block_size, k, a.dim);
-      place_value<K>(block.values, position, v, a.dim);
+      place_key<K>(panel.keys, position, a.panel, k, a.dim);
+      place_value<K>(panel.values, position, v, a.dim);
     }
   }
 }
@@ -139,12 +142,12 @@ void exchange_tokens(const Exchange& a, int64_t task) {
   const int64_t vector = a.dim * sizeof(Element) + scale_bytes;
   const int64_t first = task * kRowsTogether, end = first + kRowsTogether < a.count ? first + kRowsTogether : a.count;
   for (int64_t i = first; i < end; i++) {
-    const int64_t slot = a.slots[a.chosen[i]], position = slot % a.block_size, place = a.places[a.chosen[i]];
+    const int64_t slot = a.slots[a.chosen[i]], position = slot % a.panel, place = a.places[a.chosen[i]];
     char* keys = a.buffer + place / a.slot_tokens * a.slot_bytes +
                  (place % a.slot_tokens * a.all_heads + a.first_head) * vector;
     char* values = keys + a.slot_tokens * a.all_heads * vector;
     for (int64_t head = 0; head < a.kv_heads; head++, keys += vector, values += vector) {
-      const Block<K> block(a.cache, slot / a.block_size * a.kv_heads + head, a.dim, a.block_size);
+      const Panel<K> panel(a.cache, slot / a.panel * a.kv_heads + head, a.dim, a.panel);
       Element key[kMaxHead], value[kMaxHead];
       const int64_t bytes = a.dim * sizeof(Element);
       auto shift = [&] {  // keys lie in the cache with 128 added
@@ -152,21 +155,21 @@ void exchange_tokens(const Exchange& a, int64_t task) {
           for (int64_t d = 0; d < a.dim; d++) key[d] = int8_t(key[d] ^ 0x80);
       };
       if constexpr (out) {
-        take_key<K>(block.keys, position, a.block_size, key, a.dim);
-        take_value<K>(block.values, position, value, a.dim);
+        take_key<K>(panel.keys, position, a.panel, key, a.dim);
+        take_value<K>(panel.values, position, value, a.dim);
         shift();
         memcpy(keys, key, bytes);
         memcpy(values, value, bytes);
-        memcpy(keys + bytes, block.key_scales + position, scale_bytes);
-        memcpy(values + bytes, block.value_scales + position, scale_bytes);
+        memcpy(keys + bytes, panel.key_scales + position, scale_bytes);
+        memcpy(values + bytes, panel.value_scales + position, scale_bytes);
       } else {
         memcpy(key, keys, bytes);
         memcpy(value, values, bytes);
         shift();
-        place_key<K>(block.keys, position, a.block_size, key, a.dim);
-        place_value<K>(block.values, position, value, a.dim);
-        memcpy(block.key_scales + position, keys + bytes, scale_bytes);
-        memcpy(block.value_scales + position, values + bytes, scale_bytes);
+        place_key<K>(panel.keys, position, a.panel, key, a.dim);
+        place_value<K>(panel.values, position, value, a.dim);
+        memcpy(panel.key_scales + position, keys + bytes, scale_bytes);
+        memcpy(panel.value_scales + position, values + bytes, scale_bytes);
       }
     }
   }
@@ -199,7 +202,7 @@ PENSTOCK_INLINE inline void multiply_columns(const typename Step::In* x, int64_t
 
 template <class K>
 constexpr bool kByTiles = ByTiles<typename K::KeyStep>::value;
-constexpr int64_t kTogether = kHasTiles ? kTaskRows : kTileRows;  // rows at a block, at most
+constexpr int64_t kTogether = kHasTiles ? kTaskRows : kTileRows;  // rows at a span, at most
 
 // What the rows of a task have come to; vectors of a row lie `dim` apart.
 template <class K>
@@ -210,23 +213,23 @@ struct Rows {
   float top[kTaskRows + 16];
   int64_t seen[kTaskRows], from[kTaskRows];  // a row sees positions from..seen
   Rounding rounding[kTaskRows];              // of q
-  // Of those at work, positions a block apart.
-  alignas(64) float scores[kTogether * kMaxBlock];
-  alignas(64) typename K::ValueStep::In weights[kTogether * kMaxBlock];
+  // Of those at work, positions a span apart.
+  alignas(64) float scores[kTogether * kSpan];
+  alignas(64) typename K::ValueStep::In weights[kTogether * kSpan];
   float scales[kTogether];  // of weights, where they are rounded
 };
 
-// What a block of keys and values, that begins at position `begin`, is to some rows of a task.
+// What a span of keys and values, that begins at position `begin`, is to some rows of a task.
 template <class K>
 struct Meeting {
   Rows<K>& rows;
   int first;
-  const Block<K>& block;
-  const Block<K>& next;
-  int64_t dim, size, begin;
+  const Panel<K>& span;
+  const Panel<K>& next;
+  int64_t dim, begin;
   int64_t filled, columns;  // positions seen by one of the rows, and those in full vectors
 
-  // The next block is asked for while the first rows are at this one.
+  // The next span is asked for while the first rows are at this one.
   Soon soon(const void* next, int rows) const {
     return {(const char*)next, first ? 0 : ceil_div(groups_of_rows(rows) * kWidth, 16)};
   }
@@ -243,7 +246,7 @@ template <class K, int R>
 PENSTOCK_APART void score(Meeting<K>& m) {
   const Rounding* rounding = m.rows.rounding + m.first;
   multiply_columns<typename K::KeyStep, R>(
-      m.rows.q + m.first * m.dim, m.dim, m.block.keys, m.size, m.columns, m.dim, m.soon(m.next.keys, R),
+      m.rows.q + m.first * m.dim, m.dim, m.span.keys, kSpan, m.columns, m.dim, m.soon(m.next.keys, R),
       [&](int r, int64_t) {
         if constexpr (K::kRounds)
           return i32xw{} - 128 * rounding[r].sum;
@@ -251,9 +254,9 @@ PENSTOCK_APART void score(Meeting<K>& m) {
           return f32xw{};
       },
       [&](int r, int64_t c, const auto& sums) {
-        float* to = m.rows.scores + r * m.size + c;
+        float* to = m.rows.scores + r * kSpan + c;
         if constexpr (K::kRounds)
-          store_bits(to, as_float(sums) * load_bits<f32xw>(m.block.key_scales + c) * rounding[r].scale);
+          store_bits(to, as_float(sums) * load_bits<f32xw>(m.span.key_scales + c) * rounding[r].scale);
         else
           store_bits(to, sums);
       });
@@ -263,15 +266,15 @@ template <class K>
 PENSTOCK_APART void score_by_tiles(Meeting<K>& m, int count) {
   using Step = typename K::KeyStep;
   using Sum = typename ByTiles<Step>::Sum;
-  multiply_tiles<Step>(m.rows.q + m.first * m.dim, m.dim, count, m.block.keys, m.size / 16 * Step::kBytes, m.columns, m.dim,
-                       (Sum*)m.rows.scores, m.size, true, m.soon_by_tiles(m.next.keys, count));
+  multiply_tiles<Step>(m.rows.q + m.first * m.dim, m.dim, count, m.span.keys, kSpan / 16 * Step::kBytes, m.columns, m.dim,
+                       (Sum*)m.rows.scores, kSpan, true, m.soon_by_tiles(m.next.keys, count));
   if constexpr (K::kRounds)
     for (int r = 0; r < count; r++) {
       const Rounding& rounding = m.rows.rounding[m.first + r];
       for (int64_t c = 0; c < m.columns; c += 16) {
-        float* score = m.rows.scores + r * m.size + c;
+        float* score = m.rows.scores + r * kSpan + c;
         const i32x16 sums = load_bits<i32x16>(score) - 128 * rounding.sum;
-        store(score, as_float(sums) * load(m.block.key_scales + c) * rounding.scale);
+        store(score, as_float(sums) * load(m.span.key_scales + c) * rounding.scale);
       }
     }
 }
@@ -304,7 +307,7 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
   float highest[16], bases[16], shares[16];  // of each row
   store(highest, all(kNever));
   for (int r = 0; r < R; r++) {
-    float* scores = m.rows.scores + (at + r) * m.size;
+    float* scores = m.rows.scores + (at + r) * kSpan;
     f32x16 high = all(kNever);
     for (int64_t p = 0; p < m.columns; p += 16) {
       f32x16 known = load(scores + p);
@@ -326,20 +329,20 @@ PENSTOCK_APART void weigh(Meeting<K>& m, int at, float power) {
       for (int64_t d = 0; d < m.dim; d += 16) store(out + d, load(out + d) * keep[r]);
       m.rows.total[first + r] *= keep[r];
     }
-  f32x16 relative[kMaxBlock / 16];
-  float value_scale = -1.0f;  // of the whole block, once it is known
+  f32x16 relative[kSpan / 16];
+  float value_scale = -1.0f;  // of the whole span, once it is known
   for (int r = 0; r < R; r++) {
     const int64_t row = first + r;
-    const float* scores = m.rows.scores + (at + r) * m.size;
-    auto* weights = m.rows.weights + (at + r) * m.size;
+    const float* scores = m.rows.scores + (at + r) * kSpan;
+    auto* weights = m.rows.weights + (at + r) * kSpan;
     f32x16 sums = {};
-    if constexpr (K::kRounds) {  // the block's largest weight becomes about 255
+    if constexpr (K::kRounds) {  // the span's largest weight becomes about 255
       float own_scale = value_scale;
       if (!whole(row)) {
-        own_scale = relative_scales(m.block.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
+        own_scale = relative_scales(m.span.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
         value_scale = -1.0f;
       } else if (value_scale < 0) {
-        own_scale = value_scale = relative_scales(m.block.value_scales, m.columns, relative, [](int64_t) { return lanes() >= 0; });
+        own_scale = value_scale = relative_scales(m.span.value_scales, m.columns, relative, [](int64_t) { return lanes() >= 0; });
       }
       for (int64_t p = 0; p < m.columns; p += 16) {
         const f32x16 w = exp2<coarse>(fma(load(scores + p), all(power), all(bases[r])));
@@ -365,7 +368,7 @@ template <class K, int R>
 PENSTOCK_APART void blend(Meeting<K>& m) {
   float* out = m.rows.out + m.first * m.dim;
   multiply_columns<typename K::ValueStep, R>(
-      m.rows.weights, m.size, m.block.values, m.dim, m.dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
+      m.rows.weights, kSpan, m.span.values, m.dim, m.dim, K::kRounds ? (m.filled + 3) / 4 * 4 : m.filled,
       m.soon(m.next.values, R),
       [&](int r, int64_t c) {
         if constexpr (K::kRounds)
@@ -390,24 +393,24 @@ PENSTOCK_APART void blend_by_tiles(Meeting<K>& m, int count) {
   float* out = m.rows.out + m.first * m.dim;
   if constexpr (K::kRounds) {
     alignas(64) int32_t sums[kTogether * kMaxHead];
-    multiply_tiles<Step>(m.rows.weights, m.size, count, m.block.values, stride, m.dim, m.filled, sums, m.dim, true, soon);
+    multiply_tiles<Step>(m.rows.weights, kSpan, count, m.span.values, stride, m.dim, m.filled, sums, m.dim, true, soon);
     for (int r = 0; r < count; r++)
       for (int64_t d = r * m.dim; d < (r + 1) * m.dim; d += 16)
         store(out + d, fma(as_float(load_bits<i32x16>(sums + d)), all(m.rows.scales[r]), load(out + d)));
   } else {
-    multiply_tiles<Step>(m.rows.weights, m.size, count, m.block.values, stride, m.dim, m.filled, out, m.dim, false, soon);
+    multiply_tiles<Step>(m.rows.weights, kSpan, count, m.span.values, stride, m.dim, m.filled, out, m.dim, false, soon);
   }
 }
 
 template <class K>
-void attend(Rows<K>& rows, int first, int count, const Block<K>& block, const Block<K>& next, int64_t dim, int64_t size,
-            int64_t begin, float power) {
+void attend(Rows<K>& rows, int first, int count, const Panel<K>& span, const Panel<K>& next, int64_t dim, int64_t begin,
+            float power) {
   int64_t last = 0;
   for (int r = 0; r < count; r++) last = rows.seen[first + r] > last ? rows.seen[first + r] : last;
   if (last < begin) return;
   // What is filled and seen by one of the rows: beyond it lies what other sequences left, which may be anything.
-  const int64_t filled = last + 1 - begin < size ? last + 1 - begin : size;
-  Meeting<K> m{rows, first, block, next, dim, size, begin, filled, (filled + 15) / 16 * 16};
+  const int64_t filled = last + 1 - begin < kSpan ? last + 1 - begin : kSpan;
+  Meeting<K> m{rows, first, span, next, dim, begin, filled, (filled + 15) / 16 * 16};
   if constexpr (kByTiles<K>) {
     score_by_tiles(m, count);
     for (int at = 0; at < count; at += kTileRows)
@@ -422,12 +425,32 @@ void attend(Rows<K>& rows, int first, int count, const Block<K>& block, const Bl
   }
 }
 
+// Copies a panel of `size` positions to those from `at` on of a span.
+template <class K>
+void join(const Panel<K>& span, int64_t at, const Panel<K>& panel, int64_t dim, int64_t size) {
+  constexpr int n = K::KeyStep::kInputs;
+  for (int64_t d = 0; d < dim; d += n)
+    for (int64_t p = 0; p < size; p += 16)  // as many as have 64 bytes
+      memcpy(span.keys + d * kSpan + (at + p) * n, panel.keys + d * size + p * n, 16 * n * sizeof(typename K::Element));
+  memcpy(span.values + at * dim, panel.values, size * dim * sizeof(typename K::Element));
+  if constexpr (K::kRounds) {
+    memcpy(span.key_scales + at, panel.key_scales, size * sizeof(float));
+    memcpy(span.value_scales + at, panel.value_scales, size * sizeof(float));
+  }
+}
+
+template <class K>
+void ask_for(const Panel<K>& panel, int64_t dim, int64_t size) {
+  const int64_t bytes = Panel<K>::bytes(dim, size);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)panel.keys + i, 0, kHasTiles ? 3 : 2);
+}
+
 // Tasks of a head follow each other, so that its keys and values stay near.
 template <class T, class K>
 void attention_task(const Attention& a, int64_t task) {
   const int64_t tiles = a.tasks / a.kv_heads, tile = task % tiles, kv_head = task / tiles;
   const int64_t sequence = a.tiles[2 * tile], first_row = a.tiles[2 * tile + 1];
-  const int64_t sharing = a.heads / a.kv_heads, dim = a.dim, size = a.block_size;
+  const int64_t sharing = a.heads / a.kv_heads, dim = a.dim, size = panel_of(a.block_size);
   const int64_t start = a.query_starts[sequence], queries = a.query_starts[sequence + 1] - start;
   const int64_t before = a.lengths[sequence] - queries, left = queries * sharing - first_row;
   const int count = int(left < kTaskRows ? left : kTaskRows);
@@ -458,20 +481,34 @@ void attention_task(const Attention& a, int64_t task) {
       prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
     }
   }
-  auto block_of = [&](int64_t sequence, int64_t at, int64_t kv_head) {
-    return Block<K>(a.cache, a.block_tables[sequence * a.table_width + at] * a.kv_heads + kv_head, dim, size);
+  auto panel_at = [&](int64_t sequence, int64_t position, int64_t kv_head) {
+    const int64_t block = a.block_tables[sequence * a.table_width + position / a.block_size];
+    const int64_t number = block * (a.block_size / size) + position % a.block_size / size;
+    return Panel<K>(a.cache, number * a.kv_heads + kv_head, dim, size);
   };
-  for (int64_t at = earliest / size; at <= last / size; at++) {
-    const Block<K> block = block_of(sequence, at, kv_head);
-    // After a task's last block, probably the first one of the task that follows.
-    const Block<K> next = at < last / size ? block_of(sequence, at + 1, kv_head)
-                          : tile + 1 < tiles
-                              ? block_of(a.tiles[2 * (tile + 1)], 0, kv_head)
-                              : block_of(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);
+  auto go_over = [&](const Panel<K>& span, const Panel<K>& next, int64_t begin) {
     constexpr int together = kByTiles<K> ? kTogether : kTileRows;
     for (int first = 0; first < count; first += together)
-      attend<K>(rows, first, count - first < together ? count - first : together, block, next, dim, size, at * size,
+      attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, begin,
                 a.scale * 1.44269504088896341f);
+  };
+  for (int64_t begin = earliest / kSpan * kSpan; begin <= last; begin += kSpan) {
+    if (size == kSpan) {
+      // After a task's last span, probably the first one of the task that follows.
+      const Panel<K> next = begin + kSpan <= last ? panel_at(sequence, begin + kSpan, kv_head)
+                            : tile + 1 < tiles    ? panel_at(a.tiles[2 * (tile + 1)], 0, kv_head)
+                                                  : panel_at(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);
+      go_over(panel_at(sequence, begin, kv_head), next, begin);
+      continue;
+    }
+    thread_local std::vector<Line> memory;
+    memory.resize(ceil_div(Panel<K>::bytes(dim, kSpan), sizeof(Line)));
+    const Panel<K> span(memory.data(), 0, dim, kSpan);
+    for (int64_t position = begin; position <= last && position < begin + kSpan; position += size) {
+      join(span, position - begin, panel_at(sequence, position, kv_head), dim, size);
+      if (position + kSpan <= last) ask_for(panel_at(sequence, position + kSpan, kv_head), dim, size);
+    }
+    go_over(span, span, begin);
   }
   for (int r = 0; r < count; r++) {
     const f32x16 share = all(1.0f / sum(rows.total[r]));

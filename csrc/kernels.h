@@ -152,15 +152,15 @@ struct SiluMul {
   Type type;
 };
 
-// A layer's cache: for each block and head the keys, then the values. Keys lie as a panel of `block_size` columns over
-// `dim` inputs, values as one of `dim` columns over `block_size` inputs: both attention's products are then the
+// A layer's cache: for each panel of `panel` positions (`panel_of` a block's) and head the keys, then the values. Keys lie
+// as `panel` columns over `dim` inputs, values as `dim` columns over `panel` inputs: both attention's products are then the
 // linear layer's. Where keys and values are rounded to 8 bits, a float32 scale for each position's key follows, and for
 // each one's value.
 struct Store {
   const void *k, *v;  // [tokens, kv_heads, dim], tokens `stride_k` and `stride_v` elements apart
   void* cache;
   const int64_t* slots;
-  int64_t kv_heads, dim, block_size, stride_k, stride_v;
+  int64_t kv_heads, dim, panel, stride_k, stride_v;
   Type type;
   bool rounded;
 };
@@ -173,7 +173,7 @@ struct Exchange {
   const int64_t *slots, *places;  // [tokens]: in the cache, and in the buffer as if its slots were joined
   const int64_t* chosen;          // [count]: tokens
   int64_t count;
-  int64_t kv_heads, dim, block_size;
+  int64_t kv_heads, dim, panel;
   int64_t all_heads, first_head, slot_tokens, slot_bytes;
   Type type;
   bool rounded;
@@ -199,6 +199,16 @@ struct Read {
   const void* from;
   int64_t size;
 };
+
+// Positions that attention takes together, whatever the block size, on which its results therefore do not depend.
+constexpr int64_t kSpan = 64;
+
+// Positions of a panel, of which both blocks and spans are made: a span, unless it is not of whole blocks. Block sizes are
+// multiples of 16.
+constexpr int64_t panel_of(int64_t block_size) {
+  const int64_t power = block_size & -block_size;
+  return power < kSpan ? power : kSpan;
+}
 
 constexpr int64_t kTileRows = 6;    // rows of a product, unless its format says otherwise
 constexpr int64_t kMostPanels = 8;  // of a linear layer's task

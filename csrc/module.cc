@@ -380,8 +380,8 @@ void silu_mul(Address gate_up, Address out, int64_t rows, int64_t width, int64_t
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool rounded) {
   make_rows(tokens, &Kernels::store,
-            Store{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), kv_heads, dim, block_size, stride_k,
-                  stride_v, Type(type), rounded});
+            Store{at<void>(k), at<void>(v), at<void>(cache), at<int64_t>(slots), kv_heads, dim, panel_of(block_size),
+                  stride_k, stride_v, Type(type), rounded});
 }
 
 // Tokens whose place is negative are left out. `progress`, an int64 if there is one, is raised once the others are copied.
@@ -397,7 +397,7 @@ void exchange(Address cache, Address buffer, Address slots, Address places, int6
     if (chosen.empty()) return;
     const Exchange args{at<void>(cache), at<char>(buffer) + offset, at<int64_t>(slots), at<int64_t>(places),
                         chosen.data(),   int64_t(chosen.size()),    kv_heads,           dim,
-                        block_size,      all_heads,                 first_head,         slot_tokens,
+                        panel_of(block_size), all_heads,                 first_head,         slot_tokens,
                         slot_bytes,      Type(type),                rounded};
     pool()->run(ceil_div(args.count, kRowsTogether), [&](int64_t task) { (kernels->*kernel)(args, task); });
     if (progress) at<std::atomic<int64_t>>(progress)->fetch_add(1, std::memory_order_release);

@@ -118,7 +118,7 @@ FORMS = (
 
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
-    """At least three blocks long in the end. Some begin alike, so that they share prefixes."""
+    """At least three of the smallest blocks long in the end. Some begin alike, so that they share prefixes."""
     prompt = [2 + i for i in range(rng.choice((0, 20, 60)))] + [
         rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
     ]
@@ -178,12 +178,14 @@ def draw_engine(
 ) -> Engine:
     """Most have no more blocks than a sequence of the greatest length takes; many requests get longer steps, so that
     the test ends."""
-    fewest = LONGEST // BLOCK
+    block_size = rng.choice((BLOCK, BLOCK, 2 * BLOCK, 3 * BLOCK))
+    fewest = max(-(-LONGEST // block_size), 9)  # three for each beam
     tensor_parallel_size, pipeline_parallel_size = grid
     drafted = NGRAM if pipeline_parallel_size > 1 else json.dumps(GUESSING | {"model": str(checkpoint)})
     return start(
         checkpoint,
         kind,
+        block_size=block_size,
         threads=rng.randint(1, 2),
         max_concurrent_batches=rng.randint(1, 3),
         distributed_executor_backend="mp" if processes else "uni",

@@ -29,14 +29,15 @@ SAME: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 32},
     {"enable_prefix_caching": False},
     {"enable_lora": True},
+    {"block_size": 16},
+    {"block_size": 48},
+    {"block_size": 128},
     {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
 ]
 """Options that do not change the bits."""
 OTHER: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"kv_cache_dtype": "int8"},
-    {"block_size": 16},
-    {"block_size": 128},
     {"ops": "reference"},
     *({"quantization": name} for name in ("w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32")),
 ]

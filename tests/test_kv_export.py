@@ -80,12 +80,13 @@ def test_a_step_exports(checkpoint: Path, ops: Ops, quantized: bool) -> None:
     for cache, layout in zip(receiver.cache, layouts, strict=True):
         ops.import_kv(cache, before.slot_mapping, buffer, before.positions, layout)
     last = batch_of(tokens, TOKENS - 1, 64)
-    torch.testing.assert_close(receiver.forward(last), hidden, atol=0.2 if quantized else 1e-2, rtol=0.0)
+    again = receiver.forward(last)
+    assert torch.equal(again, hidden) if ops.BATCH_INVARIANT else torch.allclose(again, hidden, atol=1e-3)
     for cache, layout in zip(sender.cache, layouts, strict=True):
-        again = torch.zeros_like(buffer)
-        ops.export_kv(cache, batch_of(tokens[:-1], 0, 16).slot_mapping, again, before.positions, layout)
+        whole = torch.zeros_like(buffer)
+        ops.export_kv(cache, batch_of(tokens[:-1], 0, 16).slot_mapping, whole, before.positions, layout)
         part = slice(layout.offset, layout.offset + layout.slot_bytes // len(layouts))
-        assert torch.equal(again.view(slots, -1)[:, part], buffer.view(slots, -1)[:, part])
+        assert torch.equal(whole.view(slots, -1)[:, part], buffer.view(slots, -1)[:, part])
 
 
 def test_stages_export_their_layers(checkpoint: Path) -> None:

@@ -12,13 +12,13 @@ from penstock.ops import KVSpec, Ops
 def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> str:
     """A string that is equal for engines whose results are equal to the bit, given equal weights.
 
-    With kernels that are ``BATCH_INVARIANT``, results do not depend on threads, ranks, batches, chunks, prefix cache,
-    preemption and speculation, which are not part of it.
+    With kernels that are ``BATCH_INVARIANT``, results do not depend on threads, ranks, batches, chunks, block size,
+    prefix cache, preemption and speculation, which are not part of it.
 
     Args:
         ops: the kernels.
         quantization: of the weights, a name of ``SCHEMES``.
-        kv_spec: of one layer's KV cache; dtype and block size are the same for all.
+        kv_spec: of one layer's KV cache; the dtype is the same for all.
     """
     capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes rope tables and samples
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
@@ -26,7 +26,6 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
         parts.append(quantization)
     if kv_spec.quantized:
         parts.append("kv8")
-    parts.append(f"block{kv_spec.block_size}")  # attention sums block by block
     if depends_on_length(model.config.rope_parameters):
         parts.append(f"rope{max(model.max_len, model.config.max_position_embeddings)}")
     return "-".join(parts)
