@@ -77,6 +77,8 @@ class KVConnector:
         abort: Callable[[str], Any],
         adapter_version: Callable[[str], str],
     ) -> None:
+        self.buffer = buffer
+        """The transfer buffer."""
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Descriptor that is readable when ``poll`` has something to do."""
         self._activity: Future[None] = Future()

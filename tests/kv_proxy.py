@@ -1,0 +1,150 @@
+"""A network that disturbs KV transfers: a proxy between decode and prefill engines, which reads their protocol and
+loses, delays, repeats or damages messages."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from penstock.engine.kv_transfer.messages import Data, Message, Offer, decode, encode
+
+HANDSHAKE = {"to_prefill": 1, "to_decode": 2}
+"""Messages of the handshake in each direction, which have a header of another length."""
+Frames = list[tuple[Message, bytes]]
+Fault = Callable[[Random, str, Message, bytes], Frames | None]
+"""What becomes of a message and the bytes after it, given the direction; None delays it."""
+
+
+class KVProxy:
+    """Forwards connections to ``target``, and applies ``fault`` to each message after the handshake. Give its address
+    to decode engines, with ``kv_transport="tcp"``."""
+
+    def __init__(self, target: str, fault: Fault, seed: int = 0) -> None:
+        host, port = target.rsplit(":", 1)
+        self._target = host, int(port)
+        self._fault = fault
+        self._random = Random(seed)
+        self.faults = 0
+        """Messages that were not passed on as they came."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Cut all connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def cut(self) -> None:
+        """Cut the connections that there are."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                decode_side, _ = self._listener.accept()
+                prefill_side = socket.create_connection(self._target)
+                self._sockets += [decode_side, prefill_side]
+                for source, target, way in (
+                    (decode_side, prefill_side, "to_prefill"),
+                    (prefill_side, decode_side, "to_decode"),
+                ):
+                    threading.Thread(target=self._forward, args=(source, target, way), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        late: Frames = []
+        with contextlib.suppress(OSError, EOFError):
+            for _ in range(HANDSHAKE[way]):
+                header = _read(source, 12)
+                target.sendall(header + _read(source, int.from_bytes(header[:8], "little")))
+            while True:
+                message = decode(_read(source, int.from_bytes(_read(source, 4), "little")))
+                data = _read(source, message.size) if isinstance(message, Data) else b""
+                frames = self._fault(self._random, way, message, data)
+                if frames is None:  # after the next one
+                    self.faults += 1
+                    late.append((message, data))
+                    continue
+                self.faults += frames != [(message, data)]
+                for one, more in [*frames, *late]:
+                    encoded = encode(one)
+                    target.sendall(len(encoded).to_bytes(4, "little") + encoded + more)
+                late.clear()
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _read(source: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = source.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def lossy(share: float) -> Fault:
+    """This share of messages is lost, late or repeated."""
+
+    def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames | None:
+        if rng.random() >= share:
+            return [(message, data)]
+        return rng.choice(([], None, [(message, data)] * 2))
+
+    return fault
+
+
+def flipped_bit(share: float) -> Fault:
+    """A bit is wrong in this share of the pieces."""
+
+    def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
+        if not data or rng.random() >= share:
+            return [(message, data)]
+        damaged = bytearray(data)
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        return [(message, bytes(damaged))]
+
+    return fault
+
+
+def swapped_pieces(share: float) -> Fault:
+    """In this share of the offers each slot is said to hold what another one holds."""
+
+    def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
+        if not isinstance(message, Offer) or len(message.pieces) < 2 or rng.random() >= share:
+            return [(message, data)]
+        pieces = message.pieces
+        others = [*pieces[1:], pieces[0]]
+        swapped = [
+            msgspec.structs.replace(other, index=own.index, checksum=other.checksum)
+            for own, other in zip(pieces, others, strict=True)
+        ]
+        return [(msgspec.structs.replace(message, pieces=swapped), data)]
+
+    return fault
+
+
+def wrong_epoch(share: float) -> Fault:
+    """In this share of the offers slots have the epoch of an earlier use."""
+
+    def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
+        if not isinstance(message, Offer) or rng.random() >= share:
+            return [(message, data)]
+        old = [msgspec.structs.replace(piece, epoch=piece.epoch - 2) for piece in message.pieces]
+        return [(msgspec.structs.replace(message, pieces=old), data)]
+
+    return fault
