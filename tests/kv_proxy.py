@@ -122,18 +122,12 @@ def flipped_bit(share: float) -> Fault:
 
 
 def swapped_pieces(share: float) -> Fault:
-    """In this share of the offers each slot is said to hold what another one holds."""
+    """This share of the pieces of a prompt's first two slots is said to be of the other one."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
-        if not isinstance(message, Offer) or len(message.pieces) < 2 or rng.random() >= share:
+        if not isinstance(message, Data) or message.index > 1 or rng.random() >= share:
             return [(message, data)]
-        pieces = message.pieces
-        others = [*pieces[1:], pieces[0]]
-        swapped = [
-            msgspec.structs.replace(other, index=own.index, checksum=other.checksum)
-            for own, other in zip(pieces, others, strict=True)
-        ]
-        return [(msgspec.structs.replace(message, pieces=swapped), data)]
+        return [(msgspec.structs.replace(message, index=1 - message.index), data)]
 
     return fault
 

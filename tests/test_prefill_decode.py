@@ -6,6 +6,7 @@ engines' sizes and whatever happens to the messages between them.
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from random import Random
@@ -14,11 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 import test_exactness
-from kv_proxy import Fault, KVProxy, lossy
+from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from test_exactness import LONGEST, NGRAM, Result, draw_request, start
 
-from penstock.core import EngineRequest, TokenDelta
+from penstock.core import Code, EngineRequest, TokenDelta
 from penstock.engine.engine import Engine
+from penstock.engine.kv_transfer.messages import Message, Read
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -138,6 +140,7 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
     "1p1d": ("bfloat16 none auto", [{}], [{}]),
     "2p1d, little room": ("float32 none auto", [SMALL_CACHE, {"kv_buffer_size": 2**17}], [SMALL_CACHE]),
     "1p2d, int8": ("bfloat16 w8a8 int8", [{"max_num_batched_tokens": 48}], [{}, {"speculative_config": NGRAM}]),
+    "other block sizes": ("bfloat16 none int8", [{"block_size": 64}], [{}, {"block_size": 32}]),
     "tp 2 to tp 1": ("bfloat16 none auto", [{"tensor_parallel_size": 2}], [{"preemption_mode": "swap"}]),
     "pp 2 to tp 2": ("float32 none auto", [{"pipeline_parallel_size": 2}], [{"tensor_parallel_size": 2}]),
 }
@@ -163,3 +166,102 @@ def test_answers_are_those_of_a_single_engine(checkpoint: Path, secret: str, nam
             assert not cluster.counts("failed")
     finally:
         cluster.close()
+
+
+def draw_long_requests(rng: Random, count: int) -> list[EngineRequest]:
+    """Requests whose prompts are transferred, two slots of the buffer or more."""
+    drawn = (draw_request(rng, number) for number in itertools.count())
+    return list(itertools.islice((r for r in drawn if len(r.prompt) > 70 and _is_transferred(r)), count))
+
+
+def _is_transferred(request: EngineRequest) -> bool:
+    return request.sampling.prompt_logprobs is None and not request.sampling.return_context_logits
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        (flipped_bit(0.3), "checksum_failures"),
+        (swapped_pieces(1.0), "checksum_failures"),
+        (wrong_epoch(0.3), "recomputed"),
+        (flipped_bit(1.0), "recomputed"),
+    ],
+    ids=["a flipped bit", "swapped slots", "a wrong epoch", "every piece wrong"],
+)
+def test_wrong_pieces_are_found(checkpoint: Path, secret: str, fault: Fault, counter: str) -> None:
+    """They are read again, or the prompt is computed anew; no answer is wrong."""
+    rng = Random(counter)
+    requests = draw_long_requests(rng, 20)
+    alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
+    cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}], fault, kv_timeout=4.0)
+    try:
+        assert run(cluster, requests, rng) == alone
+        cluster.wait_until_free()
+        assert cluster.proxies[0].faults
+        assert cluster.counts(counter)
+    finally:
+        cluster.close()
+
+
+def test_a_slot_written_too_early_is_noticed(checkpoint: Path, secret: str) -> None:
+    """The prefill engine's buffer is given to others while the decode engine reads from it."""
+    rng = Random("early")
+    requests = draw_long_requests(rng, 20)
+    alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
+
+    def overwrite(rng: Random, way: str, message: Message, data: bytes) -> Frames:
+        if isinstance(message, Read) and rng.random() < 0.3:
+            _connector(cluster.prefill[0]).buffer.data[message.slot] = 255
+        return [(message, data)]
+
+    cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}], overwrite)
+    try:
+        assert run(cluster, requests, rng) == alone
+        cluster.wait_until_free()
+        assert cluster.counts("checksum_failures")
+    finally:
+        cluster.close()
+
+
+def test_a_prompt_without_prefill_engine(checkpoint: Path, secret: str) -> None:
+    """It is computed by the decode engine, or fails, as ``kv_load_failure`` says; an engine that has gone is not waited
+    for."""
+    rng = Random("gone")
+    requests = draw_long_requests(rng, 4)
+    alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
+    for policy in ("recompute", "fail"):
+        cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}], kv_load_failure=policy)
+        try:
+            cluster.prefill[0].close()
+            if policy == "recompute":
+                assert run(cluster, requests) == alone
+                continue
+            cluster.add(requests[0])
+            deltas = []
+            while cluster.busy:
+                deltas += cluster.step()
+            assert {delta.failure.code for delta in deltas if delta.failure} == {Code.UNAVAILABLE}
+        finally:
+            cluster.engines.remove(cluster.prefill[0])
+            cluster.close()
+
+
+def test_engines_that_do_not_fit_refuse_each_other(checkpoint: Path, secret: str, caplog: Any) -> None:
+    """Other weights, another KV cache, other bits: a sentence says which, and the prompt is computed by the decode
+    engine."""
+    rng = Random("other")
+    [request] = draw_long_requests(rng, 1)
+    for options, words in (
+        ({"load_format": "dummy", "seed": 1}, "other weights"),
+        ({"kv_cache_dtype": "int8"}, "its KV cache has other"),
+        ({"quantization": "w8a8"}, "other bits"),
+    ):
+        kind = "bfloat16 none auto"
+        alone = run(start(checkpoint, kind, threads=1, **options), [request])
+        cluster = Cluster(checkpoint, kind, secret, rng, [{}], [options])
+        try:
+            assert run(cluster, [request]) == alone
+            assert words in caplog.text
+            assert not cluster.counts("completed")
+        finally:
+            cluster.close()

@@ -267,9 +267,8 @@ class Receiver:
     def unreadable(self, job: Job, now: float) -> None:
         """A piece could not be read where its offer says."""
         self._leave(job.transfer, job.piece.index)
-        if one := self._transfers.get(job.transfer):
-            key = job.piece.index, job.first_layer, job.last_layer
-            self._ask_again(job.transfer, one, key, "has freed keys and values too early", now)
+        if job.transfer in self._transfers:
+            self._break(job.transfer, f"{self._peer} has freed keys and values too early", now)
 
     def imported(self, arrived: Arrived, now: float) -> None:
         """The engine has imported a piece, or dropped it."""
