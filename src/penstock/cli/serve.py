@@ -14,6 +14,7 @@ from types import FrameType
 
 import msgspec
 
+from penstock.cluster.deployment import with_rank_tables
 from penstock.config.addresses import join_address, split_address
 from penstock.config.options import Configuration, ServerOptions
 from penstock.core import Code, PenstockError
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, "model", args.model_tag) != args.model_tag:
             raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
         args.model = args.model_tag
-    configuration = with_role(configure(args, "serve").configuration)
+    configuration = with_role(with_rank_tables(configure(args, "serve").configuration))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         configuration = _of_torchrun(configuration)
         if int(os.environ["LOCAL_RANK"]):

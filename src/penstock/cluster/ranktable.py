@@ -79,15 +79,36 @@ def combine(groups: Iterable[Iterable[Server]]) -> Global:
     )
 
 
-def read(path: Path) -> Global:
-    """A global table. Raises ``PenstockError`` (``invalid``) where it is none, or contradicts itself."""
+def read(path: Path, option: str = "global_ranktable_list") -> Global:
+    """A global table. Raises ``PenstockError`` (``invalid``), which names the option, where it is none, or contradicts
+    itself."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=Global)
     except (OSError, ValueError) as error:
-        raise invalid("global_ranktable_list", f"{path} cannot be read as a global rank table: {error}") from error
+        raise invalid(option, f"{path} cannot be read as a global rank table: {error}") from error
     if wrong := _contradiction(result):
-        raise invalid("global_ranktable_list", f"{path}: {wrong}")
+        raise invalid(option, f"{path}: {wrong}")
     return result
+
+
+def read_local(path: Path, option: str) -> Server:
+    """The instance of a local table. Raises as ``read``."""
+    try:
+        (server,) = msgspec.json.decode(path.read_bytes(), type=Local).server_list
+    except (OSError, ValueError) as error:
+        raise invalid(option, f"{path} cannot be read as a local rank table: {error}") from error
+    return server
+
+
+def device_in_two_instances(servers: Iterable[Server]) -> tuple[str, str] | None:
+    """Address and id of a device that several instances have, or one twice; None where there is none."""
+    seen = set()
+    for server in servers:
+        for device in server.device or ():
+            if (place := (server.server_ip, device.device_id)) in seen:
+                return place
+            seen.add(place)
+    return None
 
 
 def merge(tables: Sequence[Global]) -> Global:
@@ -99,13 +120,8 @@ def merge(tables: Sequence[Global]) -> Global:
     if len(lists[0]) != 1:
         message = f"have {len(lists[0])} servers for clients, and there is one: give --api-server on one machine alone"
         raise invalid("global_ranktable_list", message)
-    seen = set()
-    for server in [*lists[1], *lists[2]]:
-        for device in server.device or ():
-            if (place := (server.server_ip, device.device_id)) in seen:
-                message = f"device {device.device_id} of {server.server_ip} is in two instances"
-                raise invalid("global_ranktable_list", message)
-            seen.add(place)
+    if shared := device_in_two_instances([*lists[1], *lists[2]]):
+        raise invalid("global_ranktable_list", f"device {shared[1]} of {shared[0]} is in two instances")
     return combine(lists)
 
 

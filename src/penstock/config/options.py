@@ -257,7 +257,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         str,
         option(
             "Cores of each rank: auto shares them out, those of a NUMA node together; none binds nothing; else a list "
-            "for each rank, as 0-15,16-31 or 0-7,16-23|8-15,24-31. A single rank is not bound."
+            "for each rank, as 0-15,16-31 or 0-7,16-23|8-15,24-31. Only a list binds a single rank."
         ),
     ] = "auto"
     max_concurrent_batches: Annotated[
@@ -431,6 +431,21 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     router_address: Annotated[
         tuple[str, ...],
         option("Routers to which this instance makes itself known, each as host:port of its server."),
+    ] = ()
+    global_rank_table: Annotated[
+        str,
+        option("File with all instances of a deployment and their devices (penstock ranktable); needs rank_table."),
+    ] = ""
+    rank_table: Annotated[
+        str,
+        option(
+            "File with this instance, whose role and cores follow from it, or with the router, whose instances follow "
+            "from global_rank_table and node_ports."
+        ),
+    ] = ""
+    node_ports: Annotated[
+        tuple[str, ...],
+        option("For the router: the ports of all instances, in the order of global_rank_table, prefill first."),
     ] = ()
     pd_min_prefill_tokens: Annotated[
         int,

@@ -38,7 +38,7 @@ def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
             return set()
         first, end = (len(cores) * number // size for number in (rank, rank + 1))
         return set(cores[first:end])
-    lists = binding.split("|" if "|" in binding else ",")
+    lists = [binding] if size == 1 else binding.split("|" if "|" in binding else ",")
     if len(lists) != size:
         raise invalid(FIELD, f"{binding!r} has cores for {len(lists)} ranks, and there are {size}", size)
     return set.union(*(_range(text) for text in lists[rank].split(",")))

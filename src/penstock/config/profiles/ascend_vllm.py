@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Profile, Settings, ignored, one_of, refused
-from .vllm import COLLECTIVES, FLAGS, GRAPHS, ROLES
+from . import COMBINED, Alias, Profile, Settings, ignored, one_of
+from .vllm import COLLECTIVES, FLAGS, GRAPHS
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -54,9 +54,9 @@ PROFILE = Profile(
     },
     variables={
         "USE_OPENAI": Alias("require_model", one_of({"0": False, "1": True})),
-        "GLOBAL_RANK_TABLE_FILE_PATH": refused(ROLES),
-        "RANK_TABLE_FILE_PATH": refused(ROLES),
-        "NODE_PORTS": refused(ROLES),
+        "GLOBAL_RANK_TABLE_FILE_PATH": Alias("global_rank_table"),
+        "RANK_TABLE_FILE_PATH": Alias("rank_table"),
+        "NODE_PORTS": Alias("node_ports"),
     },
     together=_speculative,
 )

@@ -1,0 +1,135 @@
+"""Roles by rank tables: what an instance or the router of a deployment is, from its tables and ports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock.config.addresses import join_address
+from penstock.config.options import Configuration
+from penstock.core.errors import invalid
+
+from . import ranktable
+from .ranktable import Global, Server
+
+GLOBAL, LOCAL, PORTS = "global_rank_table", "rank_table", "node_ports"
+
+
+def with_rank_tables(configuration: Configuration) -> Configuration:
+    """The configuration with the role that the rank tables give; as it is where there are none.
+
+    Raises ``PenstockError`` (``invalid``) where the tables do not fit each other, the ports, or the other options.
+    """
+    server = configuration.server
+    if not server.global_rank_table and not server.rank_table:
+        if server.node_ports:
+            raise invalid(
+                PORTS,
+                "needs global_rank_table and rank_table (the variables GLOBAL_RANK_TABLE_FILE_PATH and "
+                "RANK_TABLE_FILE_PATH)",
+            )
+        return configuration
+    for name in (GLOBAL, LOCAL):
+        if not getattr(server, name):
+            other = LOCAL if name == GLOBAL else GLOBAL
+            raise invalid(name, f"is missing: {other} needs it")
+    table = ranktable.read(Path(server.global_rank_table), GLOBAL)
+    own = ranktable.read_local(Path(server.rank_table), LOCAL)
+    scheduler, prefill, decode = (group.server_list for group in table.server_group_list)
+    if shared := ranktable.device_in_two_instances([*prefill, *decode]):
+        raise invalid(GLOBAL, f"device {shared[1]} of {shared[0]} is in two instances")
+    if not own.device:
+        if own not in scheduler:
+            raise invalid(LOCAL, f"{_describe(own)}, and the one of {GLOBAL} is {_list(scheduler)}")
+        return _router(configuration, own, prefill, decode)
+    if own not in (*prefill, *decode):
+        raise invalid(
+            LOCAL,
+            f"{_describe(own)} is not in {GLOBAL}, or differs there; its instances are {_list([*prefill, *decode])}",
+        )
+    return _instance(configuration, table, own, "prefill" if own in prefill else "decode")
+
+
+def _router(
+    configuration: Configuration, own: Server, prefill: Sequence[Server], decode: Sequence[Server]
+) -> Configuration:
+    server = configuration.server
+    instances = [*prefill, *decode]
+    if not prefill or not decode:
+        raise invalid(GLOBAL, f"has no {'decode' if prefill else 'prefill'} instance")
+    if len(server.node_ports) != len(instances):
+        words = f"has {len(server.node_ports)} ports for {len(instances)} instances: {_list(instances)}"
+        raise invalid(PORTS, f"{words}; give the --port of each, in this order")
+    urls: list[str] = []
+    for instance, port in zip(instances, server.node_ports, strict=True):
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise invalid(PORTS, f"{port!r} is not a port")
+        url = f"http://{join_address(instance.server_ip, int(port))}"
+        if url in urls:
+            raise invalid(PORTS, f"gives two instances of {instance.server_ip} the port {port}")
+        urls.append(url)
+    if f"http://{join_address(own.server_ip, server.port)}" in urls:
+        raise invalid("port", f"is {server.port}, which {PORTS} gives to an instance of this machine", server.port)
+    return msgspec.structs.replace(
+        configuration,
+        engine=msgspec.structs.replace(configuration.engine, role="router"),
+        server=msgspec.structs.replace(
+            server, prefill_instances=tuple(urls[: len(prefill)]), decode_instances=tuple(urls[len(prefill) :])
+        ),
+    )
+
+
+def _instance(configuration: Configuration, table: Global, own: Server, role: str) -> Configuration:
+    engine = configuration.engine
+    devices = [device.device_id for device in own.device or ()]
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    if ranks != len(devices):
+        words = f"the ranks are {ranks}, and {LOCAL} has {len(devices)} devices ({', '.join(devices)}): one for each"
+        raise invalid("tensor_parallel_size", words, len(devices))
+    if engine.cpu_binding == "auto":
+        here = [
+            device.device_id
+            for group in table.server_group_list
+            for server in group.server_list
+            if server.server_ip == own.server_ip
+            for device in server.device or ()
+        ]
+        engine = msgspec.structs.replace(engine, cpu_binding=bind_devices(devices, here))
+    return msgspec.structs.replace(configuration, engine=msgspec.structs.replace(engine, role=role))
+
+
+def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
+    """The option ``cpu_binding`` for an instance's devices: a device is a share of the cores that this process may use.
+
+    Cores are shared out evenly among all devices of the machine in the order of their ids; where there are fewer cores
+    than devices, several have the same one.
+
+    Args:
+        here: ids of all devices of this machine, in all instances.
+
+    Raises ``PenstockError`` (``invalid``) for an id that is no number.
+    """
+    if wrong := next((device for device in here if not device.isdecimal()), None):
+        raise invalid(GLOBAL, f"the device_id {wrong!r} is not a number")
+    order = sorted(set(here), key=int)
+    cores = sorted(os.sched_getaffinity(0))
+    shares = []
+    for device in devices:
+        place = order.index(device)
+        first, end = (len(cores) * number // len(order) for number in (place, place + 1))
+        shares.append(",".join(map(str, cores[first : max(end, first + 1)])))
+    return "|".join(shares)
+
+
+def _describe(server: Server) -> str:
+    """An instance, for errors."""
+    if not server.device:
+        return f"the scheduler at {server.server_ip}"
+    return f"{server.server_ip} with the devices {','.join(device.device_id for device in server.device)}"
+
+
+def _list(servers: Sequence[Server]) -> str:
+    return "; ".join(map(_describe, servers)) or "none"
