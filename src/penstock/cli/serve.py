@@ -89,7 +89,7 @@ def with_role(configuration: Configuration) -> Configuration:
     }
     for name, words in refused.items():
         if words:
-            raise PenstockError(Code.UNSUPPORTED, str(words), name)
+            raise invalid(name, str(words))
     for address in server.router_address:
         split_address(address.rpartition("://")[2], "router_address")
     if engine.engine_address:

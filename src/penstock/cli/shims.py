@@ -91,6 +91,12 @@ SHIMS = [
     *_serving("bladellm", "blade_llm_server"),
     *_running("bladellm", "bladellm", "blade_llm_quantize", "blade_llm_split"),
     *_serving("fastdeploy", f"{MODULES}/fastdeploy/entrypoints/openai/api_server.py"),
+    Shim(
+        "fastdeploy",
+        f"{MODULES}/fastdeploy/router/launch.py",
+        "main",
+        ("serve", "--compat", "fastdeploy", "--role", "router"),
+    ),
     Shim("vllm", "vllm", "main", (), "vllm"),
     *_serving("vllm", *VLLM),
     *_serving("ascend-vllm", *VLLM, "llm_tools/PD_separate/start_servers.sh"),

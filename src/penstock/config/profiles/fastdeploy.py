@@ -9,7 +9,7 @@ from penstock.config.addresses import own_index
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 
-from . import Alias, DerivedMetric, Profile, ignored, on, one_of, only_value, refused, share
+from . import COMBINED, Alias, DerivedMetric, Profile, Settings, ignored, on, one_of, only_value, share
 
 LENGTH = 2048
 LONG = 0.04
@@ -55,6 +55,34 @@ def _waiting(text: str) -> float:
     return 0.0 if float(text) == -1 else float(text)
 
 
+def _first_port(text: str) -> int:
+    """The first of several ports, one for each data-parallel engine: here they follow each other."""
+    return int(text.split(",")[0])
+
+
+def _prefill_ports(text: str) -> tuple[str, ...]:
+    """``engine_worker_queue_port`` of prefill instances on this machine."""
+    return tuple(f"127.0.0.1:{int(port)}" for port in text.strip("[] ").split(","))
+
+
+def _engine_address(given: Mapping[str, str]) -> Settings:
+    """Routers, and decode instances on the same machine, reach an instance's engine at ``engine_worker_queue_port``."""
+    port = given.get("--engine_worker_queue_port", "")
+    if given.get("--splitwise_role", "mixed") == "mixed" and not given.get("--router"):
+        return
+    try:
+        number = _first_port(port or "0")
+    except ValueError as error:
+        raise invalid("--engine_worker_queue_port", f"{port!r} is no port") from error
+    yield "engine_address", f"0.0.0.0:{number}", "--engine_worker_queue_port"
+
+
+def _protocol(text: str) -> Mapping[str, Any]:
+    if unknown := set(text.replace(" ", "").split(",")) - {"ipc", "rdma"}:
+        raise ValueError(f"{min(unknown)!r} is neither ipc nor rdma")
+    return {}
+
+
 def _swap(text: str) -> Mapping[str, Any]:
     """``swap_space`` in host memory implies preemption by swapping."""
     return {"swap_space": float(text), "preemption_mode": "swap"}
@@ -84,7 +112,7 @@ PROFILE = Profile(
     },
     flags={
         "max_waiting_time": Alias("max_queue_time", _waiting),
-        "engine_worker_queue_port": ignored("the engine uses a Unix socket, not a port"),
+        "engine_worker_queue_port": COMBINED,
         "cache_queue_port": ignored("the KV cache is in the engine process"),
         "max_model_len": Alias("max_model_len"),
         "tensor_parallel_size": Alias("tensor_parallel_size"),
@@ -102,8 +130,16 @@ PROFILE = Profile(
         "use_cudagraph": ignored(GRAPHS, switch=True),
         "graph_optimization_config": ignored(GRAPHS),
         "enable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
-        "splitwise_role": only_value("mixed", "separate prefill and decode instances are not supported yet"),
-        "innode_prefill_ports": refused("separate prefill and decode instances are not supported yet"),
+        "splitwise_role": Alias("role", one_of({name: name for name in ("mixed", "prefill", "decode")})),
+        "innode_prefill_ports": Alias("prefill_instances", _prefill_ports),
+        "pd_comm_port": Alias("kv_port", _first_port),
+        "cache_transfer_protocol": Alias(read=_protocol),
+        "rdma_comm_ports": ignored("KV goes through shared memory on one machine, and over pd_comm_port between them"),
+        "router": Alias("router_address"),
+        "splitwise": ignored("a router uses prefill instances where there are any", switch=True),
+        "scheduler_name": only_value(
+            "local", "instances are found by a router, not through Redis: start one and give --router"
+        ),
         "guided_decoding_disable_any_whitespace": Alias("guided_decoding_disable_any_whitespace", on, switch=True),
         "dynamic_load_weight": only_value("0", "weights are loaded once, at the start"),
         "enable_expert_parallel": ignored(COLLECTIVES, switch=True),
@@ -111,6 +147,7 @@ PROFILE = Profile(
         "workers": Alias("api_server_count"),
     },
     defaults_for=_defaults,
+    together=_engine_address,
     metrics={
         "fastdeploy:num_requests_running": "num_requests_running",
         "fastdeploy:num_requests_waiting": "num_requests_waiting",

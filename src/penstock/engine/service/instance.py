@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import msgspec
 
+from penstock import demo
+
 from .messages import Ready
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+"""Files that a tokenizer is read from."""
+
+
+def tokenizer_version(model: str) -> str:
+    """A hash of the tokenizer in a model's folder (empty: the built-in model's), by which a router knows whether token
+    ids mean the same at an instance; empty where there is none."""
+    folder = Path(model) if model else demo.CHAT
+    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
+    return hashlib.blake2b(files[0].read_bytes(), digest_size=16).hexdigest() if files else ""
 
 
 class Instance(msgspec.Struct, frozen=True):

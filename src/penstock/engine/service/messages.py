@@ -130,6 +130,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The option ``role``."""
     weights_version: str = ""
     """``Engine.info.weights_version``: equal for engines with the same weights."""
+    tokenizer_version: str = ""
+    """``tokenizer_version`` of the model's folder."""
     kv_address: str = ""
     """Where a prefill instance gives KV to decode instances, as host:port; empty for none."""
     engine_address: str = ""

@@ -42,6 +42,7 @@ from . import messages
 from .connection import set_heartbeats
 from .curve import secure_server
 from .heartbeat import Heartbeat
+from .instance import tokenizer_version
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class EngineServer:
             role=self._options.role,
             weights_version=self._engine.info.weights_version,
             kv_address=connector.address if connector else "",
+            tokenizer_version=tokenizer_version(self._options.model),
             engine_address=self._engine_address,
             protocol=messages.PROTOCOL,
             version=__version__,

@@ -15,15 +15,16 @@ from penstock.config.options import Configuration
 from penstock.core import PenstockError
 from penstock.engine.executor.cluster_secret import read_secret
 from penstock.engine.service.client import EngineClient
-from penstock.engine.service.instance import Instance
+from penstock.engine.service.instance import Instance, tokenizer_version
 from penstock.engine.service.messages import Ready
 
 from ..models.messages import INSTANCES
 
 logger = logging.getLogger("penstock")
 
-ASK_INTERVAL = 2.0
-"""Seconds between two questions to an instance's server: it may have started again, on other ports."""
+ASK_INTERVAL, ASK_AGAIN_INTERVAL = 0.5, 2.0
+"""Seconds between two questions to an instance's server until it is used, and then: it may have started again, on other
+ports."""
 SILENCE = 8.0
 """Seconds without a word of a registered instance after which it is gone."""
 PROGRESS_INTERVAL = 10.0
@@ -63,6 +64,7 @@ class Instances:
         self._allow_mismatch = configuration.engine.allow_fingerprint_mismatch
         self._secret = read_secret(configuration.engine.cluster_secret_file, make=True)
         self._on_change = on_change
+        self._tokenizer = "" if configuration.model.tokenizer else tokenizer_version(configuration.engine.model)
         self._configured: list[tuple[str, tuple[str, ...]]] = [
             (text, ("prefill",)) for text in options.prefill_instances
         ]
@@ -177,7 +179,7 @@ class Instances:
                 if isinstance(error, PenstockError) and str(error) != told and "401" in str(error):
                     told = str(error)
                     logger.warning("%s", told)
-            await asyncio.sleep(ASK_INTERVAL)
+            await asyncio.sleep(ASK_AGAIN_INTERVAL if self._is_used(url) else ASK_INTERVAL)
 
     async def _tell_progress(self) -> None:
         """Log which configured instances are missing, until all have come once."""
@@ -256,6 +258,8 @@ class Instances:
         """Why an engine cannot be used; empty where it can."""
         if engine.role not in one.expected:
             return f"it is a {engine.role} instance, and is named as a {' or '.join(one.expected)} instance"
+        if self._tokenizer and engine.tokenizer_version and self._tokenizer != engine.tokenizer_version:
+            return "it has another tokenizer than the model of this router: give both the same --model"
         if reference is None or reference is engine:
             return ""
         if engine.weights_version != reference.weights_version:

@@ -80,7 +80,9 @@ class Supervisor:
             starts = [self._api_process_start(i, listeners) for i in range(options.api_server_count)]
             self._api_processes = ApiProcesses(starts, self._handle)
             if self._configuration.engine.role == "router" or options.prefill_instances:
-                self._instances = Instances(self._configuration, lambda found: self._engines.set_instances(found))
+                self._instances = Instances(
+                    self._models[0].configuration, lambda found: self._engines.set_instances(found)
+                )
             self._engines = Engines(self._models, self._fetch, self._api_processes, self._instances)
             stopped: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
             tasks: list[asyncio.Task[object]] = [

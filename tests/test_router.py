@@ -1,0 +1,247 @@
+"""A router and its instances, as processes: the answers of a single server, instances that come, go and die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served, free_ports, refused
+
+from penstock import PenstockError
+from penstock.cluster.http import REGISTER_PATH, call
+from penstock.engine.service.client import EngineClient
+
+BLOCKS = ("--num-gpu-blocks-override", "120")
+LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
+PROMPT = "A story about the sea, its ships and its harbours. " * 30
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": 3}),
+    ("completions", {"prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 7}),
+    ("completions", {"prompt": PROMPT, "max_tokens": 8, "n": 2, "use_beam_search": True, "temperature": 0}),
+    ("completions", {"prompt": "The sea", "max_tokens": 3, "echo": True, "logprobs": 2, "temperature": 0}),
+    ("completions", {"prompt": ["a", "The"], "max_tokens": 9, "seed": 1, "stop": ["e"]}),
+    ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "guided_json": SCHEMA}),
+    ("embeddings", {"input": [PROMPT, "The sea"]}),
+]
+
+
+class Deployment:
+    """A router, and instances that register with it.
+
+    Args:
+        folder: for the cluster secret.
+        flags: of the router.
+    """
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        secret = folder / "secret"
+        secret.write_text("of this deployment alone")
+        secret.chmod(0o600)
+        self.secret = ("--cluster-secret-file", str(secret))
+        self.stack = ExitStack()
+        (self.port,) = free_ports(1)
+        self.router = Served("--role", "router", "--port", str(self.port), *self.secret, *flags)
+        self.router.find("waiting for instances")
+
+    def instances(self, *roles: str, flags: tuple[str, ...] = ()) -> list[Served]:
+        """Instances of these roles, which have registered."""
+        address = ("--router-address", f"127.0.0.1:{self.port}")
+        started = [Served("--role", role, *BLOCKS, *address, *self.secret, *flags) for role in roles]
+        return [self.stack.enter_context(one) for one in started]
+
+    def __enter__(self) -> Deployment:
+        self.stack.enter_context(self.router)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    @property
+    def states(self) -> dict[str, tuple[str, str]]:
+        """Of each instance, by its engine's address: role and state."""
+        found = httpx.get(f"http://127.0.0.1:{self.port}/penstock/instances").json()["instances"]
+        return {one["address"]: (one["role"], one["state"]) for one in found}
+
+    def has(self, *roles: str) -> bool:
+        """Whether exactly instances of these roles are ready."""
+        return sorted(self.states.values()) == sorted((role, "ready") for role in roles)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    deployment = Deployment(tmp_path_factory.mktemp("router"), "--pd-min-prefill-tokens", "100")
+    try:
+        until(lambda: httpx.get(f"http://127.0.0.1:{deployment.port}/ready").text.find("no instance") > 0)
+        early = httpx.post(f"http://127.0.0.1:{deployment.port}/v1/completions", json={"prompt": "x"})
+        assert early.status_code == 503 and "no instance that could answer is there" in early.text
+        deployment.prefill, *deployment.decode = deployment.instances("prefill", "decode", "decode")
+    except BaseException:
+        deployment.stack.close()
+        deployment.router.kill()
+        raise
+    with deployment:
+        until(lambda: deployment.has("prefill", "decode", "decode"))
+        yield deployment
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if condition():
+                return
+        except (httpx.TransportError, KeyError):
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def answer(served: Served, path: str, body: dict[str, Any]) -> Any:
+    """What does not depend on the request's id and time."""
+    found = httpx.post(f"{served.url}/{path}", json=body)
+    assert found.status_code == 200, found.text
+    document = found.json()
+    return document.get("choices", document.get("data"))
+
+
+class Stream:
+    """A long completion, of which the first piece has come."""
+
+    def __init__(self, served: Served) -> None:
+        self._response = httpx.stream("POST", f"{served.url}/completions", json=LONG)
+        self._lines = (line for line in self._response.__enter__().iter_lines() if line)
+        self._first = next(self._lines)
+
+    def rest(self) -> tuple[str, dict[str, Any] | None]:
+        """Its text, and its error where it has one."""
+        data = [line.removeprefix("data: ") for line in (self._first, *self._lines)]
+        self._response.__exit__(None, None, None)
+        pieces = [json.loads(piece) for piece in data if piece != "[DONE]"]
+        error = pieces.pop()["error"] if "error" in pieces[-1] else None
+        return "".join(piece["choices"][0]["text"] for piece in pieces), error
+
+
+def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
+    expected = [answer(deployment.prefill, *request) for request in REQUESTS]
+    with ThreadPoolExecutor(len(REQUESTS)) as threads:
+        found = list(threads.map(lambda request: answer(deployment.router, *request), REQUESTS))
+    assert found == expected
+    assert not deployment.router.pids["engine"]
+    page = httpx.get(f"{deployment.router.root}/metrics").text
+    assert page.count("penstock:replica_kv_blocks{") == 3
+
+
+def test_strangers_are_refused(deployment: Deployment) -> None:
+    base, body = f"127.0.0.1:{deployment.port}", b'{"name": "x", "engines": []}'
+    with pytest.raises(PenstockError, match="401: only instances of this cluster may ask this"):
+        call(base, REGISTER_PATH, b"another secret, long enough", body)
+    assert httpx.post(f"http://{base}{REGISTER_PATH}", content=body).status_code == 401
+    assert httpx.get(f"{deployment.prefill.root}/penstock/instance").status_code == 401
+    address = next(iter(deployment.states))
+
+    async def connected() -> str:
+        client = EngineClient(
+            f"tcp://{address}",
+            lambda deltas: None,
+            lambda failure: None,
+            None,
+            lambda request_ids: None,
+            secret=b"another secret, long enough",
+        )
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with pytest.raises(PenstockError) as refusal:
+                client.require_engine()
+            if "another cluster secret" in str(refusal.value):
+                break
+            await asyncio.sleep(0.02)
+        await client.close()
+        return str(refusal.value)
+
+    assert f"the engine at {address} refuses the connection" in asyncio.run(connected())
+
+
+def test_an_engine_that_dies_under_load_loses_what_it_had_begun_alone(deployment: Deployment) -> None:
+    """The others' requests go on, and the instance is used again once its engine was started again."""
+    whole = Stream(deployment.decode[0]).rest()[0]
+    streams = [Stream(deployment.router) for _ in range(4)]
+    (engine,) = deployment.decode[0].pids["engine"]
+    os.kill(engine, signal.SIGKILL)
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: answer(deployment.router, "completions", asked), range(8)))
+    assert found.count(found[0]) == 8
+    ends = [stream.rest() for stream in streams]
+    assert {text for text, error in ends if not error} == {whole}
+    failed = [error for _, error in ends if error]
+    assert failed and all(error["code"] == 503 and "was lost" in error["message"] for error in failed)
+    assert httpx.get(f"{deployment.router.root}/health").status_code == 200
+    until(lambda: deployment.has("prefill", "decode", "decode"))
+
+
+def test_an_instance_leaves_with_its_requests_answered(deployment: Deployment) -> None:
+    streams = [Stream(deployment.router) for _ in range(4)]
+    leaving, staying = deployment.decode
+    leaving.terminate()
+    deployment.router.find(r"the instance at \S+ left")
+    assert answer(deployment.router, "completions", {"prompt": "The sea", "max_tokens": 3})
+    ends = [stream.rest() for stream in streams]
+    assert len({text for text, _ in ends}) == 1 and not any(error for _, error in ends)
+    assert leaving.ended() == 0
+    until(lambda: deployment.has("prefill", "decode"))
+    deployment.decode = [staying]
+
+
+def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment: Deployment, tmp_path: Path) -> None:
+    """By several routers, each by its own rule."""
+    before = deployment.states
+    roles = {role: address for address, (role, _) in before.items()}
+    with Served(
+        "--role",
+        "mixed",
+        "--engine-address",
+        "127.0.0.1:0",
+        "--kv-cache-dtype",
+        "int8",
+        *BLOCKS,
+        *deployment.secret,
+        "--router-address",
+        f"127.0.0.1:{deployment.port}",
+    ) as other:
+        line = deployment.router.find(
+            r"instance at (\S+) is not used: its results have other bits: its kernels are ([^\s,]+)"
+        )
+        assert "kv8" in line[2] and deployment.states == before
+        flags = ("--decode-instances", f"{roles['decode']},{other.root}", "--allow-fingerprint-mismatch")
+        with Served("--role", "router", *flags, *deployment.secret) as second:
+            until(lambda: "x-penstock-fingerprint-mismatch" in httpx.get(f"{second.root}/health").headers)
+            found = httpx.post(f"{second.url}/completions", json={"prompt": "The sea", "max_tokens": 2})
+            assert found.status_code == 200 and line[2] in found.headers["x-penstock-fingerprint-mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--role router --router-address 127.0.0.1:1", "router_address: a router registers with no other one"),
+        ("--role router --engine-address 127.0.0.1:1", "engine_address: a router has no engine"),
+        ("--role decode --decode-instances 127.0.0.1:1", "decode_instances: needs --role router"),
+        ("--role prefill --prefill-instances 127.0.0.1:1", "prefill_instances: this is a prefill instance"),
+        ("--role decode --router-address here", "router_address: 'here' is not an address: write host:port"),
+        ("--engine-address 127.0.0.1:x", "engine_address: '127.0.0.1:x' is not an address"),
+        ('--role router --models {"a":"b"}', "models: routers and instances have one model"),
+        ("--role both", "argument --role: invalid choice: 'both'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(flags: str, words: str) -> None:
+    assert words in refused(*flags.split())
