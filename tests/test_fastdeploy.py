@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
-from serving import Served, within
+from serving import Served, free_ports, within
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.cli.main import main
@@ -37,7 +41,7 @@ def test_a_server_with_its_ports_answers_as_it_does(tmp_path: Path) -> None:
             next(iter(client.completions.create(model="default", prompt="x", logprobs=1, stream=True)))
         best = client.completions.create(model="default", prompt="x", n=1, extra_body={"best_of": 2})
         assert len(best.choices) == 1, "which looks at log probabilities itself"
-        for name in ("engine_worker_queue_port", "cache_queue_port", "enable_mm"):
+        for name in ("cache_queue_port", "enable_mm"):
             assert any(f"--{name} has no meaning here and is ignored" in line for line in served.lines), name
         assert f"--{name} has no meaning here" in (tmp_path / "log").read_text()
 
@@ -142,6 +146,44 @@ def test_every_parameter_has_its_meaning() -> None:
     assert (own["long_prefill_token_threshold"], own["max_num_batched_tokens"]) == (99, 7)
 
 
+@pytest.mark.row("fastdeploy", "splitwise_role", "innode_prefill_ports", "engine_worker_queue_port", "pd_comm_port")
+@pytest.mark.row("fastdeploy", "cache_transfer_protocol", "rdma_comm_ports", "router", "scheduler_name")
+def test_separate_instances_are_set_up_by_their_ports() -> None:
+    common = "--cache-transfer-protocol rdma,ipc --rdma-comm-ports 7671,7672"
+    prefill = configured(*f"--splitwise-role prefill --engine-worker-queue-port 8182 {common}".split())
+    assert (prefill["role"], prefill["engine_address"]) == ("prefill", "0.0.0.0:8182")
+    assert "--rdma_comm_ports has no meaning here and is ignored: KV goes through shared memory" in prefill["said"]
+    decode = configured(*"--splitwise-role decode --innode-prefill-ports 8182,8190 --scheduler-name local".split())
+    assert (decode["role"], decode["prefill_instances"]) == ("decode", ["127.0.0.1:8182", "127.0.0.1:8190"])
+    routed = configured(*"--splitwise-role prefill --pd-comm-port 2334 --router 10.0.0.1:9000".split())
+    assert (routed["router_address"], routed["kv_port"]) == (["10.0.0.1:9000"], 2334)
+    assert routed["engine_address"] == "0.0.0.0:0"
+    mixed = configured("--engine-worker-queue-port", "8002")
+    assert mixed["engine_address"] == configured()["engine_address"] and mixed["role"] == "mixed"
+
+
+@pytest.mark.row("fastdeploy", "python -m fastdeploy.router.launch")
+def test_a_decode_instance_with_its_prefill_instance_on_one_machine(tmp_path: Path) -> None:
+    """As FastDeploy's page starts them: clients ask the decode instance."""
+    environment = {"XDG_CONFIG_HOME": str(tmp_path)}
+    (port,) = free_ports(1)
+    common = ("--compat", "fastdeploy", "--metrics-port", "0", "--num-gpu-blocks-override", "172")
+    common += ("--log-file", str(tmp_path / "log"))
+    roles = ("--splitwise-role prefill --engine-worker-queue-port", "--splitwise-role decode --innode-prefill-ports")
+    started = [Served(*f"{role} {port}".split(), *common, environment=environment) for role in roles]
+    with started[0] as prefill, started[1] as decode:
+        decode.find(rf"the prefill instance at 127.0.0.1:{port} has joined")
+        asked = {"model": "default", "messages": MESSAGES, "temperature": 0}
+        for served in (decode, prefill):
+            answer = httpx.post(f"{served.url}/chat/completions", json=asked).json()
+            assert answer["choices"][0]["message"]["content"] == "The capital of Canada is Ottawa."
+    assert main(["shims", str(tmp_path / "shims"), "fastdeploy"]) == 0
+    command = (sys.executable, "-m", "fastdeploy.router.launch", "--splitwise", "--engine-address", "127.0.0.1:1")
+    path = {"PYTHONPATH": str(tmp_path / "shims" / "modules")}
+    said = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+    assert "engine_address: a router has no engine" in said.stderr
+
+
 @pytest.mark.row("fastdeploy", "enable_mm", "use_cudagraph", "graph_optimization_config")
 @pytest.mark.row(
     "fastdeploy", "mm_processor_kwargs", "limit_mm_per_prompt", "enable_custom_all_reduce", "enable_expert_parallel"
@@ -160,19 +202,20 @@ def test_what_has_no_meaning_here_is_said() -> None:
 
 
 @pytest.mark.row("fastdeploy", "dynamic_load_weight", "other parameters")
-@pytest.mark.row("fastdeploy", "splitwise_role", "innode_prefill_ports")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--tensor-parallel-size 0", "tensor_parallel_size: "),
-        ("--splitwise-role prefill", "--splitwise_role: 'prefill' is wrong: separate prefill and decode instances"),
-        ("--innode-prefill-ports 8004", "--innode_prefill_ports: '8004' is wrong: separate prefill"),
+        ("--splitwise-role both", "--splitwise_role: 'both' is wrong: it is not one of mixed, prefill, decode"),
+        ("--innode-prefill-ports a", "--innode_prefill_ports: 'a' is wrong: "),
+        ("--cache-transfer-protocol tcp", "--cache_transfer_protocol: 'tcp' is wrong: 'tcp' is neither ipc nor rdma"),
+        ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: instances are found by a router"),
+        ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is no port"),
         ("--dynamic-load-weight 1", "--dynamic_load_weight: '1' is wrong: weights are loaded once"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
         ("--max-waiting-time -2", "max_queue_time: "),
         ("--max-model-len long", "--max_model_len: 'long' is not a number of tokens"),
         ("--reasoning-parser nobody", "reasoning_parser: "),
-        ("--splitwise-role decode", "--splitwise_role: 'decode' is wrong: separate prefill and decode instances"),
         ("--max-num-sequence 8", "unknown argument --max-num-sequence; did you mean --max-num-seqs?"),
     ],
 )
@@ -206,7 +249,7 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"splitwise_role": "decode"}, "splitwise_role: 'decode' is wrong: separate prefill and decode"),
+        ({"splitwise_role": "decode"}, "role: an LLM is one instance, which computes prompts and outputs itself"),
         ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
         ({"quantization": "block_wise_fp8"}, "quantization: Invalid enum value"),

@@ -187,7 +187,6 @@ WITHOUT_MEANING: dict[str, Any] = {
     "port": 8000,
     "metrics_port": 8001,
     "max_concurrency": 512,
-    "engine_worker_queue_port": 8002,
     "cache_queue_port": 8003,
     "mm_processor_kwargs": {"image_min_pixels": 3136, "video_fps": 2},
     "limit_mm_per_prompt": {"image": 10, "video": 3},
@@ -205,6 +204,7 @@ ONE_VALUE: dict[str, Any] = {
     "dynamic_load_weight": 0,
 }
 REST: dict[str, Any] = {
+    "engine_worker_queue_port": 8002,
     "max_waiting_time": -1,
     "ips": "127.0.0.1",
     "tokenizer": str(demo.CHAT),

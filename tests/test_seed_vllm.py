@@ -1,6 +1,6 @@
 """What Ascend's document on vLLM prints, run as it stands: rank tables, start commands and requests.
 
-Hosts, ports and paths of models are others, and there is one device. What wants several is refused by name.
+Hosts, ports and paths are others; devices are cores.
 """
 
 # ruff: noqa: E501 (lines of the document)
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from serving import Served
+from serving import Served, free_ports
 from shell import Shell, longer
 
 from penstock.cli.main import main
@@ -126,12 +127,22 @@ sh AscendCloud-LLM/llm_tools/PD_separate/start_servers.sh \\
     --max-num-batched-tokens=4096 \\
     --served-model-name ${served-model-name}
 """
-"""Without ``--host`` and ``--port``; a shell reads its last word as ``model-name`` where ``served`` is not set."""
-TABLES = """
+"""For one instance; without ``--host`` and ``--port``. A shell reads its last word as ``model-name`` where ``served`` is not set."""
+SEPARATE = """
 export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.**.**.18.json
 export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_{instance}.json
 export NODE_PORTS=8088,8089
 export USE_OPENAI=1
+
+sh AscendCloud-LLM/llm_tools/PD_separate/start_servers.sh \\
+    --model=${model} \\
+    --tensor-parallel-size=2 \\
+    --max-model-len=4096 \\
+    --max-num-seqs=256 \\
+    --max-num-batched-tokens=4096 \\
+    --host=0.0.0.0 \\
+    --port={port} \\
+    --served-model-name ${served-model-name}
 """
 CHAT = """
 curl -X POST http://${docker_ip}:8080/v1/chat/completions \\
@@ -284,12 +295,33 @@ def test_wrong_tables_are_told_in_one_sentence(
 
 
 @pytest.mark.row("vllm", "GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS")
-@pytest.mark.parametrize("instance", ["45", "67", "host"])
-def test_separate_instances_are_refused_by_name(shell: Shell, instance: str) -> None:
-    ran = shell.run(TABLES.format(instance=instance) + START)
-    assert ran.returncode == 2
-    (line,) = ran.stderr.splitlines()
-    assert "GLOBAL_RANK_TABLE_FILE_PATH: 'global_ranktable_10.**.**.18.json' is wrong: separate prefill and" in line
+def test_separate_instances_answer_as_printed(shell: Shell, served: Served, tmp_path: Path) -> None:
+    """As one instance does, from the rank tables to the chat at the scheduler's port; the scheduler computes
+    nothing."""
+    folder, ports = f"tables{tmp_path.name}", free_ports(3)
+    shell.says(GEN.replace("./save_dir", folder))
+    (table,) = (shell.folder / folder).glob("global_ranktable_*.json")
+    address = table.stem.rpartition("_")[2]
+    environment = {**shell.environment, "XDG_CONFIG_HOME": str(tmp_path)}
+
+    def started(instance: str, port: int) -> Served:
+        script = SEPARATE.replace("{instance}", instance).replace("--port={port} ", f"--port={port} ")
+        script = script.replace("=8088,8089", f"={ports[0]},{ports[1]}").replace(
+            "local_rank_table_", "local_ranktable_"
+        )
+        script = script.replace("global_rank", f"{folder}/global_rank").replace("local_rank", f"{folder}/local_rank")
+        words = shell.command(script.replace("10.**.**.18", address).replace("\nsh ", "\nexec sh "))
+        flags = ("--host", "0.0.0.0", "--port", str(port), "--num-gpu-blocks-override", "100")
+        return Served(*flags, command=words, environment=environment)
+
+    with ExitStack() as stack:
+        servers = [started(name, port) for name, port in zip(("45", "67", "host"), ports, strict=True)]
+        prefill, decode, scheduler = [stack.enter_context(server) for server in servers]
+        instances = httpx.get(f"{scheduler.root}/penstock/instances").json()["instances"]
+        assert {one["role"] for one in instances} <= {"prefill", "decode"} and instances
+        assert as_printed(shell, scheduler, CHAT)["choices"] == as_printed(shell, served, CHAT)["choices"]
+        assert as_printed(shell, scheduler, GUIDED)["choices"] == as_printed(shell, served, GUIDED)["choices"]
+        assert [len(server.pids["engine"]) for server in (prefill, decode, scheduler)] == [1, 1, 0]
 
 
 @pytest.mark.row("vllm", "start_servers.sh", "POST /v1/chat/completions", "--served-model-name")

@@ -28,7 +28,10 @@ NAMED = {
     },
     "paddlenlp": {"start_server", "stop_server", "download_model.py"},
     "bladellm": {"blade_llm_server", "blade_llm_quantize", "blade_llm_split"},
-    "fastdeploy": {"modules/fastdeploy/entrypoints/openai/api_server.py"},
+    "fastdeploy": {
+        "modules/fastdeploy/entrypoints/openai/api_server.py",
+        "modules/fastdeploy/router/launch.py",
+    },
     "vllm": {
         "vllm",
         "modules/vllm/entrypoints/api_server.py",

@@ -194,9 +194,6 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> No
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
     [
-        ({"RANK_TABLE_FILE_PATH": "local_ranktable_10.0.0.1_45.json"}, "", "RANK_TABLE_FILE_PATH: "),
-        ({"GLOBAL_RANK_TABLE_FILE_PATH": "global.json"}, "", "separate prefill and decode instances are not supported"),
-        ({"NODE_PORTS": "8088,8089"}, "", "NODE_PORTS: '8088,8089' is wrong: separate prefill and decode"),
         ({"USE_OPENAI": "2"}, "", "USE_OPENAI: '2' is wrong: it is not one of 0, 1"),
         ({}, "--tensor-parallel-size=0", "tensor_parallel_size: "),
         ({}, "--num-speculative-tokens 3", "--num_speculative_tokens: requires --speculative-model"),

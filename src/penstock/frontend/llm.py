@@ -54,6 +54,10 @@ class LLM:
         if self.options.data_parallel_size > 1:
             words = "is of servers and AsyncLLM: an LLM has one engine, in this process"
             raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size")
+        if self.options.role != "mixed":
+            raise invalid(
+                "role", "an LLM is one instance, which computes prompts and outputs itself; use penstock serve"
+            )
         self._input_processor = InputProcessor(self.options.model, model_options, self.options.max_output_len)
         self.engine = Engine(self.options)
         self._ids = itertools.count()

@@ -1,0 +1,149 @@
+"""Roles, cores and instances by rank tables, and what is wrong with them in one sentence each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import refused
+
+from penstock.cli.main import main
+from penstock.cluster.deployment import bind_devices, with_rank_tables
+from penstock.config.options import Configuration, EngineOptions, ServerOptions
+
+TWO = ("--tensor-parallel-size", "2")
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the tables are of a machine with the router, a prefill and a decode instance."""
+    monkeypatch.chdir(tmp_path)
+    command = "ranktable --mode gen --ip 10.0.0.1 --prefill-server-list 4,5 --decode-server-list 6,7 --api-server"
+    assert main(command.split()) == 0
+    return tmp_path
+
+
+def of(name: str, ports: str = "", **engine: Any) -> Configuration:
+    """The configuration of an instance that the tables name."""
+    server = ServerOptions(
+        global_rank_table="global_ranktable_10.0.0.1.json",
+        rank_table=f"local_ranktable_10.0.0.1_{name}.json",
+        node_ports=tuple(ports.split(",")) if ports else (),
+        port=9000,
+    )
+    return with_rank_tables(Configuration(server=server, engine=EngineOptions(**engine)))
+
+
+def test_roles_follow_from_the_tables(tables: Path, every_core: None) -> None:
+    prefill, decode = of("45", tensor_parallel_size=2).engine, of("67", "1,2", tensor_parallel_size=2).engine
+    assert (prefill.role, decode.role) == ("prefill", "decode")
+    router = of("host", "8088,8089")
+    assert router.engine.role == "router"
+    assert router.server.prefill_instances == ("http://10.0.0.1:8088",)
+    assert router.server.decode_instances == ("http://10.0.0.1:8089",)
+    assert prefill.cpu_binding == bind_devices(["4", "5"], ["4", "5", "6", "7"])
+    assert of("45", tensor_parallel_size=2, cpu_binding="none").engine.cpu_binding == "none"
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core")
+def test_devices_are_shares_of_the_cores(every_core: None) -> None:
+    one, two, *_ = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {one, two})
+    here = ["12", "4", "5", "6"]
+    assert bind_devices(["4", "5"], here) == f"{one}|{one}"
+    assert bind_devices(["6", "12"], here) == f"{two}|{two}"
+    assert bind_devices(["4", "5"], ["4", "5"]) == f"{one}|{two}"
+    assert bind_devices(["7"], ["7"]) == f"{one},{two}"
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def local(name: str) -> dict[str, str]:
+    return {"RANK_TABLE_FILE_PATH": f"local_ranktable_10.0.0.1_{name}.json"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "words"),
+    [
+        (local("45"), (), "tensor_parallel_size: the ranks are 1, and rank_table has 2 devices (4, 5): one for each"),
+        ({"GLOBAL_RANK_TABLE_FILE_PATH": ""}, TWO, "global_rank_table: is missing: rank_table needs it"),
+        ({"RANK_TABLE_FILE_PATH": ""}, TWO, "rank_table: is missing: global_rank_table needs it"),
+        ({"GLOBAL_RANK_TABLE_FILE_PATH": "no"}, TWO, "global_rank_table: no cannot be read as a global rank table"),
+        ({"RANK_TABLE_FILE_PATH": "no"}, TWO, "rank_table: no cannot be read as a local rank table"),
+        (local("45") | {"GLOBAL_RANK_TABLE_FILE_PATH": local("45")["RANK_TABLE_FILE_PATH"]}, TWO, "as a global rank"),
+        (
+            {"NODE_PORTS": "8088"},
+            (),
+            "node_ports: has 1 ports for 2 instances: 10.0.0.1 with the devices 4,5; 10.0.0.1",
+        ),
+        ({"NODE_PORTS": "8088,8089,8090"}, (), "node_ports: has 3 ports for 2 instances"),
+        ({"NODE_PORTS": ""}, (), "node_ports: has 0 ports for 2 instances"),
+        ({"NODE_PORTS": "8088,8088"}, (), "node_ports: gives two instances of 10.0.0.1 the port 8088"),
+        ({"NODE_PORTS": "8088,http"}, (), "node_ports: 'http' is not a port"),
+        ({"NODE_PORTS": "8088,0"}, (), "node_ports: '0' is not a port"),
+        ({}, ("--port", "8089"), "port: is 8089, which node_ports gives to an instance of this machine"),
+        (
+            {"GLOBAL_RANK_TABLE_FILE_PATH": "", "RANK_TABLE_FILE_PATH": ""},
+            (),
+            "node_ports: needs global_rank_table and rank_table",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_sentence(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], flags: tuple[str, ...], words: str
+) -> None:
+    usual = {"GLOBAL_RANK_TABLE_FILE_PATH": "global_ranktable_10.0.0.1.json", "NODE_PORTS": "8088,8089"}
+    for name, value in (usual | local("host") | environment).items():
+        monkeypatch.setenv(name, value)
+    said = refused("--compat", "ascend-vllm", *flags)
+    assert words in said and len(said.splitlines()) == 1
+
+
+def _another_device(table: dict[str, Any]) -> None:
+    table["server_list"][0]["device"][1]["device_id"] = "6"
+
+
+def _another_address(table: dict[str, Any]) -> None:
+    table["server_list"][0]["device"][1]["device_ip"] = "10.0.0.2"
+
+
+def _another_group(table: dict[str, Any]) -> None:
+    table["group_id"] = "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "45",
+            _another_device,
+            "rank_table: 10.0.0.1 with the devices 4,6 is not in global_rank_table, or differs there",
+        ),
+        ("67", _another_address, "its instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
+        ("45", _another_group, "cannot be read as a local rank table"),
+    ],
+)
+def test_a_local_table_that_differs_is_refused(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Change, words: str
+) -> None:
+    file = tables / f"local_ranktable_10.0.0.1_{name}.json"
+    table = json.loads(file.read_text())
+    change(table)
+    file.write_text(json.dumps(table))
+    monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", "global_ranktable_10.0.0.1.json")
+    monkeypatch.setenv("RANK_TABLE_FILE_PATH", str(file))
+    assert words in refused("--compat", "ascend-vllm", *TWO)
+
+
+def test_a_global_table_that_gives_a_device_twice_is_refused(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tables / "global_ranktable_10.0.0.1.json"
+    file.write_text(file.read_text().replace('"device_id": "6"', '"device_id": "5"'))
+    monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", str(file))
+    monkeypatch.setenv("RANK_TABLE_FILE_PATH", "local_ranktable_10.0.0.1_45.json")
+    said = refused("--compat", "ascend-vllm", *TWO)
+    assert "global_rank_table: device 5 of 10.0.0.1 is in two instances" in said
