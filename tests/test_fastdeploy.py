@@ -180,7 +180,9 @@ def test_a_decode_instance_with_its_prefill_instance_on_one_machine(tmp_path: Pa
     assert main(["shims", str(tmp_path / "shims"), "fastdeploy"]) == 0
     command = (sys.executable, "-m", "fastdeploy.router.launch", "--splitwise", "--engine-address", "127.0.0.1:1")
     path = {"PYTHONPATH": str(tmp_path / "shims" / "modules")}
-    said = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        command, cwd=tmp_path / "shims", env=os.environ | path, capture_output=True, text=True, check=False
+    )
     assert "engine_address: a router has no engine" in said.stderr
 
 

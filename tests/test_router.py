@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,13 @@ def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
     assert not deployment.router.pids["engine"]
     page = httpx.get(f"{deployment.router.root}/metrics").text
     assert page.count("penstock:replica_kv_blocks{") == 3
+
+    def transferred() -> bool:
+        page = httpx.get(f"{deployment.router.root}/metrics").text
+        (count,) = re.findall(r"penstock:kv_transfer_completed_total{.*} (\S+)", page)
+        return float(count) > 0
+
+    until(transferred)
 
 
 def test_strangers_are_refused(deployment: Deployment) -> None:
