@@ -112,6 +112,9 @@ def test_other_weights_have_another_version(checkpoint: Path, tmp_path: Path) ->
     copied = tmp_path / "copied"
     shutil.copytree(checkpoint, copied)
     first = version(copied)
+    assert first == before, "wherever it lies"
+    dummy = version(copied, load_format="dummy", seed=1)
+    assert dummy in dummies
     weights = copied / "model.safetensors"
     status = weights.stat()
     content = bytearray(weights.read_bytes())
@@ -119,3 +122,6 @@ def test_other_weights_have_another_version(checkpoint: Path, tmp_path: Path) ->
     weights.write_bytes(content)
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert version(copied) != first
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    assert version(copied, load_format="dummy", seed=1) != dummy

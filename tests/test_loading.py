@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,27 @@ def groups(size: int) -> list[Group]:
 def context(folder: Path, group: Group = SINGLE_RANK, layers: range | None = None) -> tuple[BuildContext, Checkpoint]:
     weights = Checkpoint(folder)
     return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, 64, group=group, layers=layers), weights
+
+
+def test_every_tensor_counts_for_the_version(folder: Path, tmp_path: Path) -> None:
+    """Of whatever size and in whatever file; where the checkpoint lies does not."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(2**14, 2**10), "a": torch.ones(2**11, 40), "b": torch.ones(1)}
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+
+    def version(changed: str = "") -> str:
+        given = {name: tensor + (name == changed) for name, tensor in tensors.items()}
+        save_file({name: given.pop(name) for name in ("a", "b")}, tmp_path / "other.safetensors")
+        save_file(given, tmp_path / "model.safetensors")
+        return Checkpoint(tmp_path).version
+
+    before = version()
+    assert version() == before
+    assert len({before, *(version(name) for name in tensors)}) == 4
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, tmp_path)
+    (tmp_path / "other.safetensors").unlink()
+    assert Checkpoint(tmp_path).version == Checkpoint(folder).version
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

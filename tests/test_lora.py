@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -148,7 +148,7 @@ def test_a_reload_under_the_same_name_finds_no_prefix_of_the_old_one(small: Path
     assert ask(None)[1] == 0
     llm.unload_lora_adapter("one")
     llm.load_lora_adapter("other", small / "a")
-    assert ask("other") == (a, 0)
+    assert ask("other") == (a, 96), "the same contents under another name"
 
 
 def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) -> None:
@@ -172,6 +172,62 @@ def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) 
         return tokens
 
     assert run(Engine(fixed), True) == run(Engine(fixed), False)
+
+
+def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) -> None:
+    """And one that was changed has another key, by which the prefix cache keeps them apart."""
+    copied = tmp_path / "copied"
+    shutil.copytree(small / "a", copied)
+    config = json.loads((copied / "adapter_config.json").read_text())
+    (copied / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "elsewhere"}))
+    engine = Engine(engine_options(model=str(small), enable_lora=True, max_loras=2, **OPTIONS))
+    adapters, sampling = engine.adapters, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def load(name: str, folder: Path) -> str:
+        adapters.wait(adapters.load(name, str(folder)))
+        return adapters.key(name)
+
+    def run(name: str, interfere: Callable[[int], None] = lambda count: None) -> list[int]:
+        tokens: list[int] = []
+        engine.add(EngineRequest(request_id=name, prompt=draw(0, 20), sampling=sampling, adapter=name))
+        while engine.busy:
+            tokens += [token for delta in engine.step() for token in delta.token_ids]
+            interfere(len(tokens))
+        return tokens
+
+    def unload_and_reload(count: int) -> None:
+        if count == 5:
+            adapters.unload("a")
+        elif count == 7:
+            adapters.unload("copied")
+            with pytest.raises(PenstockError, match="not loaded"):
+                adapters.key("copied")
+        elif count == 9:
+            assert load("again", copied) == key
+
+    key = load("a", small / "a")
+    assert (
+        Engine(engine_options(model=str(small), lora_modules=(f"x={copied}",), max_loras=1, **OPTIONS)).adapters.key(
+            "x"
+        )
+        == key
+    )
+    expected = run("a")
+    assert load("copied", copied) == key
+    assert run("copied") == expected
+    assert load("b", small / "b") != key, "it has the second slot"
+    assert run("b") != expected
+    adapters.unload("b")
+    assert run("a", unload_and_reload) == run("again") == expected
+    (copied / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
+    assert load("changed", copied) != key
+    assert run("changed") != expected
+    for name in ("again", "changed"):
+        adapters.unload(name)
+    assert not adapters.has_pending
+    for name in "ab":
+        load(name, small / name)
+    assert run("a") == expected
 
 
 def test_an_adapter_may_be_unloaded_while_it_is_loaded(small: Path) -> None:

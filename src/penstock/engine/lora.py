@@ -25,8 +25,10 @@ class LoadedAdapter:
 
     path: str
     key: str
-    """Marks the adapter's requests and their blocks in the prefix cache; every load has a new one."""
+    """Marks the adapter's requests and their blocks in the prefix cache: a digest of the adapter's contents, the same
+    in all engines."""
     slot: int
+    """Adapters with equal contents share one."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class PendingLoad:
 
     path: str
     slot: int
-    reply: Future[None]
-    """The workers' reply."""
+    reply: Future[str]
+    """The workers' reply, the key."""
     done: Future[None]
     """Done once requests may name the adapter."""
 
@@ -68,7 +70,6 @@ class LoRAManager:
         self._unwanted: list[PendingLoad] = []
         """Adapters that were unloaded while the workers loaded them."""
         self._free_slots = list(range(max_loras))
-        self._num_loads = 0
         self._lora_slots = lora_slots
 
     @property
@@ -83,7 +84,7 @@ class LoRAManager:
         return bool(self._loading or self._unloading or self._unwanted)
 
     def key(self, name: str) -> str:
-        """The key of a loaded adapter.
+        """The key of a loaded adapter, which identifies its contents.
 
         Raises ``PenstockError``: ``not_found`` where there is no such adapter, ``unavailable`` while it is loading.
         """
@@ -125,7 +126,9 @@ class LoRAManager:
             return
         if name not in self._loaded:
             raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "lora_name")
-        self._unloading.append(self._loaded.pop(name))
+        adapter = self._loaded.pop(name)
+        if adapter.key not in {other.key for other in self._loaded.values()}:
+            self._unloading.append(adapter)
         logger.info("adapter %s is unloaded", name)
         self.process_pending()
 
@@ -156,11 +159,18 @@ class LoRAManager:
                     error = PenstockError(Code.INTERNAL, "the adapter could not be read; the log says why")
                 load.done.set_exception(error)
                 continue
-            self._num_loads += 1
-            adapter = self._loaded[name] = LoadedAdapter(load.path, f"{name}#{self._num_loads}", load.slot)
-            self._lora_slots[adapter.key] = load.slot
+            self._loaded[name] = LoadedAdapter(load.path, key := load.reply.result(), self._slot_of(key, load.slot))
             logger.info("adapter %s is loaded from %s", name, load.path)
             load.done.set_result(None)
+
+    def _slot_of(self, key: str, slot: int) -> int:
+        """The slot of an adapter that was loaded into ``slot``: where another with the same contents has one already,
+        that one, and ``slot`` is free again."""
+        if (shared := self._lora_slots.setdefault(key, slot)) != slot:
+            self._unloading = [adapter for adapter in self._unloading if adapter.key != key]
+            self._executor.call(UnloadLoRA(slot))
+            self._free_slots.append(slot)
+        return shared
 
     def wait(self, future: Future[None]) -> None:
         """Wait for a load. Raises ``PenstockError`` where it failed."""

@@ -159,7 +159,7 @@ class Propose(msgspec.Struct, array_like=True, tag=True):
 
 class LoadLoRA(msgspec.Struct, array_like=True, tag=True):
     """Read the LoRA adapter in folder ``path`` while steps go on, then put it into ``slot`` between two steps. Answered
-    with None."""
+    with ``LoRAAdapter.version``."""
 
     slot: int
     path: str

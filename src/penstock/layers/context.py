@@ -27,7 +27,7 @@ class Weights(Protocol):
 
     @property
     def version(self) -> str:
-        """Identifies the weights: other weights have another version."""
+        """Identifies the contents on any machine: other weights have another version."""
         ...
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:

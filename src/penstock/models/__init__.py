@@ -10,7 +10,7 @@ import torch
 
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
-from penstock.layers import BuildContext, Weights
+from penstock.layers import BuildContext
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
 
@@ -84,13 +84,13 @@ def load_model(
         logger.info("the checkpoint is in float16, and is computed in bfloat16")
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
-    weights: Weights = DummyWeights(dtype, seed) if load_format == "dummy" else Checkpoint(folder)
+    weights = DummyWeights(folder, dtype, seed) if load_format == "dummy" else Checkpoint(folder)
     scheme, cache = SCHEMES[quantization], None
-    if weight_cache_dir and load_format != "dummy" and device.type == "cpu":
+    if weight_cache_dir and isinstance(weights, Checkpoint) and device.type == "cpu":
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
         if layers:
             packing += f" layers {layers.start} to {layers.stop}"
-        cache = WeightCache(weight_cache_dir, folder, packing, weights.version, weight_cache_size)
+        cache = WeightCache(weight_cache_dir, folder, packing, weights.state, weight_cache_size)
     context = BuildContext(
         ops,
         weights,

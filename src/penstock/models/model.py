@@ -37,7 +37,7 @@ class Model(Protocol):
     max_len: int
     """Tokens that a sequence may have."""
     weights_version: str
-    """Version of the weights; part of the prefix cache's keys."""
+    """Identifies the contents of the weights on any machine; part of the prefix cache's keys."""
     layers: range
     """Numbers of the layers that this pipeline stage computes."""
     lora_targets: Mapping[str, LoRATarget | None]

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
 
 from ..exit_status import LINK_LOST
 from ..step import (
@@ -135,8 +136,6 @@ class MultiprocExecutor:
         assert info is not None
         for rank, other in zip(self._ranks, infos, strict=True):
             assert other is not None
-            if isinstance(rank, RemoteRank):  # a copy of the checkpoint, whose contents were compared
-                other = msgspec.structs.replace(other, weights_version=info.weights_version)
             if other != info:
                 self.close()
                 names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]
@@ -337,10 +336,14 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
 
 def _settle(pending: _PendingCall) -> None:
     """Complete a call that all ranks have answered, with rank 0's answer, or the error of a rank that failed."""
+    first, *others = pending.answers
     if failed := next((answer.failed for answer in pending.answers if answer.failed), None):
         pending.future.set_exception(_error(failed))
+    elif isinstance(pending.op, LoadLoRA) and any(answer.value != first.value for answer in others):
+        words = f"the ranks have read different adapters from {pending.op.path}: put the same files on all nodes"
+        pending.future.set_exception(invalid("lora_path", words))
     else:
-        pending.future.set_result(pending.answers[0].value)
+        pending.future.set_result(first.value)
 
 
 def _error(failed: Failed, rank: RankProcess | RemoteRank | None = None) -> Exception:

@@ -20,9 +20,9 @@ from penstock import demo
 from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
+from penstock.planning.checkpoint_digest import checkpoint_digest
 from penstock.version import __version__
 
-from .checkpoint_digest import sampled_digest
 from .cluster_secret import read_secret
 from .fork_server import FORK_TIMEOUT
 from .layout import RankInfo, connections, ranks_of
@@ -69,7 +69,7 @@ class UnreachableError(OSError):
 
 def model_digest(options: EngineOptions) -> str:
     """Identifies the contents of a checkpoint wherever it lies. Raises ``PenstockError`` where there is none."""
-    return sampled_digest(Path(options.model) if options.model else demo.CHAT)
+    return checkpoint_digest(Path(options.model) if options.model else demo.CHAT)
 
 
 def check_nodes(options: EngineOptions) -> None:

@@ -247,7 +247,7 @@ class Worker:
             except Exception as error:
                 done.set_exception(error)
                 continue
-            done.set_result(None)
+            done.set_result(adapter.version)
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 

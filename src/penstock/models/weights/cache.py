@@ -55,7 +55,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 class Header(msgspec.Struct, frozen=True):
     state: str
-    """Hash of the checkpoint's version and of Penstock's."""
+    """Hash of the checkpoint's state and of Penstock's version."""
     size: int
     """Bytes of the data."""
     entries: dict[str, dict[str, Entry]]
@@ -67,7 +67,7 @@ class WeightCache:
 
     The file is mapped: engines on one machine share its pages, and nothing is copied. Threads verify each tensor's
     checksum before it is handed out. Tensors are packed again from the checkpoint, and ``save`` replaces the file,
-    where they are damaged, were made from another version of the checkpoint or by another version of Penstock, or
+    where they are damaged, were made from another state of the checkpoint or by another version of Penstock, or
     may have been written by another user.
 
     A file that is truncated while an engine has it mapped ends that engine with SIGBUS, as any mapped file does; the
@@ -77,15 +77,15 @@ class WeightCache:
         folder: of the cache.
         checkpoint: folder of the checkpoint.
         packing: all that decides a packed matrix besides the weights: layout, dtype, formats, rank and ranks.
-        version: of the weights. A file of another version is replaced.
+        state: of the checkpoint's files. What was made from another state is replaced.
         limit: GiB that the folder may hold; 0 is the default, see ``cache_folder``.
     """
 
-    def __init__(self, folder: Path, checkpoint: Path, packing: str, version: str, limit: float = 0.0) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, packing: str, state: str, limit: float = 0.0) -> None:
         name = hashlib.sha256(f"{checkpoint.resolve()} {packing}".encode()).hexdigest()[:32]
         self._path = folder / f"{name}{SUFFIX}"
         self._limit = limit
-        self._state = hashlib.sha256(f"{__version__} {version}".encode()).hexdigest()
+        self._state = hashlib.sha256(f"{__version__} {state}".encode()).hexdigest()
         self._tensors: dict[str, dict[str, Tensor]] = {}
         """All matrices of the model, in the order in which it is built."""
         self._changed = False

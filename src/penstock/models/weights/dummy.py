@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
 class DummyWeights:
-    """Random weights of any name and shape, equal for equal names and seeds (``load_format="dummy"``)."""
+    """Random weights of any name and shape, equal for equal names and seeds (``load_format="dummy"``).
 
-    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+    Args:
+        folder: of the checkpoint, whose ``config.json`` gives the shapes.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
+        self._config = folder / "config.json"
         self._dtype = dtype
         self._seed = seed
 
     @property
     def version(self) -> str:
-        return f"dummy-{self._dtype}-{self._seed}"
+        drawn = f"dummy {self._dtype} {self._seed} ".encode()
+        return hashlib.sha256(drawn + self._config.read_bytes()).hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """As ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from penstock.core import Code, PenstockError
@@ -46,9 +48,14 @@ BASE_CHANGING_INITS = ("corda", "lora_ga", "olora", "pissa")
 
 
 class LoRAAdapter:
-    """An adapter's packed weights for all layers of a model."""
+    """An adapter's packed weights for all layers of a model.
 
-    def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]]) -> None:
+    Args:
+        version: identifies the adapter's contents on any machine.
+    """
+
+    def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]], version: str) -> None:
+        self.version = version
         self._packed = {layer: layer.pack(own) for layer, own in parts.items()}
 
     def activate(self, slot: int) -> None:
@@ -76,7 +83,9 @@ def load_lora(
     where the adapter needs what no code here computes.
     """
     config = _config(folder)
-    tensors = _tensors(folder)
+    content = _content(folder)
+    version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
+    tensors = _tensors(content, folder)
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     for name in sorted({_module(key, targets) for key in tensors}):
         if not (target := targets[name]):
@@ -91,7 +100,7 @@ def load_lora(
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
         weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
         parts[target.layer].append(weights)
-    return LoRAAdapter(parts)
+    return LoRAAdapter(parts, version)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -128,7 +137,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _content(folder: Path) -> bytes:
+    """The file of weights."""
     path = folder / WEIGHTS
     if not path.exists():
         if (pickle := folder / "adapter_model.bin").exists():
@@ -136,9 +146,16 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             raise invalid(FIELD, message)
         raise invalid(FIELD, f"{folder} has no {WEIGHTS}")
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-    except (SafetensorError, OSError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise invalid(FIELD, f"{path} cannot be read ({error})") from error
+
+
+def _tensors(content: bytes, folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    try:
+        tensors = load(content)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise invalid(FIELD, f"{path} is damaged ({error})") from error
     if not tensors:
         raise invalid(FIELD, f"{path} holds nothing")

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import invalid
+from penstock.planning.checkpoint_digest import INDEX, checkpoint_digest
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
@@ -48,9 +48,13 @@ class Checkpoint:
 
     @cached_property
     def version(self) -> str:
-        """Identifies the checkpoint by its ``config.json``, its index, and its files' names, headers, sizes and times.
+        return checkpoint_digest(self._folder)
 
-        A copy of the files has another version; changed weights always have. The time of the last status change
+    @property
+    def state(self) -> str:
+        """Identifies the files of this machine by ``config.json``, the index, and names, headers, sizes and times.
+
+        A copy of the files has another state; changed weights always have. The time of the last status change
         (``ctime``) is included, because tools that copy files set the time of modification back.
         """
         digest = hashlib.sha256()
