@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Served, free_ports, refused
+from serving import Served, free_ports, refused, within
 
 from penstock import PenstockError
+from penstock.cli.main import main
 from penstock.cluster.http import REGISTER_PATH, call
 from penstock.engine.service.client import EngineClient
 
@@ -253,3 +256,45 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
 )
 def test_what_contradicts_itself_is_refused(flags: str, words: str) -> None:
     assert words in refused(*flags.split())
+
+
+def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "penstock.cli.main", "pd")
+    (port,) = free_ports(1)
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    started = subprocess.Popen(
+        [*command, "--port", str(port), *BLOCKS, "--pd-min-prefill-tokens", "10"],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        assert started.stdout
+        printed = [started.stdout.readline() for _ in range(6)]
+        assert [line.split()[0] for line in printed[2:5]] == ["router", "prefill-0", "decode-0"]
+        assert f"requests: http://127.0.0.1:{port}/v1" in printed[5]
+        asked = {"prompt": PROMPT, "max_tokens": 3}
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked).status_code == 200
+
+        def transferred() -> bool:
+            said = within(main, "pd", "status", "--url", f"http://127.0.0.1:{port}", "--once")
+            header, _, *rows = said.stdout.splitlines()
+            assert header.split()[:3] == ["role", "address", "state"] and len(rows) == 2
+            return any(row.startswith("decode") and " 1  " in row for row in rows)
+
+        until(transferred)
+        assert within(main, "pd", "status", "--url", "http://127.0.0.1:9", "--once").returncode == 2
+        pids = [int(line.split()[1]) for line in printed[2:5]]
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(60) == 0
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    finally:
+        started.kill()
+        started.wait()
+
+
+def test_wrong_options_of_that_command_are_refused() -> None:
+    assert "prefill: must be 1 or more" in within(main, "pd", "--prefill", "0").stderr
+    assert "role: is set by penstock pd" in within(main, "pd", "--role", "decode").stderr

@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "continue a prompt, or answer a question with --chat",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure latency or throughput of a model or a server",
+    "pd": "start separate prefill and decode instances with their router, or show those that run",
     "ranktable": "write down who computes what where prefill and decode are apart, and join what machines say",
     "plan": "tell what a model will take of memory, before it runs",
     "shims": "write commands of other systems, which start this one",

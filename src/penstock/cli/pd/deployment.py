@@ -1,0 +1,177 @@
+"""Starts prefill instances, decode instances and their router on this machine, each a ``penstock serve``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from penstock.cluster.deployment import bind_devices
+from penstock.config.addresses import ANY_ADDRESS, join_address
+from penstock.config.options import Configuration
+from penstock.config.settings import settings
+from penstock.core import PenstockError
+from penstock.core.errors import invalid
+from penstock.engine.service.server import kill_with_parent
+
+from ..flags import configure
+from .status import instances, table
+
+POLL_INTERVAL = 0.2
+"""Seconds between two looks at the processes."""
+START_TIMEOUT = 600.0
+"""Seconds in which all have to serve."""
+OWN = (
+    "role",
+    "host",
+    "port",
+    "engine_address",
+    "router_address",
+    "prefill_instances",
+    "decode_instances",
+    "cpu_binding",
+)
+"""Options that are not the same for all."""
+
+
+class _Process:
+    """One ``penstock serve``, whose log lines are printed with its name before them.
+
+    Args:
+        cores: that it may use.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], cores: set[int]) -> None:
+        self.name = name
+        self.cores = cores
+        own = os.getpid()
+
+        def prepare() -> None:
+            kill_with_parent(own)
+            os.sched_setaffinity(0, cores)
+
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=prepare, start_new_session=True)
+        assert self.process.stderr
+        self._printer = threading.Thread(target=self._print, args=(self.process.stderr,), daemon=True)
+        self._printer.start()
+
+    def _print(self, log: IO[bytes]) -> None:
+        for line in log:
+            print(f"{self.name}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+
+    def end(self) -> int:
+        """Let it finish its requests; returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait()
+        self._printer.join(1)
+        return status
+
+
+def start(args: argparse.Namespace) -> int:
+    """Run a deployment until Ctrl-C or SIGTERM; returns 0 then, and 1 where a process has ended by itself.
+
+    Raises ``PenstockError`` (``invalid``) for wrong options.
+    """
+    resolved = configure(args)
+    for name in ("prefill", "decode"):
+        if getattr(args, name) < 1:
+            raise invalid(name, "must be 1 or more")
+    for name in OWN:
+        if name not in ("host", "port") and resolved.sources[name] != "default":
+            raise invalid(name, "is set by penstock pd; start instances with penstock serve to choose it")
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    with tempfile.TemporaryDirectory(prefix="penstock-pd-") as folder:
+        file = Path(folder, "options.yaml")
+        file.write_text(json.dumps(_given(resolved.configuration)))
+        processes: list[_Process] = []
+        try:
+            return _run(processes, file, resolved.configuration, args.prefill, args.decode)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                for process in processes:  # the router first, whose requests end before the instances do
+                    process.end()
+            except KeyboardInterrupt:
+                for process in processes:
+                    process.process.kill()
+
+
+def _run(processes: list[_Process], file: Path, configuration: Configuration, prefill: int, decode: int) -> int:
+    """Start all, tell what runs where, and wait until one ends."""
+    server = configuration.server
+    host = "127.0.0.1" if server.host in ANY_ADDRESS else server.host
+    port = server.port or _free_port(host)
+    router = join_address(host, port)
+    common = ("--config", str(file))
+    every = os.sched_getaffinity(0)
+    arguments = [*common, "--role", "router", "--host", server.host, "--port", str(port)]
+    processes.append(_Process("router", arguments, every))
+    names = [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
+    numbers = [str(number) for number in range(len(names))]
+    for name, number in zip(names, numbers, strict=True):
+        cores = set(map(int, bind_devices([number], numbers).split(",")))
+        arguments = [*common, "--role", name.partition("-")[0], "--host", "127.0.0.1", "--port", "0"]
+        processes.append(_Process(name, [*arguments, "--router-address", router], cores))
+    key = server.api_key[0] if server.api_key else ""
+    if not _all_serve(processes, f"http://{router}", key):
+        return 1
+    rows = [[one.name, str(one.process.pid), ",".join(map(str, sorted(one.cores)))] for one in processes]
+    print(table(("process", "pid", "cores"), rows))
+    print(f"requests: http://{router}/v1    instances: penstock pd status --url http://{router}", flush=True)
+    while (ended := _ended(processes)) is None:
+        time.sleep(POLL_INTERVAL)
+    print(f"penstock pd: {ended.name} has ended with status {ended.process.returncode}", file=sys.stderr)
+    return 1
+
+
+def _all_serve(processes: Sequence[_Process], url: str, api_key: str) -> bool:
+    """Wait until all instances have joined the router; returns False where a process has ended before."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if ended := _ended(processes):
+            print(f"penstock pd: {ended.name} could not start", file=sys.stderr)
+            return False
+        try:
+            ready = [one for one in instances(url, api_key) if one["state"] == "ready"]
+            if len(ready) >= len(processes) - 1:
+                return True
+        except PenstockError:  # the router starts
+            pass
+        time.sleep(POLL_INTERVAL)
+    print(f"penstock pd: not all instances have joined the router within {START_TIMEOUT:.0f} seconds", file=sys.stderr)
+    return False
+
+
+def _ended(processes: Sequence[_Process]) -> _Process | None:
+    return next((one for one in processes if one.process.poll() is not None), None)
+
+
+def _given(configuration: Configuration) -> dict[str, object]:
+    """The options that differ from their defaults, by name, but for those of a single process."""
+    sections = msgspec.to_builtins(configuration)
+    return {
+        name: value
+        for name, setting in settings().items()
+        if name not in OWN and (value := sections[setting.section][name]) != msgspec.to_builtins(setting.default)
+    }
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as found:
+        return int(found.getsockname()[1])
