@@ -126,6 +126,11 @@ class EngineClient:
         return self.engine
 
     @property
+    def overdue(self) -> float:
+        """Seconds since the engine's next sign of progress was expected."""
+        return self._connection.overdue
+
+    @property
     def stats(self) -> messages.Stats:
         """The engine's last statistics, which it sends every ``KEEP_ALIVE_INTERVAL``, with the heartbeat's age now."""
         age = self._connection.age if self.engine else 0.0

@@ -19,6 +19,8 @@ from .client import STOPPING, EngineClient
 from .instance import Instance
 from .prefix_index import PrefixIndex
 
+MAX_OVERDUE = 2.0
+"""Seconds by which an engine's sign of progress may be overdue before others are preferred."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance that could answer is there; try again soon")
 
 
@@ -414,6 +416,7 @@ class EnginePool:
     def _route(self, request: EngineRequest, working: list[_Replica], cached: dict[_Replica, int]) -> _Replica:
         """The replica for a request, one of ``working``."""
         working = [one for one in working if one.has_adapter(request.adapter)] or working
+        working = [one for one in working if one.client.overdue < MAX_OVERDUE] or working
         if request.external_id:  # the same one in all processes, whichever replicas come and go beside it
             return max(working, key=lambda replica: crc32(f"{request.external_id} {replica.address}".encode()))
         length, loads = len(request.prompt), self._loads()

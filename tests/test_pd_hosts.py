@@ -1,0 +1,124 @@
+"""A prefill instance, a decode instance and the scheduler on three hosts, in network namespaces, by rank tables."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import namespaces
+import pytest
+from namespaces import Namespaces
+from serving import Served
+from test_router import PROMPT, until
+
+from penstock.cli.main import main
+from penstock.engine.service.connection import HEARTBEAT_TIMEOUT
+
+pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+
+
+class Hosts:
+    """The three servers: scheduler, prefill and decode instance."""
+
+    def __init__(self, machines: Namespaces, folder: Path) -> None:
+        self.machines = machines
+        scheduler, prefill, decode = machines.addresses
+        command = ["ranktable", "--save-dir", str(folder)]
+        gen = [*command, "--mode", "gen", "--ip"]
+        assert main([*gen, scheduler, "--api-server"]) == 0
+        assert main([*gen, prefill, "--prefill-server-list", "0,1"]) == 0
+        assert main([*gen, decode, "--decode-server-list", "0"]) == 0
+        tables = [str(folder / f"global_ranktable_{address}.json") for address in machines.addresses]
+        assert main([*command, "--mode", "merge", "--global-ranktable-list", *tables]) == 0
+        names = [f"{scheduler}_host", f"{prefill}_01", f"{decode}_0"]
+        self.servers: list[Served] = []
+        for host, name in enumerate(names):
+            environment = {
+                "XDG_CONFIG_HOME": str(folder),  # all hosts have one file system
+                "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / "global_ranktable_merge.json"),
+                "RANK_TABLE_FILE_PATH": str(folder / f"local_ranktable_{name}.json"),
+                "NODE_PORTS": "8088,8088",
+                "USE_OPENAI": "0",
+            }
+            flags = f"--compat ascend-vllm --host 0.0.0.0 --num-gpu-blocks-override 120 --port {8088 if host else 9000}"
+            flags += f" --tensor-parallel-size {2 if host == 1 else 1} --pd-min-prefill-tokens 100 --kv-transport tcp"
+            with machines.inside(host):
+                self.servers.append(Served(*flags.split(), environment=environment))
+        self.scheduler, self.prefill, self.decode = self.servers
+
+    def ask(self, **changes: Any) -> httpx.Response:
+        """A completion of the scheduler, from its own host."""
+        with self.machines.inside(0):
+            body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, **changes}
+            return httpx.post("http://127.0.0.1:9000/v1/completions", json=body)
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        """What the scheduler tells of its instances, by their roles."""
+        with self.machines.inside(0):
+            found = httpx.get("http://127.0.0.1:9000/penstock/instances").json()["instances"]
+        return {one["role"]: one for one in found}
+
+    def state(self, role: str) -> str:
+        state: str = self.instances()[role]["state"]
+        return state
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if reason := namespaces.reason_for_none():
+        pytest.skip(reason)
+    with Namespaces(3) as machines, ExitStack() as stack:
+        hosts = Hosts(machines, tmp_path_factory.mktemp("hosts"))
+        for server in hosts.servers:
+            stack.callback(server.kill)
+        for server in hosts.servers:
+            server.start()
+        until(lambda: {one["state"] for one in hosts.instances().values()} == {"ready"} and len(hosts.instances()) == 2)
+        yield hosts
+        for server in hosts.servers:
+            server.terminate()
+        assert [server.ended() for server in hosts.servers] == [0, 0, 0]
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    result: str = answer.json()["choices"][0]["text"]
+    return result
+
+
+def test_hosts_answer_as_one(hosts: Hosts) -> None:
+    """Prefill on two ranks, decode on one: KV travels over TCP."""
+    with Served("--num-gpu-blocks-override", "120", "--generation-config", "vllm") as one:
+        body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        expected = httpx.post(f"{one.url}/completions", json=body).json()["choices"][0]["text"]
+    assert text(hosts.ask()) == expected
+    until(lambda: hosts.instances()["decode"]["kv_completed"] > 0)
+    until(lambda: hosts.instances()["prefill"]["kv_bytes_sent"] > 0)
+
+
+@pytest.mark.thorough  # a network that is cut takes seconds to notice
+def test_hosts_that_are_cut_off_are_lost_and_found(hosts: Hosts) -> None:
+    expected = text(hosts.ask())
+    for host, role in ((1, "prefill"), (2, "decode")):
+        hosts.machines.connect(host, False)
+        began = time.monotonic()
+        if role == "prefill":
+            assert text(hosts.ask(prompt=f"{PROMPT} Again.", max_tokens=3)) is not None
+        until(lambda role=role: "lost" in hosts.state(role))  # type: ignore[misc]
+        assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT + 35  # kv_timeout is 30
+        if role == "decode":
+            assert hosts.ask().status_code == 503
+        hosts.machines.connect(host, True)
+        until(lambda role=role: hosts.state(role) == "ready")  # type: ignore[misc]
+        assert text(hosts.ask()) == expected
+
+
+def test_every_process_is_bound_to_its_devices(hosts: Hosts) -> None:
+    """The decode instance has the only device of its host: all cores; the prefill instance's ranks share them out."""
+    (engine,) = hosts.decode.pids["engine"]
+    assert os.sched_getaffinity(engine) == os.sched_getaffinity(0)
