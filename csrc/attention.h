@@ -481,10 +481,11 @@ void attention_task(const Attention& a, int64_t task) {
       prepare<typename K::KeyStep>(q, dim, rows.q + r * dim);
     }
   }
+  const uint32_t of_block = uint32_t(a.block_size / size);  // panels
   auto panel_at = [&](int64_t sequence, int64_t position, int64_t kv_head) {
-    const int64_t block = a.block_tables[sequence * a.table_width + position / a.block_size];
-    const int64_t number = block * (a.block_size / size) + position % a.block_size / size;
-    return Panel<K>(a.cache, number * a.kv_heads + kv_head, dim, size);
+    const uint32_t panel = uint32_t(position) / uint32_t(size);
+    const int64_t block = a.block_tables[sequence * a.table_width + panel / of_block];
+    return Panel<K>(a.cache, (block * of_block + panel % of_block) * a.kv_heads + kv_head, dim, size);
   };
   auto go_over = [&](const Panel<K>& span, const Panel<K>& next, int64_t begin) {
     constexpr int together = kByTiles<K> ? kTogether : kTileRows;
@@ -492,23 +493,28 @@ void attention_task(const Attention& a, int64_t task) {
       attend<K>(rows, first, count - first < together ? count - first : together, span, next, dim, begin,
                 a.scale * 1.44269504088896341f);
   };
-  for (int64_t begin = earliest / kSpan * kSpan; begin <= last; begin += kSpan) {
-    if (size == kSpan) {
+  const int64_t begin = earliest / kSpan * kSpan;
+  if (size == kSpan) {
+    Panel<K> span = panel_at(sequence, begin, kv_head);
+    for (int64_t at = begin; at <= last; at += kSpan) {
       // After a task's last span, probably the first one of the task that follows.
-      const Panel<K> next = begin + kSpan <= last ? panel_at(sequence, begin + kSpan, kv_head)
-                            : tile + 1 < tiles    ? panel_at(a.tiles[2 * (tile + 1)], 0, kv_head)
-                                                  : panel_at(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);
-      go_over(panel_at(sequence, begin, kv_head), next, begin);
-      continue;
+      const Panel<K> next = at + kSpan <= last ? panel_at(sequence, at + kSpan, kv_head)
+                            : tile + 1 < tiles ? panel_at(a.tiles[2 * (tile + 1)], 0, kv_head)
+                                               : panel_at(a.tiles[0], 0, (kv_head + 1) % a.kv_heads);
+      go_over(span, next, at);
+      span = next;
     }
+  } else {
     thread_local std::vector<Line> memory;
     memory.resize(ceil_div(Panel<K>::bytes(dim, kSpan), sizeof(Line)));
     const Panel<K> span(memory.data(), 0, dim, kSpan);
-    for (int64_t position = begin; position <= last && position < begin + kSpan; position += size) {
-      join(span, position - begin, panel_at(sequence, position, kv_head), dim, size);
-      if (position + kSpan <= last) ask_for(panel_at(sequence, position + kSpan, kv_head), dim, size);
+    for (int64_t at = begin; at <= last; at += kSpan) {
+      for (int64_t position = at; position <= last && position < at + kSpan; position += size) {
+        join(span, position - at, panel_at(sequence, position, kv_head), dim, size);
+        if (position + kSpan <= last) ask_for(panel_at(sequence, position + kSpan, kv_head), dim, size);
+      }
+      go_over(span, span, at);
     }
-    go_over(span, span, begin);
   }
   for (int r = 0; r < count; r++) {
     const f32x16 share = all(1.0f / sum(rows.total[r]));
