@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from serving import Served, free_ports, refused, within
+from test_lora import demo_adapters as demo_adapters  # the fixture
 
 from penstock import PenstockError
 from penstock.cli.main import main
@@ -54,18 +56,23 @@ class Deployment:
         secret.chmod(0o600)
         self.secret = ("--cluster-secret-file", str(secret))
         self.stack = ExitStack()
+        self._ready = False
         (self.port,) = free_ports(1)
         self.router = Served("--role", "router", "--port", str(self.port), *self.secret, *flags)
         self.router.find("waiting for instances")
 
     def instances(self, *roles: str, flags: tuple[str, ...] = ()) -> list[Served]:
-        """Instances of these roles, which have registered."""
+        """Instances of these roles, which serve; the first ones make the router ready."""
         address = ("--router-address", f"127.0.0.1:{self.port}")
         started = [Served("--role", role, *BLOCKS, *address, *self.secret, *flags) for role in roles]
-        return [self.stack.enter_context(one) for one in started]
+        entered = [self.stack.enter_context(one) for one in started]
+        if not self._ready:
+            self.stack.enter_context(self.router)
+            self._ready = True
+        return entered
 
     def __enter__(self) -> Deployment:
-        self.stack.enter_context(self.router)
+        self.stack.callback(self.router.kill)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -84,17 +91,13 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    deployment = Deployment(tmp_path_factory.mktemp("router"), "--pd-min-prefill-tokens", "100")
-    try:
+    flags = ("--pd-min-prefill-tokens", "100", "--allow-runtime-lora-updating")
+    with Deployment(tmp_path_factory.mktemp("router"), *flags) as deployment:
         until(lambda: httpx.get(f"http://127.0.0.1:{deployment.port}/ready").text.find("no instance") > 0)
         early = httpx.post(f"http://127.0.0.1:{deployment.port}/v1/completions", json={"prompt": "x"})
         assert early.status_code == 503 and "no instance that could answer is there" in early.text
-        deployment.prefill, *deployment.decode = deployment.instances("prefill", "decode", "decode")
-    except BaseException:
-        deployment.stack.close()
-        deployment.router.kill()
-        raise
-    with deployment:
+        lora = ("--enable-lora",)
+        deployment.prefill, *deployment.decode = deployment.instances("prefill", "decode", "decode", flags=lora)
         until(lambda: deployment.has("prefill", "decode", "decode"))
         yield deployment
 
@@ -151,6 +154,22 @@ def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
         return float(count) > 0
 
     until(transferred)
+
+
+def test_adapters_are_in_all_instances(deployment: Deployment, demo_adapters: Path) -> None:
+    given = {"lora_name": "a", "lora_path": str(demo_adapters / "a")}
+    asked = {"model": "a", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    assert httpx.post(f"{deployment.router.url}/load_lora_adapter", json=given).status_code == 200
+    expected = answer(deployment.prefill, "completions", asked)
+    assert expected != answer(deployment.prefill, "completions", asked | {"model": "default"})
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: answer(deployment.router, "completions", asked), range(4)))
+    assert found == [expected] * 4
+    assert httpx.post(f"{deployment.router.root}/reset_prefix_cache").status_code == 200
+    assert answer(deployment.router, "completions", asked) == expected
+    assert httpx.post(f"{deployment.router.url}/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+    for served in (deployment.router, deployment.prefill, *deployment.decode):
+        assert httpx.post(f"{served.url}/completions", json=asked).status_code == 404
 
 
 def test_strangers_are_refused(deployment: Deployment) -> None:
@@ -256,6 +275,66 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
 )
 def test_what_contradicts_itself_is_refused(flags: str, words: str) -> None:
     assert words in refused(*flags.split())
+
+
+@pytest.mark.thorough  # ZeroMQ takes seconds to notice a process that was stopped
+def test_full_queues_and_an_engine_that_was_stopped(tmp_path: Path) -> None:
+    """More than the instances have room for is refused at once; what a stopped engine had not begun, another does."""
+    with Deployment(tmp_path) as deployment:
+        flags = ("--max-num-seqs", "2", "--max-waiting", "2")
+        _, stopped = deployment.instances("decode", "decode", flags=flags)
+        until(lambda: deployment.has("decode", "decode"))
+        long = {key: value for key, value in LONG.items() if key != "stream"} | {"max_tokens": 600}
+        short = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+
+        def status(body: dict[str, Any]) -> int:
+            return httpx.post(f"{deployment.router.url}/completions", json=body).status_code
+
+        with ThreadPoolExecutor(20) as threads:
+            statuses = list(threads.map(status, [long] * 20))
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 8
+        (engine,) = stopped.pids["engine"]
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(4) as threads:
+                assert list(threads.map(status, [short] * 4)) == [200] * 4
+            until(lambda: any("was lost" in state for _, state in deployment.states.values()))
+            began = time.monotonic()
+            assert status(short) == 200 and time.monotonic() - began < 2
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        until(lambda: deployment.has("decode", "decode"))
+
+
+@pytest.mark.thorough  # starts each instance twice
+def test_every_instance_is_replaced_under_load(tmp_path: Path) -> None:
+    """Nothing fails, and every answer is the same."""
+    with Deployment(tmp_path, "--pd-min-prefill-tokens", "100", "--api-server-count", "2") as deployment:
+        running = deployment.instances("prefill", "decode", "decode")
+        until(lambda: deployment.has("prefill", "decode", "decode"))
+        body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+        expected = answer(running[0], "completions", body)
+        ended = threading.Event()
+
+        def load(number: int) -> list[Any]:
+            found = []
+            while not ended.is_set():
+                found.append(answer(deployment.router, "completions", {**body, "cache_salt": f"{number} {len(found)}"}))
+            return found
+
+        with ThreadPoolExecutor(4) as threads:
+            loads = [threads.submit(load, number) for number in range(4)]
+            try:
+                for old, role in zip(running, ("prefill", "decode", "decode"), strict=True):
+                    deployment.instances(role)
+                    until(lambda: len(deployment.states) == 4)
+                    old.terminate()
+                    assert old.ended() == 0
+                    until(lambda: deployment.has("prefill", "decode", "decode"))
+            finally:
+                ended.set()
+            found = [one for load in loads for one in load.result()]
+        assert len(found) > 20 and all(one == expected for one in found)
 
 
 def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
