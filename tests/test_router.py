@@ -13,19 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 from serving import Served, free_ports, refused, within
 from test_lora import demo_adapters as demo_adapters  # the fixture
 
 from penstock import PenstockError
 from penstock.cli.main import main
 from penstock.cluster.http import REGISTER_PATH, call
+from penstock.engine.service import messages
 from penstock.engine.service.client import EngineClient
+from penstock.engine.service.curve import secure_server
 
 BLOCKS = ("--num-gpu-blocks-override", "120")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -202,6 +205,32 @@ def test_strangers_are_refused(deployment: Deployment) -> None:
     assert f"the engine at {address} refuses the connection" in asyncio.run(connected())
 
 
+def test_an_engine_of_another_version_is_refused() -> None:
+    """By the number of the protocol that it tells when a client connects."""
+    secret, context = b"a secret of sixteen", zmq.Context()
+    other = context.socket(zmq.ROUTER)
+    secure_server(other, secret)
+    port = other.bind_to_random_port("tcp://127.0.0.1")
+    ready = messages.Ready(1, 100, 100, 10, 64, "kernels", True, {}, protocol=99, version="9.9")
+
+    async def refusal() -> str:
+        nothing: Callable[[Any], None] = lambda _: None  # noqa: E731
+        client = EngineClient(f"tcp://127.0.0.1:{port}", nothing, nothing, None, nothing, secret=secret)
+        while True:
+            with suppress(zmq.Again):
+                identity, *_ = other.recv_multipart(zmq.NOBLOCK)
+                other.send_multipart((identity, messages.encode(ready)))
+            await asyncio.sleep(0.02)
+            with pytest.raises(PenstockError) as refused:
+                client.require_engine()
+            if "9.9" in str(refused.value):
+                await client.close()
+                return str(refused.value)
+
+    assert "install the same version on all hosts" in asyncio.run(asyncio.wait_for(refusal(), 60))
+    context.destroy(0)
+
+
 def test_an_engine_that_dies_under_load_loses_what_it_had_begun_alone(deployment: Deployment) -> None:
     """The others' requests go on, and the instance is used again once its engine was started again."""
     whole = Stream(deployment.decode[0]).rest()[0]
@@ -266,7 +295,7 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
         ("--role router --router-address 127.0.0.1:1", "router_address: a router registers with no other one"),
         ("--role router --engine-address 127.0.0.1:1", "engine_address: a router has no engine"),
         ("--role decode --decode-instances 127.0.0.1:1", "decode_instances: needs --role router"),
-        ("--role prefill --prefill-instances 127.0.0.1:1", "prefill_instances: this is a prefill instance"),
+        ("--role prefill --prefill-instances 127.0.0.1:1", "prefill_instances: needs --role router or decode"),
         ("--role decode --router-address here", "router_address: 'here' is not an address: write host:port"),
         ("--engine-address 127.0.0.1:x", "engine_address: '127.0.0.1:x' is not an address"),
         ('--role router --models {"a":"b"}', "models: routers and instances have one model"),

@@ -82,7 +82,9 @@ def with_role(configuration: Configuration) -> Configuration:
         "router_address": router and server.router_address and "a router registers with no other one",
         "engine_address": router and engine.engine_address and "a router has no engine",
         "decode_instances": not router and server.decode_instances and "needs --role router",
-        "prefill_instances": engine.role == "prefill" and server.prefill_instances and "this is a prefill instance",
+        "prefill_instances": engine.role in ("mixed", "prefill")
+        and server.prefill_instances
+        and "needs --role router or decode",
         "models": server.models
         and (engine.role != "mixed" or engine.engine_address or server.router_address)
         and "routers and instances have one model; start others for each",

@@ -11,98 +11,17 @@ from zlib import crc32
 
 import msgspec
 
-from penstock.config.addresses import reachable, split_address
 from penstock.core import Code, EngineRequest, Failure, PenstockError, TokenDelta, Vocabulary
 
 from . import messages
 from .client import STOPPING, EngineClient
 from .instance import Instance
 from .prefix_index import PrefixIndex
+from .replica import OpenRequest, Replica
 
 MAX_OVERDUE = 2.0
 """Seconds by which an engine's sign of progress may be overdue before others are preferred."""
 NO_ENGINE = Failure(Code.UNAVAILABLE, "no instance that could answer is there; try again soon")
-
-
-class _Replica:
-    """One of the pool's engines.
-
-    Args:
-        number: its bit in the ``PrefixIndex``.
-        instance: what the supervisor has found at its address; None for an engine that this server has started.
-    """
-
-    def __init__(self, number: int, client: EngineClient, instance: Instance | None) -> None:
-        self.number = number
-        self.client = client
-        self.instance = instance
-        self.num_other_requests = 0
-        """Requests that it had of other processes when it last told its statistics."""
-        self.leaving = False
-        """Whether it gets no more requests, and is removed once it has none."""
-
-    @property
-    def address(self) -> str:
-        return self.client.address
-
-    @property
-    def engine(self) -> messages.Ready | None:
-        """The report of its engine, if that is connected, and the one that the supervisor has found."""
-        engine = self.client.engine
-        return engine if engine and (self.instance is None or self.instance.is_of(engine)) else None
-
-    @property
-    def answers(self) -> bool:
-        """Whether it computes answers, rather than prompts for others."""
-        return self.instance is None or self.instance.role != "prefill"
-
-    def require_engine(self) -> messages.Ready:
-        """As ``EngineClient.require_engine``."""
-        ready = self.client.require_engine()
-        if self.leaving or self.engine is None:
-            raise PenstockError(Code.UNAVAILABLE, f"the instance at {self.client.name} is leaving or has changed")
-        return ready
-
-    def has_adapter(self, name: str) -> bool:
-        return not name or (name in self.client.adapters and not self.client.is_loading(name))
-
-    @property
-    def kv_address(self) -> str:
-        """Where decode instances get KV from it; empty where they cannot."""
-        engine = self.engine
-        if engine is None or not engine.kv_address:
-            return ""
-        return reachable(engine.kv_address, split_address(self.client.name, "engine_address")[0])
-
-
-class _OpenRequest:
-    """A request that has not ended.
-
-    Args:
-        cost: tokens of its prompt that its replica has to compute.
-        prefills: prefill instances that may compute its prompt, and the tokens that the first of them has to.
-    """
-
-    __slots__ = ("cost", "full", "output", "prefill", "prefill_cost", "replica", "request", "retriable")
-
-    def __init__(
-        self, request: EngineRequest, replica: _Replica, cost: int, prefills: list[_Replica], full: frozenset[_Replica]
-    ) -> None:
-        self.request = request
-        self.replica = replica
-        self.prefill = prefills[0] if prefills else None
-        """The prefill instance that is to compute its prompt."""
-        self.prefill_cost, self.cost = (cost, 0) if prefills else (0, cost)
-        self.full = full
-        """Replicas that had no room for it, or were stopping."""
-        self.retriable = True
-        """Whether it runs again if its replica is lost: until its first token has come, or it was aborted."""
-        self.output: list[int] = []
-        """Tokens of its first sequence, where there are several replicas."""
-
-    def settle(self) -> None:
-        """Its first token has come, or it was aborted."""
-        self.retriable, self.cost, self.prefill_cost = False, 0, 0
 
 
 class EnginePool:
@@ -147,12 +66,12 @@ class EnginePool:
         self._request_cost = request_cost
         self._min_prefill_tokens = min_prefill_tokens
         self._secret = secret
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._refusing: Failure | None = None
         self._changed = asyncio.Event()
         """Set whenever an engine connects, and by ``stop_serving``."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._replicas: list[_Replica] = []
+        self._replicas: list[Replica] = []
         self._prefixes = PrefixIndex()
         for address in addresses:
             self._add(address)
@@ -185,7 +104,7 @@ class EnginePool:
             lambda engine: self._changed.set(),
             self._secret,
         )
-        replica = _Replica(number, client, instance)
+        replica = Replica(number, client, instance)
         if adapters := self.adapters:
             client.set_adapters(adapters)
         self._replicas.append(replica)
@@ -263,7 +182,7 @@ class EnginePool:
                 state = "ready"
             except PenstockError as error:
                 state = "leaving" if one.leaving else error.failure.message
-            stats = msgspec.to_builtins(self._stats_of(one))
+            stats = msgspec.structs.asdict(self._stats_of(one))
             own = sum(one in (entry.replica, entry.prefill) for entry in self._open.values())
             result.append(
                 {**stats, "address": one.instance.address, "role": one.instance.role, "state": state, "open": own}
@@ -271,7 +190,7 @@ class EnginePool:
         return result
 
     @staticmethod
-    def _stats_of(replica: _Replica) -> messages.Stats:
+    def _stats_of(replica: Replica) -> messages.Stats:
         if replica.instance is None:
             return replica.client.stats
         return msgspec.structs.replace(
@@ -369,7 +288,7 @@ class EnginePool:
         """Whether there are several replicas to choose from."""
         return len(self._replicas) > 1
 
-    def _connected(self) -> list[_Replica]:
+    def _connected(self) -> list[Replica]:
         """The replicas that accept requests, prefill instances included. Raises the error of the first where none
         does."""
         working, errors = [], list[PenstockError]()
@@ -383,14 +302,14 @@ class EnginePool:
             raise errors[0] if errors else PenstockError.of(self._refusing or NO_ENGINE)
         return working
 
-    def _working(self) -> list[_Replica]:
+    def _working(self) -> list[Replica]:
         """The replicas that accept requests and answer them. Raises as ``_connected``."""
         working = [replica for replica in self._connected() if replica.answers]
         if not working:
             raise PenstockError.of(NO_ENGINE)
         return working
 
-    def _send(self, request: EngineRequest, full: frozenset[_Replica] = frozenset()) -> None:
+    def _send(self, request: EngineRequest, full: frozenset[Replica] = frozenset()) -> None:
         """Send a request to a replica, which is none of ``full``. Raises as ``add``, and where no other works."""
         working = [replica for replica in self._working() if replica not in full]
         if not working:
@@ -398,14 +317,14 @@ class EnginePool:
         cached = self._cached_tokens(request)
         replica = self._route(request, working, cached)
         uncached = len(request.prompt) - cached[replica]
-        prefills = self._prefill_instances(request, uncached, cached)
+        prefills = self._prefill_instances(request, uncached, cached) if replica.takes_kv else []
         if self._routes:
             for one in [replica, *prefills[:1]]:
                 self._prefixes.insert(request, [], one.number)
         replica.client.add(msgspec.structs.replace(request, prefill=tuple(one.kv_address for one in prefills)))
-        self._open[request.request_id] = _OpenRequest(request, replica, uncached, prefills, full)
+        self._open[request.request_id] = OpenRequest(request, replica, uncached, prefills, full)
 
-    def _cached_tokens(self, request: EngineRequest) -> dict[_Replica, int]:
+    def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
         """Leading tokens of a request's prompt that each replica has in its cache."""
         if not self._routes:
             return dict.fromkeys(self._replicas, 0)
@@ -413,7 +332,7 @@ class EnginePool:
         counts = self._prefixes.cached_tokens(request, max(replica.number for replica in self._replicas) + 1)
         return {replica: counts[replica.number] for replica in self._replicas}
 
-    def _route(self, request: EngineRequest, working: list[_Replica], cached: dict[_Replica, int]) -> _Replica:
+    def _route(self, request: EngineRequest, working: list[Replica], cached: dict[Replica, int]) -> Replica:
         """The replica for a request, one of ``working``."""
         working = [one for one in working if one.has_adapter(request.adapter)] or working
         working = [one for one in working if one.client.overdue < MAX_OVERDUE] or working
@@ -422,20 +341,20 @@ class EnginePool:
         length, loads = len(request.prompt), self._loads()
         room = {replica: self._room(replica) for replica in working}
 
-        def cost(replica: _Replica) -> tuple[float, int]:
+        def cost(replica: Replica) -> tuple[float, int]:
             return loads[replica] + length - cached[replica] + max(length - room[replica], 0), loads[replica]
 
         random.shuffle(working)  # other processes, which have not told of their requests yet, would choose the same
         return min(working, key=cost)
 
-    def _prefill_instances(self, request: EngineRequest, uncached: int, cached: dict[_Replica, int]) -> list[_Replica]:
+    def _prefill_instances(self, request: EngineRequest, uncached: int, cached: dict[Replica, int]) -> list[Replica]:
         """The prefill instances for a request of which its replica has ``uncached`` tokens to compute, the preferred
         one first; none where the replica had better compute its prompt itself."""
         if uncached < self._min_prefill_tokens or _needs_hidden_states(request):
             return []
         length = len(request.prompt)
 
-        def can(replica: _Replica) -> bool:
+        def can(replica: Replica) -> bool:
             if replica.answers or not replica.kv_address or not replica.has_adapter(request.adapter):
                 return False
             try:
@@ -443,26 +362,26 @@ class EnginePool:
             except PenstockError:
                 return False
 
-        own: dict[_Replica, int] = {}
+        own: dict[Replica, int] = {}
         for entry in self._open.values():
             if entry.prefill:
                 own[entry.prefill] = own.get(entry.prefill, 0) + entry.prefill_cost
 
-        def cost(replica: _Replica) -> int:  # what it tells is of all routers, but up to a second old
+        def cost(replica: Replica) -> int:  # what it tells is of all routers, but up to a second old
             return max(replica.client.stats.prompt_tokens, own.get(replica, 0)) + length - cached[replica]
 
         able = [replica for replica in self._replicas if can(replica)]
         random.shuffle(able)
         return sorted(able, key=cost)
 
-    def _loads(self) -> dict[_Replica, int]:
+    def _loads(self) -> dict[Replica, int]:
         """Of each replica: tokens of prompts that it has still to compute, and ``request_cost`` for each request."""
         loads = {replica: self._request_cost * replica.num_other_requests for replica in self._replicas}
         for entry in self._open.values():
             loads[entry.replica] = loads.get(entry.replica, 0) + self._request_cost + entry.cost
         return loads
 
-    def _room(self, replica: _Replica) -> float:
+    def _room(self, replica: Replica) -> float:
         """Tokens for which a replica has KV blocks that no sequence holds, and no request that it has not begun will
         hold."""
         engine, stats = replica.client.engine, replica.client.stats
@@ -474,7 +393,7 @@ class EnginePool:
 
     # --- From the replicas ------------------------------------------------------------------------------------------
 
-    def _on_replica_deltas(self, replica: _Replica, deltas: list[TokenDelta]) -> None:
+    def _on_replica_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> None:
         passed_on = []
         for delta in deltas:
             if entry := self._open.get(delta.request_id):
@@ -486,7 +405,7 @@ class EnginePool:
             passed_on.append(delta)
         self._on_deltas(passed_on)
 
-    def _on_replica_stats(self, replica: _Replica, stats: messages.Stats) -> None:
+    def _on_replica_stats(self, replica: Replica, stats: messages.Stats) -> None:
         replica.num_other_requests = stats.requests_of_others
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
@@ -495,7 +414,7 @@ class EnginePool:
             if replica.client.engine is None:
                 replica.client.set_adapters(adapters)
 
-    def _on_replica_lost(self, replica: _Replica, failure: Failure) -> None:
+    def _on_replica_lost(self, replica: Replica, failure: Failure) -> None:
         replica.num_other_requests = 0
         self._prefixes.forget(replica.number)
         lost = [name for name, entry in self._open.items() if entry.replica is replica]
@@ -506,7 +425,7 @@ class EnginePool:
             self._remove_idle()
         self._on_lost(failure, lost)
 
-    def _retry(self, name: str, full: _Replica | None = None) -> bool:
+    def _retry(self, name: str, full: Replica | None = None) -> bool:
         """Send a request of which nothing has come to another replica. False where something has, or there is none.
 
         Args:

@@ -116,6 +116,8 @@ class EngineServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
         gc.disable()  # collections take a tenth of the time of importing torch
         try:
+            if self._options.role == "router":
+                raise invalid("role", "a router has no engine: start it with penstock serve --role router")
             if self._options.engine_address:
                 self._listen(self._options.engine_address)
             if self._options.role != "mixed" and not self._options.enable_prefix_caching:

@@ -133,6 +133,9 @@ class Instances:
             own: the report of this server's own engine, which they have to fit.
         """
         self._own = own
+        if self._tasks:  # the own engine was loaded again
+            self._decide()
+            return
         for text, roles in self._configured:
             if "://" in text:
                 self._tasks.append(asyncio.create_task(self._ask(text, roles)))
