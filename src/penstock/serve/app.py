@@ -106,11 +106,12 @@ def build(
     wrapped: ASGIApp = HeadMiddleware(app)
     if served_models.options.api_key:
         wrapped = ApiKeyMiddleware(wrapped, served_models.options.api_key, no_key)
+    exposed = ["x-request-id", unknown_fields.HEADER]
     if configuration and configuration.engine.allow_fingerprint_mismatch:
         wrapped = FingerprintMiddleware(wrapped, lambda: served_models.fingerprints)
+        exposed.append(FingerprintMiddleware.HEADER)
     if served_models.options.allowed_origins:
         origins = list(served_models.options.allowed_origins)
-        exposed = ["x-request-id", unknown_fields.HEADER, FingerprintMiddleware.HEADER]
         wrapped = CORSMiddleware(
             wrapped, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
