@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.models import Model, load_model
 from penstock.ops import AttentionMetadata, Batch, LayerExport, Ops, backend
-from penstock.ops.batch import PROGRESS_BITS
+from penstock.planning.kv_spec import PROGRESS_BITS
 
 CPU = torch.device("cpu")
 SLOT_TOKENS, TOKENS = 32, 150

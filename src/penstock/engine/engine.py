@@ -120,6 +120,13 @@ class Engine:
                 self.info,
                 buffer,
                 layouts,
+                split_layers(
+                    model_size_of(config.raw),
+                    options.pipeline_parallel_size,
+                    options.pipeline_parallel_layers,
+                    options.quantization,
+                    options.dtype,
+                ),
                 self._executor,
                 self.scheduler,
                 add=self.add,
@@ -336,6 +343,8 @@ class Engine:
             if self.speculation:
                 step.updates = self.speculation.fill_placeholders(plan, step.updates, self._propose)
                 add_drafts(step, plan)
+            if self.kv_connector:
+                self.kv_connector.before_step(plan, step)
             grammar_bitmask = self._bitmasks.submit(
                 [(one.guide, item.draft) for item in plan.scheduled for one in item.sampling_sequences]
             )
@@ -366,6 +375,8 @@ class Engine:
             return self._handle_step_error(plan, error)
         plan, submitted = self._in_flight.popleft()
         self._failed_steps = 0
+        if self.kv_connector:
+            self.kv_connector.after_step(plan)
         now = time.perf_counter()
         begun, self._collected = max(submitted, self._collected), now
         if self.speculation:
@@ -375,6 +386,8 @@ class Engine:
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
         """End the requests of a step that failed with ``error``, or all requests where the workers cannot compute any
         more. Returns their last deltas."""
+        if self.kv_connector:
+            self.kv_connector.after_step(plan, failed=True)
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
             raise error  # an interrupt, which the caller handles

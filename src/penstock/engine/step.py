@@ -105,6 +105,11 @@ class StepInput(msgspec.Struct, omit_defaults=True):
     """``[drafts.sum()]``: the draft tokens of all items, concatenated."""
     has_grammar_bitmask: bool = False
     """Whether a grammar bitmask follows (``Executor.submit``)."""
+    export_places: np.ndarray = EMPTY
+    """``[lengths.sum()]``: where keys and values of each computed token are exported in the transfer buffer
+    (``ops.Batch.export_places``), -1 for none; empty where no token is exported."""
+    export_step: int = 0
+    """Number of the step in the ranks' progress (``ops.LayerExport.progress``), where tokens are exported."""
 
 
 class Candidates(NamedTuple):

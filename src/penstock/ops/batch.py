@@ -52,10 +52,6 @@ class Batch:
     """Number of the step in ``LayerExport.progress``, where tokens are exported."""
 
 
-PROGRESS_BITS = 16
-"""Lower bits of ``LayerExport.progress``."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerExport:
     """Where the keys and values of one layer's new tokens are copied while a step runs (``Batch.export_places``)."""

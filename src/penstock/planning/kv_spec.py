@@ -9,6 +9,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its dtype."""
 SCALE_BYTES = 4
 """Bytes of the float32 scale of a quantized vector."""
+PROGRESS_BITS = 16
+"""Lower bits of the number by which a rank tells how many layers of which step it has exported
+(``ops.LayerExport.progress``)."""
 CANONICAL_LAYOUT = 1
 """Version of the layout in which KV caches are exchanged (``TransferLayout``)."""
 

@@ -22,7 +22,8 @@ from ..executor.base import Executor
 from ..executor.cluster_secret import read_secret
 from ..scheduling.prerequisites import Prerequisite
 from ..scheduling.scheduler import Scheduler
-from ..step import ModelInfo
+from ..sequence.plan import Plan
+from ..step import ModelInfo, StepInput
 from .buffer import SLOT_TOKENS, TransferBuffer
 from .endpoint import Endpoint
 from .exports import KVExports
@@ -58,6 +59,7 @@ class KVConnector:
 
     Args:
         layouts: of ``model_layouts``.
+        stage_layers: layers of each pipeline stage.
         add, abort: ``Engine.add``, ``Engine.abort``.
         adapter_version: as in ``KVExports``.
 
@@ -70,6 +72,7 @@ class KVConnector:
         info: ModelInfo,
         buffer: TransferBuffer,
         layouts: list[TransferLayout],
+        stage_layers: list[range],
         executor: Executor,
         scheduler: Scheduler,
         *,
@@ -96,8 +99,12 @@ class KVConnector:
             shared_memory=options.kv_transport != "tcp",
         )
         ends = [layout.offset for layout in layouts[1:]] + [layouts[0].slot_bytes]
+        stages = [
+            (layers, list(range(stage * options.tensor_parallel_size, (stage + 1) * options.tensor_parallel_size)))
+            for stage, layers in enumerate(stage_layers)
+        ]
         try:
-            self.endpoint = Endpoint(instance, buffer, ends, transfer_options, self._wake)
+            self.endpoint = Endpoint(instance, buffer, ends, stages, transfer_options, self._wake)
         except OSError as error:
             words = f"KV transfers cannot listen at {transfer_options.listen}: {error.strerror}"
             raise invalid("kv_port", words) from error
@@ -158,6 +165,14 @@ class KVConnector:
         """Counters since the start, by their names."""
         own = {"recomputed": self.imports.num_recomputed, "seconds": self.imports.seconds}
         return msgspec.structs.asdict(self.endpoint.stats) | own
+
+    def before_step(self, plan: Plan, step: StepInput) -> None:
+        """As ``KVExports.before_step``."""
+        self.exports.before_step(plan, step)
+
+    def after_step(self, plan: Plan, failed: bool = False) -> None:
+        """As ``KVExports.after_step``."""
+        self.exports.after_step(plan, failed)
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """As ``KVExports.take``."""

@@ -9,10 +9,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.addresses import split_address
 from penstock.core import Failure
+from penstock.planning.kv_spec import PROGRESS_BITS
 
 from .buffer import TransferBuffer
 from .links import Context, Event, KVTransferOptions, ReceiverLink, SenderLink, TransferStats
@@ -23,6 +25,21 @@ from .sender import Exported
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
+PROGRESS_INTERVAL = 0.002
+"""Seconds between two looks at the progress of a step that exports keys and values."""
+OFFERS_PER_STEP = 8
+"""Number of times that layers of a step are offered while it is computed, at most."""
+
+
+@dataclass
+class _Step:
+    """A step in flight that exports slots."""
+
+    number: int
+    exported: list[tuple[bytes, list[Exported]]]
+    """Transfers, and their slots that are complete with this step."""
+    offered: list[int]
+    """Number of layers that were offered, of each pipeline stage."""
 
 
 class Endpoint:
@@ -32,6 +49,7 @@ class Endpoint:
         instance: of this engine.
         buffer: the engine's transfer buffer.
         layer_ends: end of each layer within a slot, bytes.
+        stages: layers and world ranks of each pipeline stage.
         wake: called, in the thread, when ``take_events`` has something.
 
     Raises ``OSError`` where it cannot listen.
@@ -42,6 +60,7 @@ class Endpoint:
         instance: Instance,
         buffer: TransferBuffer,
         layer_ends: list[int],
+        stages: list[tuple[range, list[int]]],
         options: KVTransferOptions,
         wake: Callable[[], None],
     ) -> None:
@@ -54,6 +73,10 @@ class Endpoint:
         self._incoming: dict[bytes, ReceiverLink] = {}
         """Transfer → where it comes from."""
         self._peers: dict[str, ReceiverLink] = {}
+        self._stages = stages
+        self._steps: list[_Step] = []
+        """Steps in flight that export something, the oldest first."""
+        self._steps_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = 0
         """TCP port that is listened at; 0 where there is none."""
@@ -93,6 +116,16 @@ class Endpoint:
         """Offer layers of slots that this engine has exported."""
         self._call(self._offer, transfer, exported, first_layer, last_layer)
 
+    def step_submitted(self, number: int, exported: list[tuple[bytes, list[Exported]]]) -> None:
+        """A step was sent to the workers that exports slots of transfers. Their layers are offered as the workers'
+        progress tells of them."""
+        self._call(self._steps.append, _Step(number, exported, [0] * len(self._stages)))
+        self._call(self._steps_changed.set)
+
+    def step_done(self, number: int, failed: bool) -> None:
+        """That step was computed, and all its layers are exported, or it has failed."""
+        self._call(self._end_step, number, failed)
+
     def finish(self, transfer: bytes, num_cached: int) -> None:
         """All of a transfer has been offered; ``num_cached`` leading tokens were cached."""
         self._call(lambda: self._with_sender(transfer, lambda link: link.finish(transfer, num_cached)))
@@ -116,6 +149,7 @@ class Endpoint:
         asyncio.set_event_loop(self._loop)
         if self._listener:
             self._spawn(self._listen(self._listener))
+            self._spawn(self._watch_steps())
         try:
             self._loop.run_forever()
         finally:
@@ -130,6 +164,44 @@ class Endpoint:
         task = asyncio.ensure_future(work, loop=self._loop)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _watch_steps(self) -> None:
+        """Offer layers while steps that export them are computed."""
+        while True:
+            await self._steps_changed.wait()
+            if not self._steps:
+                self._steps_changed.clear()
+                continue
+            self._offer_layers(self._steps[0])
+            await asyncio.sleep(PROGRESS_INTERVAL)
+
+    def _offer_layers(self, step: _Step, done: bool = False) -> None:
+        """Offer the layers that a step has exported since the last call; all others with ``done``."""
+        few = max(1, len(self._context.layer_ends) // OFFERS_PER_STEP)
+        for i, (layers, ranks) in enumerate(self._stages):
+            if i and not step.offered[0]:
+                return  # with the first layer the slots become the transfer's
+            if done:
+                count = len(layers)
+            else:
+                progress = [divmod(self._context.buffer.progress(rank), 1 << PROGRESS_BITS) for rank in ranks]
+                count = min(layer if number == step.number else 0 for number, layer in progress)
+            first = step.offered[i]
+            if count > first and (done or count - first >= min(few, len(layers))):
+                step.offered[i] = count
+                for transfer, exported in step.exported:
+                    if exported:
+                        self._offer(transfer, exported, layers.start + first, layers.start + count)
+
+    def _end_step(self, number: int, failed: bool) -> None:
+        step = next(step for step in self._steps if step.number == number)
+        self._steps.remove(step)
+        if not failed:
+            self._offer_layers(step, done=True)
+        elif not step.offered[0]:
+            for _, exported in step.exported:
+                for each in exported:
+                    self._context.buffer.release(each.slot)
 
     async def _listen(self, listener: socket.socket) -> None:
         while True:
@@ -179,7 +251,7 @@ class Endpoint:
         if link := self._outgoing.get(transfer):
             link.offer(transfer, exported, first_layer, last_layer)
         else:
-            for each in exported:
+            for each in exported if first_layer == 0 else ():
                 self._context.buffer.release(each.slot)
 
     def _with_sender(self, transfer: bytes, act: Callable[[SenderLink], None]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from penstock.core import Code, EngineRequest, Failure, PenstockError, PoolingPa
 
 from ..executor.base import Executor, WorkerLostError
 from ..kv.cache_manager import KVCacheManager
+from ..sequence.plan import Plan
 from ..sequence.sequence import Sequence, State
-from ..step import ExportKV
+from ..step import ExportKV, StepInput
 from .buffer import SLOT_TOKENS, TransferBuffer
 from .endpoint import Endpoint
 from .messages import Start
@@ -41,7 +42,9 @@ class _Export:
         self.blocks: list[int] = []
         """Its blocks, referenced, once the sequence has ended and not all of them are exported."""
         self.num_exported = start.first_slot * SLOT_TOKENS
-        """Leading tokens that were exported, or are not needed."""
+        """Leading tokens whose export was sent to the workers, or that are not needed."""
+        self.open: Exported | None = None
+        """The slot that holds the last of these tokens where it is not full."""
         self.num_cached = 0
         """Leading tokens that were in the prefix cache."""
 
@@ -51,6 +54,17 @@ class _Export:
         if self.sequence is None:
             return self.num_tokens
         return self.sequence.num_computed if self.sequence.state is State.RUNNING else 0
+
+
+class _Places(NamedTuple):
+    """Where tokens ``first`` to ``end`` of a transfer are exported."""
+
+    first: int
+    end: int
+    places: np.ndarray
+    """``[end - first]`` int64."""
+    full: list[Exported]
+    """Slots that are complete with these tokens."""
 
 
 class KVExports:
@@ -91,20 +105,26 @@ class KVExports:
         self._exports: dict[str, _Export] = {}
         """By request id."""
         self._calls: deque[tuple[Future[Any], bytes, list[Exported]]] = deque()
-        self._finishing: deque[tuple[bytes, int]] = deque()
-        """Transfers of which everything is being exported, with the number of tokens that were cached."""
+        self._finishing: dict[bytes, int] = {}
+        """Transfers of which everything is being exported → number of tokens that were cached."""
+        self._num_steps = 0
+        """Number of steps that have exported something."""
+        self._steps: dict[int, tuple[int, list[bytes]]] = {}
+        """Plan in flight (``id``) → number of its step, and the transfers that it exports."""
+        self._in_steps: dict[bytes, int] = {}
+        """Transfer → number of steps in flight that export it."""
 
     @property
     def busy(self) -> bool:
         """Whether ``poll`` has to be called again soon, though no event comes."""
-        return bool(self._calls) or any(one.sequence is None for one in self._exports.values())
+        return bool(self._calls or self._finishing) or any(one.sequence is None for one in self._exports.values())
 
     def handle(self, event: Start | Cancelled) -> None:
         """Handle an event of the endpoint."""
         if isinstance(event, Cancelled):
             if one := self._exports.pop(ID_PREFIX + event.transfer.hex(), None):
                 self._abort(one.request_id)
-                self._kv.release_blocks(one.blocks)
+                self._drop(one)
             return
         one = _Export(event)
         logger.info("transfer %s: %d tokens, request %s", event.transfer.hex()[:8], one.num_tokens, event.request_id)
@@ -137,10 +157,12 @@ class KVExports:
         """A sequence has ended, and its blocks are about to be released: keep those that are not exported yet."""
         one = self._exports.get(sequence.request.request_id)
         if one and one.sequence is sequence:
-            if sequence.num_computed == one.num_tokens:
-                one.blocks, one.num_cached = list(sequence.blocks), sequence.num_cached_tokens or 0
+            one.sequence, one.num_cached = None, sequence.num_cached_tokens or 0
+            if sequence.num_computed == one.num_tokens and one.num_exported < one.num_tokens:
+                one.blocks = list(sequence.blocks)
                 self._kv.hold_blocks(one.blocks)
-            one.sequence = None
+            elif sequence.num_computed == one.num_tokens:
+                self._finish_if_exported(one)
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Handle the deltas of this module's requests; returns the others."""
@@ -149,14 +171,55 @@ class KVExports:
             return deltas
         for delta in own:
             if delta.failure and (one := self._exports.pop(delta.request_id, None)):
-                self._kv.release_blocks(one.blocks)
+                self._drop(one)
                 self._endpoint.fail(one.start.transfer, delta.failure)
         return [delta for delta in deltas if not delta.request_id.startswith(ID_PREFIX)]
 
+    def before_step(self, plan: Plan, step: StepInput) -> None:
+        """Have a step export the tokens that it computes for transfers, layer by layer, as far as there is room in the
+        buffer."""
+        places: list[np.ndarray] | None = None
+        exported: list[tuple[bytes, list[Exported]]] = []
+        for i, item in enumerate(plan.scheduled):
+            one = self._exports.get(item.sequence.request.request_id)
+            end = item.start + item.length
+            if one is None or one.num_exported >= end:
+                continue
+            if one.num_exported < item.start:  # from the prefix cache, or left out by earlier steps
+                self._export(one, item.start, item.sequence.blocks)
+            if not item.start <= one.num_exported < end:
+                continue
+            found = self._allocate(one, end)
+            if not found.full and not len(found.places):
+                continue
+            if places is None:
+                places = [np.full(each.length, -1, np.int64) for each in plan.scheduled]
+            places[i][found.first - item.start : found.end - item.start] = found.places
+            exported.append((one.start.transfer, found.full))
+            self._in_steps[one.start.transfer] = self._in_steps.get(one.start.transfer, 0) + 1
+            self._finish_if_exported(one)
+        if places is not None:
+            self._num_steps += 1
+            step.export_step, step.export_places = self._num_steps, np.concatenate(places)
+            self._steps[id(plan)] = self._num_steps, [transfer for transfer, _ in exported]
+            self._endpoint.step_submitted(self._num_steps, exported)
+
+    def after_step(self, plan: Plan, failed: bool = False) -> None:
+        """A step was computed, or has failed."""
+        number, transfers = self._steps.pop(id(plan), (0, []))
+        if number:
+            self._endpoint.step_done(number, failed)
+        for transfer in transfers:
+            self._in_steps[transfer] -= 1
+            if not self._in_steps[transfer]:
+                del self._in_steps[transfer]
+
     def poll(self) -> None:
-        """Export what has been computed, as far as there is room in the buffer. Raises ``WorkerLostError``."""
+        """Export what steps have not exported, as far as there is room in the buffer. Raises ``WorkerLostError``."""
         for one in list(self._exports.values()):
-            self._export(one)
+            computed = one.num_computed
+            if one.num_exported < computed:
+                self._export(one, computed, one.blocks if one.sequence is None else one.sequence.blocks)
         if self._calls:
             self._executor.poll()
         while self._calls and self._calls[0][0].done():
@@ -170,31 +233,49 @@ class KVExports:
                 self._endpoint.fail(transfer, Failure(Code.INTERNAL, "keys and values could not be exported"))
                 continue
             self._endpoint.offer(transfer, exported, 0, self._num_layers)
-        in_progress = {transfer for _, transfer, _ in self._calls}
-        while self._finishing and self._finishing[0][0] not in in_progress:
-            self._endpoint.finish(*self._finishing.popleft())
+        in_progress = {transfer for _, transfer, _ in self._calls} | self._in_steps.keys()
+        for transfer in [transfer for transfer in self._finishing if transfer not in in_progress]:
+            self._endpoint.finish(transfer, self._finishing.pop(transfer))
 
-    def _export(self, one: _Export) -> None:
-        """Export the slots whose tokens have all been computed."""
-        computed = one.num_computed
-        blocks = one.blocks if one.sequence is None else one.sequence.blocks
-        exported: list[Exported] = []
-        slots, places = [], []
-        while one.num_exported < computed:
-            index = one.num_exported // SLOT_TOKENS
-            end = min((index + 1) * SLOT_TOKENS, one.num_tokens)
-            if end > computed or (allocated := self._buffer.allocate()) is None:
-                break
-            slot, epoch = allocated
-            exported.append(Exported(index, slot, epoch))
-            slots.append(self._kv.slot_mapping(blocks, one.num_exported, end))
-            places.append(np.arange(slot * SLOT_TOKENS, slot * SLOT_TOKENS + end - one.num_exported))
-            one.num_exported = end
-        if not exported:
+    def _export(self, one: _Export, end: int, blocks: list[int]) -> None:
+        """Export tokens from ``num_exported`` to ``end`` between two steps, as far as there is room in the buffer."""
+        found = self._allocate(one, end)
+        if not len(found.places):
             return
-        call = ExportKV(0, self._num_layers, np.concatenate(slots), np.concatenate(places))
-        self._calls.append((self._executor.call(call), one.start.transfer, exported))
-        if one.num_exported == one.num_tokens:
-            self._exports.pop(one.request_id)
+        slots = self._kv.slot_mapping(blocks, found.first, found.end)
+        call = self._executor.call(ExportKV(0, self._num_layers, slots, found.places))
+        self._calls.append((call, one.start.transfer, found.full))
+        self._finish_if_exported(one)
+
+    def _allocate(self, one: _Export, end: int) -> _Places:
+        """Places in the buffer for tokens from ``num_exported`` to ``end``, as far as there is room."""
+        first = one.num_exported
+        places: list[np.ndarray] = []
+        full: list[Exported] = []
+        while one.num_exported < end:
+            index, offset = divmod(one.num_exported, SLOT_TOKENS)
+            if one.open is None:
+                if (allocated := self._buffer.allocate()) is None:
+                    break
+                one.open = Exported(index, *allocated)
+            stop = min((index + 1) * SLOT_TOKENS, end)
+            begin = one.open.slot * SLOT_TOKENS + offset
+            places.append(np.arange(begin, begin + stop - one.num_exported))
+            one.num_exported = stop
+            if stop % SLOT_TOKENS == 0 or stop == one.num_tokens:
+                full.append(one.open)
+                one.open = None
+        return _Places(first, one.num_exported, np.concatenate(places) if places else np.zeros(0, np.int64), full)
+
+    def _finish_if_exported(self, one: _Export) -> None:
+        if one.num_exported == one.num_tokens and one.sequence is None:
+            del self._exports[one.request_id]
             self._kv.release_blocks(one.blocks)  # the workers export them before they compute anything else
-            self._finishing.append((one.start.transfer, one.num_cached))
+            self._finishing[one.start.transfer] = one.num_cached
+
+    def _drop(self, one: _Export) -> None:
+        """Forget a transfer that has ended before all of it was exported. Its open slot may be written by a step in
+        flight; whoever gets it is written to by a later one."""
+        self._kv.release_blocks(one.blocks)
+        if one.open:
+            self._buffer.release(one.open.slot)

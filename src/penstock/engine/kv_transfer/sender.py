@@ -143,11 +143,11 @@ class Sender:
                 self._read(one, message)
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int, now: float) -> None:
-        """Offer layers ``first_layer`` to ``last_layer`` of slots, which have been written. Slots of a transfer that
-        has ended are released."""
+        """Offer layers ``first_layer`` to ``last_layer`` of slots, which have been written. With the first layer the
+        slots become the transfer's; those of a transfer that has ended are released."""
         one = self._transfers.get(transfer)
         if one is None or isinstance(one.end, Failed):
-            for each in exported:
+            for each in exported if first_layer == 0 else ():
                 self._free(each.slot)
             return
         begin, end = self._layer_ends[first_layer], self._layer_ends[last_layer]

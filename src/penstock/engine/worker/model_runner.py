@@ -14,8 +14,7 @@ from torch import Tensor
 from penstock.core import Logprob
 from penstock.models import Model
 from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops
-from penstock.ops.batch import PROGRESS_BITS
-from penstock.planning.kv_spec import bytes_per_block
+from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
 
 from ..step import SampledTokens
 from .row import Position

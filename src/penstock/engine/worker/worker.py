@@ -270,6 +270,9 @@ class Worker:
         """Compute the step's tokens with this stage's layers. Returns the hidden states of each item's last
         ``num_states`` tokens; before the last stage, the input of the next stage for them."""
         batch = self._batch.flatten(step.rows, step.starts, num_tokens, num_states)
+        if len(step.export_places):
+            batch.export_step = step.export_step
+            batch.export_places = torch.from_numpy(_export_places(step, num_tokens))
         if not self._stage.is_first:
             model = self._runner.model
             hidden = self._stage.receive(model.config.hidden_size, model.dtype)
@@ -418,6 +421,18 @@ class Worker:
     def _load_lora(self, path: str) -> LoRAAdapter:
         model = self._runner.model
         return load_lora(Path(path), model.lora_targets, model.dtype, self._models.device, self._options.max_lora_rank)
+
+
+def _export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
+    """``Batch.export_places``, which has the draft tokens, too."""
+    given = step.export_places.astype(np.int64)
+    if not len(step.drafts):
+        return given
+    places = np.full(num_tokens.sum(), -1, np.int64)
+    ends, starts = step.lengths.cumsum(), num_tokens.cumsum() - num_tokens
+    for start, end, length in zip(starts.tolist(), ends.tolist(), step.lengths.tolist(), strict=True):
+        places[start : start + length] = given[end - length : end]
+    return places
 
 
 def _verify(sampled: list[SampledTokens], draft: list[int]) -> SampledTokens:
