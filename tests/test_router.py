@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -256,7 +257,8 @@ def test_an_instance_leaves_with_its_requests_answered(deployment: Deployment) -
     deployment.router.find(r"the instance at \S+ left")
     assert answer(deployment.router, "completions", {"prompt": "The sea", "max_tokens": 3})
     ends = [stream.rest() for stream in streams]
-    assert len({text for text, _ in ends}) == 1 and not any(error for _, error in ends)
+    assert not [error for _, error in ends if error]
+    assert len({text for text, _ in ends}) == 1
     assert leaving.ended() == 0
     until(lambda: deployment.has("prefill", "decode"))
     deployment.decode = [staying]
@@ -287,6 +289,18 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
             until(lambda: "x-penstock-fingerprint-mismatch" in httpx.get(f"{second.root}/health").headers)
             found = httpx.post(f"{second.url}/completions", json={"prompt": "The sea", "max_tokens": 2})
             assert found.status_code == 200 and line[2] in found.headers["x-penstock-fingerprint-mismatch"]
+
+
+def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = (sys.executable, "-m", "penstock.cli.main", "serve", "--role", "decode", "--port", "0")
+        environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+        words = [*command, "--engine-address", address]
+        said = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    expected = f"penstock serve: engine_address: cannot listen on {address}: address already in use; try another"
+    assert said.stderr.splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize(

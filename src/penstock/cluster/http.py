@@ -79,5 +79,7 @@ def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:
         document = None
     if response.status != 200 or document is None:
         reason = document.get("message") if isinstance(document, dict) else None
-        raise PenstockError(Code.UNAVAILABLE, f"{base} answers {response.status}: {reason or 'it is no such server'}")
+        raise PenstockError(
+            Code.UNAVAILABLE, f"{base} answers {response.status}: {reason or 'it is no server of Penstock'}"
+        )
     return document

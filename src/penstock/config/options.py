@@ -430,7 +430,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode_instances: Annotated[tuple[str, ...], option("The decode or mixed instances, in the same way.")] = ()
     router_address: Annotated[
         tuple[str, ...],
-        option("Routers to which this instance makes itself known, each as host:port of its server."),
+        option("Routers to which this instance makes itself known, each as host:port or https://host:port."),
     ] = ()
     global_rank_table: Annotated[
         str,

@@ -288,6 +288,9 @@ class EngineClient:
                     self._on_stats(message)
                 case messages.Stopping():
                     self._stopping = True
+                case messages.Stopped():
+                    self._send(messages.Disconnect())
+                    self._connection.lose()
                 case messages.Cancel(request_ids):
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):

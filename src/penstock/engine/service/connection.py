@@ -85,6 +85,10 @@ class EngineConnection(ABC):
     def heard(self, message: messages.FromEngine) -> None:
         """Note that a message has come."""
 
+    @abstractmethod
+    def lose(self) -> None:
+        """Take the engine for gone, as it has said."""
+
     def close(self) -> None:
         if not self.socket.closed:
             self._loop.remove_reader(self.socket.fileno())
@@ -119,6 +123,9 @@ class LocalConnection(EngineConnection):
 
     def heard(self, message: messages.FromEngine) -> None:
         """The heartbeat says more."""
+
+    def lose(self) -> None:
+        """The end of the process says more."""
 
     def close(self) -> None:
         self.confirmed = False
@@ -188,17 +195,17 @@ class RemoteConnection(EngineConnection):
             if event & REFUSED:
                 self._on_refused()
             elif event == zmq.Event.DISCONNECTED:
-                self._lose()
+                self.lose()
             else:
                 self._on_connected()
 
     def _check_progress(self) -> None:
         if self._timeout and self.overdue > self._timeout:
-            self._lose()
+            self.lose()
         else:
             self._check = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._check_progress)
 
-    def _lose(self) -> None:
+    def lose(self) -> None:
         if self._check:  # an engine had answered, and was not lost yet
             self._check.cancel()
             self._check = None

@@ -40,6 +40,10 @@ class ProcessAlive(msgspec.Struct, tag=True, frozen=True):
     """ZeroMQ identity of the client's main socket."""
 
 
+class Disconnect(msgspec.Struct, tag=True, frozen=True):
+    """The client has received ``Stopped``, and so all before it."""
+
+
 class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
     """The model's vocabulary, for guided decoding; sent before the first guided request."""
 
@@ -256,6 +260,11 @@ class Stopping(msgspec.Struct, tag=True, frozen=True):
     """The engine was told to stop: it computes the requests that it has, and accepts no others."""
 
 
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """Nothing follows; sent to clients over TCP, which answer with ``Disconnect``. A connection that one end closes
+    while something of the other is on its way is reset, and what had arrived last may be lost with it."""
+
+
 class CallResult(msgspec.Struct, tag=True, frozen=True):
     """The result of a message with a ``call_id``."""
 
@@ -309,6 +318,7 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = (
     Connect
+    | Disconnect
     | KeepAlive
     | ProcessAlive
     | SetVocabulary
@@ -321,7 +331,7 @@ ToEngine = (
     | LoadAdapter
     | UnloadAdapter
 )
-FromEngine = Ready | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | CallResult
+FromEngine = Ready | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | Stopped | CallResult
 StartReport = Ready | StartFailed
 """What an engine process writes on its standard output: one line of JSON."""
 

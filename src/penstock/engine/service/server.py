@@ -57,6 +57,8 @@ MAX_MESSAGES_PER_STEP = 256
 """Messages handled between two steps, so that a flood of requests does not delay running ones."""
 LONG_STEP = 0.5
 """Seconds of a step of which clients over TCP are told."""
+DISCONNECT_TIMEOUT = 2.0
+"""Seconds that clients over TCP have, when the engine ends, to say that they have received everything."""
 MAX_PROMPT_LOGPROBS = 64
 """Prompt positions whose logprobs are sent in one message."""
 CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the API process that sent the request has stopped answering")
@@ -210,7 +212,8 @@ class EngineServer:
             remote.setsockopt(zmq.IPV6, ":" in ip)
             remote.bind(f"tcp://{join_address(ip, port or '*')}")
         except (OSError, zmq.ZMQError) as error:
-            words = f"cannot listen on {engine_address}: {(error.strerror or str(error)).lower()}"
+            reason = os.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else error.strerror
+            words = f"cannot listen on {engine_address}: {(reason or str(error)).lower()}; try another"
             raise invalid("engine_address", words) from error
         bound = remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._engine_address = join_address(host, bound)
@@ -248,6 +251,12 @@ class EngineServer:
             pass
         for request_id in self._engine.scheduler.request_ids():
             self._send(self._engine.scheduler.abort(request_id, Failure(Code.UNAVAILABLE, "the engine has stopped")))
+        waited_for, deadline = set(self._remote_clients), time.monotonic() + DISCONNECT_TIMEOUT
+        for client in waited_for:
+            self._send_to(client, messages.Stopped())
+        while waited_for & self._remote_clients and time.monotonic() < deadline:
+            self._heartbeat.beat()
+            self._receive(PENDING_POLL_MS)
         self._socket.close()
         if self._remote:
             self._remote.close()
@@ -310,6 +319,11 @@ class EngineServer:
 
     def _handle(self, client: bytes, message: messages.ToEngine) -> None:
         match message:
+            case messages.Connect() if self._stopping:
+                pass  # another engine may be there soon
+            case messages.Disconnect():
+                self._remote_clients.discard(client)
+                self._last_heard.pop(client, None)
             case messages.Connect():
                 ready = msgspec.structs.replace(self._ready, adapters=self._engine.adapters.paths)
                 self._send_to(client, ready)

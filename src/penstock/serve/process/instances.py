@@ -178,8 +178,10 @@ class Instances:
                 if info.engines:
                     self._name(url, tuple(reachable(engine.address, host) for engine in info.engines), roles)
                     told = ""
-            except (OSError, msgspec.ValidationError, PenstockError) as error:
-                if isinstance(error, PenstockError) and str(error) != told and "401" in str(error):
+            except OSError:  # it has not started yet
+                pass
+            except (msgspec.ValidationError, PenstockError) as error:
+                if str(error) != told:
                     told = str(error)
                     logger.warning("%s", told)
             await asyncio.sleep(ASK_AGAIN_INTERVAL if self._is_used(url) else ASK_INTERVAL)
