@@ -26,6 +26,11 @@ REFUSED = {
     **dict.fromkeys("models model_control_mode load_model".split(), ONE_MODEL),
     "allow_runtime_lora_updating": "a request reaches one replica, and the others would lack the adapter; "
     "give lora_modules",
+    **dict.fromkeys(
+        "role engine_address router_address prefill_instances decode_instances global_rank_table rank_table "
+        "node_ports".split(),
+        "separate prefill and decode instances are servers; start them with penstock serve",
+    ),
     "allow_shared_memory": "a request may come from another machine, and reaches any replica",
 }
 """Options that a deployment cannot have, with the reason."""
