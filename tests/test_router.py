@@ -24,7 +24,7 @@ import zmq
 from serving import Served, free_ports, refused, within
 from test_lora import demo_adapters as demo_adapters  # the fixture
 
-from penstock import PenstockError
+from penstock import PenstockError, demo
 from penstock.cli.main import main
 from penstock.cluster.http import REGISTER_PATH, call
 from penstock.engine.service import messages
@@ -284,11 +284,29 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
             r"instance at (\S+) is not used: its results have other bits: its kernels are ([^\s,]+)"
         )
         assert "kv8" in line[2] and deployment.states == before
-        flags = ("--decode-instances", f"{roles['decode']},{other.root}", "--allow-fingerprint-mismatch")
+        named = f"{roles['decode']},{other.root},{roles['prefill']}"
+        flags = ("--decode-instances", named, "--allow-fingerprint-mismatch")
         with Served("--role", "router", *flags, *deployment.secret) as second:
             until(lambda: "x-penstock-fingerprint-mismatch" in httpx.get(f"{second.root}/health").headers)
             found = httpx.post(f"{second.url}/completions", json={"prompt": "The sea", "max_tokens": 2})
             assert found.status_code == 200 and line[2] in found.headers["x-penstock-fingerprint-mismatch"]
+            second.find(f"{roles['prefill']} is not used: it is a prefill instance, and is named as a decode or mixed")
+
+
+def test_a_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, tmp_path: Path) -> None:
+    """Token ids would mean something else."""
+    for file in demo.CHAT.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text((demo.CHAT / "tokenizer.json").read_text() + " ")
+    flags = ("--role", "router", "--model", str(tmp_path), "--decode-instances", deployment.decode[-1].root)
+    router = Served(*flags, *deployment.secret)
+    try:
+        router.find("is not used: it has another tokenizer than the model of this router: give both the same --model")
+        router.terminate()
+        assert router.ended() == 0
+    finally:
+        router.kill()
 
 
 def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
