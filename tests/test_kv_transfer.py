@@ -110,7 +110,9 @@ class KVTransfers(RuleBasedStateMachine):
             if fate == "damage":
                 damaged[which % len(damaged)] ^= 1 << which % 8
             self.receiver.bytes_of(job)[:] = damaged
-            self.receiver.verify(job, self.now)
+            checksum = self.receiver.new_checksum(job)
+            checksum.update(damaged)
+            self.receiver.verify(job, checksum.intdigest(), self.now)
         else:
             self.receiver.receive(message, self.now)  # type: ignore[arg-type]
         self._pump()

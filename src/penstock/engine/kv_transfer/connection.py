@@ -10,6 +10,7 @@ import asyncio
 import socket
 
 import msgspec
+from xxhash import xxh3_64
 
 from .messages import Data, Message, decode, encode
 
@@ -56,12 +57,14 @@ class Connection:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ConnectionError(f"it sends what cannot be decoded: {error}") from error
 
-    async def receive_into(self, data: memoryview) -> None:
-        """Fill ``data`` with what follows."""
+    async def receive_into(self, data: memoryview, checksum: xxh3_64 | None = None) -> None:
+        """Fill ``data`` with what follows, and update ``checksum`` with it."""
         while data:
             count = await self._loop.sock_recv_into(self._socket, data)
             if not count:
                 raise ConnectionError("it was closed")
+            if checksum:
+                checksum.update(data[:count])
             data = data[count:]
 
     async def discard(self, data: Data) -> None:

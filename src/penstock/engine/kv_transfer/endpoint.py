@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.config.addresses import split_address
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024
 PROGRESS_INTERVAL = 0.002
 """Seconds between two looks at the progress of a step that exports keys and values."""
+OFFER_BYTES = 2**24
+"""Bytes that are offered together."""
 OFFERS_PER_STEP = 8
 """Number of times that layers of a step are offered while it is computed, at most."""
 
@@ -77,6 +80,9 @@ class Endpoint:
         self._steps: list[_Step] = []
         """Steps in flight that export something, the oldest first."""
         self._steps_changed = asyncio.Event()
+        self._work: deque[Callable[[], None]] = deque()
+        """What is to be done for decode engines."""
+        self._work_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = 0
         """TCP port that is listened at; 0 where there is none."""
@@ -114,25 +120,27 @@ class Endpoint:
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
         """Offer layers of slots that this engine has exported."""
-        self._call(self._offer, transfer, exported, first_layer, last_layer)
+        ends = [0, *self._context.layer_ends]
+        few = max(1, OFFER_BYTES // (ends[last_layer] - ends[first_layer]))
+        for begin in range(0, len(exported), few):
+            self._do(self._offer, transfer, exported[begin : begin + few], first_layer, last_layer)
 
     def step_submitted(self, number: int, exported: list[tuple[bytes, list[Exported]]]) -> None:
         """A step was sent to the workers that exports slots of transfers. Their layers are offered as the workers'
         progress tells of them."""
-        self._call(self._steps.append, _Step(number, exported, [0] * len(self._stages)))
-        self._call(self._steps_changed.set)
+        self._call(self._watch, _Step(number, exported, [0] * len(self._stages)))
 
     def step_done(self, number: int, failed: bool) -> None:
         """That step was computed, and all its layers are exported, or it has failed."""
-        self._call(self._end_step, number, failed)
+        self._do(self._end_step, number, failed)
 
     def finish(self, transfer: bytes, num_cached: int) -> None:
         """All of a transfer has been offered; ``num_cached`` leading tokens were cached."""
-        self._call(lambda: self._with_sender(transfer, lambda link: link.finish(transfer, num_cached)))
+        self._do(self._with_sender, transfer, lambda link: link.finish(transfer, num_cached))
 
     def fail(self, transfer: bytes, failure: Failure) -> None:
         """A transfer cannot be computed."""
-        self._call(lambda: self._with_sender(transfer, lambda link: link.fail(transfer, failure)))
+        self._do(self._with_sender, transfer, lambda link: link.fail(transfer, failure))
 
     def close(self) -> None:
         """End all transfers and the thread."""
@@ -145,11 +153,30 @@ class Endpoint:
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(function, *args)
 
+    def _do(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the thread, after those before it."""
+        self._call(self._append_work, partial(function, *args))
+
+    def _append_work(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._work_changed.set()
+
+    async def _work_off(self) -> None:
+        """Do one thing after the other. What it has to send is sent before the next, so that the peer reads a piece
+        while the checksum of the next one is computed."""
+        while True:
+            await self._work_changed.wait()
+            while self._work:
+                self._work.popleft()()
+                await asyncio.sleep(0)
+            self._work_changed.clear()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         if self._listener:
             self._spawn(self._listen(self._listener))
             self._spawn(self._watch_steps())
+            self._spawn(self._work_off())
         try:
             self._loop.run_forever()
         finally:
@@ -164,6 +191,10 @@ class Endpoint:
         task = asyncio.ensure_future(work, loop=self._loop)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _watch(self, step: _Step) -> None:
+        self._steps.append(step)
+        self._steps_changed.set()
 
     async def _watch_steps(self) -> None:
         """Offer layers while steps that export them are computed."""

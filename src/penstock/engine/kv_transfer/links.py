@@ -373,12 +373,13 @@ class ReceiverLink:
                 if job is None or not receiver.begin(job):
                     await connection.discard(message)
                     continue
+                checksum = receiver.new_checksum(job)
                 try:
-                    await connection.receive_into(receiver.bytes_of(job))
+                    await connection.receive_into(receiver.bytes_of(job), checksum)
                 except BaseException:
                     receiver.unreadable(job, now())
                     raise
-                receiver.verify(job, now())
+                receiver.verify(job, checksum.intdigest(), now())
             elif isinstance(message, Hello | Welcome | Refused | Start | Read | Status | Stop):
                 raise ConnectionError("it sends what a prefill instance does not send")
             else:
@@ -423,8 +424,9 @@ class ReceiverLink:
         if not receiver.begin(job):
             return
         first_byte = self._context.layer_ends[job.first_layer - 1] if job.first_layer else 0
-        if remote.read(job.piece.slot, job.piece.epoch, first_byte, receiver.bytes_of(job)):
-            receiver.verify(job, time.monotonic())
+        checksum = receiver.new_checksum(job)
+        if remote.read(job.piece.slot, job.piece.epoch, first_byte, receiver.bytes_of(job), checksum):
+            receiver.verify(job, checksum.intdigest(), time.monotonic())
         else:
             receiver.unreadable(job, time.monotonic())
 

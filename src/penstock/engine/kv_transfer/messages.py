@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from penstock.core import Failure
 from penstock.planning.kv_spec import CANONICAL_LAYOUT
@@ -129,7 +129,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     """Counts the uses of that slot: the piece is there while the slot has this epoch."""
     checksum: int
-    """``checksum`` of the piece."""
+    """``new_checksum`` of the piece."""
 
 
 class Offer(msgspec.Struct, tag=True, frozen=True):
@@ -219,11 +219,12 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) ->
     return hashes
 
 
-def checksum(piece: memoryview | bytes, slot_hash: bytes, epoch: int, first_layer: int, last_layer: int) -> int:
-    """XXH3 of a piece and of what it is, so that keys and values of another slot, layer or time are not taken for it.
+def new_checksum(slot_hash: bytes, epoch: int, first_layer: int, last_layer: int) -> xxh3_64:
+    """XXH3 of a piece, which is to be updated with its bytes. It is seeded with what the piece is, so that keys and
+    values of another slot, layer or time are not taken for it.
 
     Args:
         slot_hash: of ``slot_hashes``.
     """
     what = slot_hash + b"".join(number.to_bytes(8, "little") for number in (epoch, first_layer, last_layer))
-    return xxh3_64_intdigest(piece, seed=xxh3_64_intdigest(what))
+    return xxh3_64(seed=xxh3_64_intdigest(what))

@@ -15,6 +15,7 @@ from collections import deque
 from typing import NamedTuple
 
 import msgspec
+from xxhash import xxh3_64
 
 from penstock.core import Code, Failure
 
@@ -33,7 +34,7 @@ from .messages import (
     Stopped,
     ToDecode,
     ToPrefill,
-    checksum,
+    new_checksum,
 )
 
 RESEND_INTERVAL = 0.25
@@ -242,16 +243,20 @@ class Receiver:
         begin, end = self._layer_ends[job.first_layer], self._layer_ends[job.last_layer]
         return self._buffer.data[job.slot, begin:end].data
 
-    def verify(self, job: Job, now: float) -> None:
-        """A piece was read into D's buffer. One whose checksum is wrong is read again."""
+    def new_checksum(self, job: Job) -> xxh3_64:
+        """The checksum of a piece that ``begin`` has begun, to be updated with its bytes as they are read."""
+        piece, one = job.piece, self._transfers[job.transfer]
+        return new_checksum(one.hashes[piece.index], piece.epoch, job.first_layer, job.last_layer)
+
+    def verify(self, job: Job, checksum: int, now: float) -> None:
+        """A piece was read into D's buffer, where it has this checksum. One with a wrong checksum is read again."""
         one = self._transfers.get(job.transfer)
         if one is None:
             self._leave(job.transfer, job.piece.index)
             return
         one.heard = now
         piece, key = job.piece, (job.piece.index, job.first_layer, job.last_layer)
-        data = self.bytes_of(job)
-        if checksum(data, one.hashes[piece.index], piece.epoch, job.first_layer, job.last_layer) != piece.checksum:
+        if checksum != piece.checksum:
             self.num_checksum_failures += 1
             self._leave(job.transfer, piece.index)
             self._ask_again(job.transfer, one, key, "has sent wrong keys and values", now)
@@ -259,7 +264,8 @@ class Receiver:
         del one.wanted[key]
         one.arrived.add(key)
         one.layers[piece.index] += job.last_layer - job.first_layer
-        self.events.append(Arrived(job.transfer, piece.index, job.slot, job.first_layer, job.last_layer, len(data)))
+        size = self._layer_ends[job.last_layer] - self._layer_ends[job.first_layer]
+        self.events.append(Arrived(job.transfer, piece.index, job.slot, job.first_layer, job.last_layer, size))
         if one.layers[piece.index] == self._num_layers:
             self._report(job.transfer, one, now)
         self._advance(job.transfer, one, now)

@@ -36,7 +36,7 @@ from .messages import (
     Stopped,
     ToDecode,
     ToPrefill,
-    checksum,
+    new_checksum,
     slot_hashes,
 )
 
@@ -155,8 +155,9 @@ class Sender:
         for each in exported:
             index, slot, epoch = each.index, each.slot, each.epoch
             one.slots[index] = slot, epoch
-            piece = self._buffer.data[slot, begin:end].data
-            pieces.append(Piece(index, slot, epoch, checksum(piece, one.hashes[index], epoch, first_layer, last_layer)))
+            checksum = new_checksum(one.hashes[index], epoch, first_layer, last_layer)
+            checksum.update(self._buffer.data[slot, begin:end].data)
+            pieces.append(Piece(index, slot, epoch, checksum.intdigest()))
         offer = Offer(transfer, len(one.offers), first_layer, last_layer, pieces)
         one.offers.append((offer, now))
         self.outgoing.append(offer)

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64
 
 from .buffer import HEADER_BYTES, IDENTITY_BYTES, TransferBuffer, data_offset
+
+COPY_BYTES = 512 * 1024
+"""Bytes that are copied before their checksum is computed, so that they are in the cache then."""
 
 
 class BufferAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -48,9 +52,13 @@ class RemoteBuffer:
         self._epochs = np.frombuffer(self._memory, np.int64)[HEADER_BYTES // 8 :][: address.slots]
         self._data = np.frombuffer(self._memory, np.uint8)[offset:].reshape(address.slots, address.slot_bytes)
 
-    def read(self, slot: int, epoch: int, first_byte: int, into: memoryview) -> bool:
-        """Copy bytes of a slot. Returns whether it had this epoch all the time."""
+    def read(self, slot: int, epoch: int, first_byte: int, into: memoryview, checksum: xxh3_64) -> bool:
+        """Copy bytes of a slot, and update ``checksum`` with the copy. Returns whether the slot had this epoch all the
+        time."""
         if not 0 <= slot < len(self._epochs) or self._epochs[slot] != epoch:
             return False
-        np.frombuffer(into, np.uint8)[:] = self._data[slot, first_byte : first_byte + len(into)]
+        for begin in range(0, len(into), COPY_BYTES):
+            part = into[begin : begin + COPY_BYTES]
+            np.frombuffer(part, np.uint8)[:] = self._data[slot, first_byte + begin :][: len(part)]
+            checksum.update(part)
         return bool(self._epochs[slot] == epoch)
