@@ -329,6 +329,7 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
         ("--role decode --decode-instances 127.0.0.1:1", "decode_instances: needs --role router"),
         ("--role prefill --prefill-instances 127.0.0.1:1", "prefill_instances: needs --role router or decode"),
         ("--role decode --router-address here", "router_address: 'here' is not an address: write host:port"),
+        ("--role prefill --kv-advertised-address x", "kv_advertised_address: 'x' is not an address"),
         ("--engine-address 127.0.0.1:x", "engine_address: '127.0.0.1:x' is not an address"),
         ('--role router --models {"a":"b"}', "models: routers and instances have one model"),
         ("--role both", "argument --role: invalid choice: 'both'"),

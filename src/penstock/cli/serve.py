@@ -94,6 +94,8 @@ def with_role(configuration: Configuration) -> Configuration:
             raise invalid(name, str(words))
     for address in server.router_address:
         split_address(address.rpartition("://")[2], "router_address")
+    if engine.kv_advertised_address:
+        split_address(engine.kv_advertised_address, "kv_advertised_address")
     if engine.engine_address:
         split_address(engine.engine_address, "engine_address")
     elif not router and (engine.role != "mixed" or server.router_address):

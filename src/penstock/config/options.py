@@ -304,6 +304,14 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         ),
     ] = ""
     kv_port: Annotated[int, option("TCP port there; 0 is any free one.", ge=0, le=65535)] = 0
+    kv_advertised_address: Annotated[
+        str,
+        option(
+            "Where decode instances reach that address from outside, as host:port, where it is another one, as behind "
+            "NAT.",
+            empty="the address itself",
+        ),
+    ] = ""
     kv_load_failure: Annotated[
         Literal["recompute", "fail"],
         option(

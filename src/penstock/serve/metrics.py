@@ -320,6 +320,11 @@ class _EngineMetrics:
                 "Blocks of the KV cache that no sequence holds, cached prefixes among them.",
                 lambda stats: stats.blocks - stats.blocks_used,
             ),
+            "kv_transfer_slots": (
+                "Slots of the transfer buffers of separate prefill and decode instances.",
+                lambda stats: stats.kv_slots,
+            ),
+            "kv_transfer_slots_used": ("Those that KV transfers hold.", lambda stats: stats.kv_slots_used),
             "engine_heartbeat_age_seconds": (
                 "Seconds since the engine's loop last came round.",
                 lambda stats: stats.heartbeat_age,

@@ -108,8 +108,10 @@ class KVConnector:
         except OSError as error:
             words = f"KV transfers cannot listen at {transfer_options.listen}: {error.strerror}"
             raise invalid("kv_port", words) from error
-        self.address = join_address(host, self.endpoint.port) if self.endpoint.port else ""
+        self.address = ""
         """Where decode engines reach a prefill engine, ``host:port``; empty for a decode engine."""
+        if self.endpoint.port:
+            self.address = options.kv_advertised_address or join_address(host, self.endpoint.port)
         self.imports = KVImports(
             self.endpoint,
             executor,
@@ -162,8 +164,13 @@ class KVConnector:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counters since the start, by their names."""
-        own = {"recomputed": self.imports.num_recomputed, "seconds": self.imports.seconds}
+        """Counters since the start, and the slots of the transfer buffer, by their names."""
+        own = {
+            "recomputed": self.imports.num_recomputed,
+            "seconds": self.imports.seconds,
+            "slots": self.buffer.num_slots,
+            "slots_used": self.buffer.num_slots - self.buffer.num_free,
+        }
         return msgspec.structs.asdict(self.endpoint.stats) | own
 
     def before_step(self, plan: Plan, step: StepInput) -> None:

@@ -214,6 +214,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counter of parts of transfers that were read again."""
     kv_checksum_failures: int = 0
     """Counter of parts of transfers whose checksum was wrong."""
+    kv_slots: int = 0
+    """Slots of the transfer buffer."""
+    kv_slots_used: int = 0
+    """Those that are not free."""
     replicas: list[Stats] = []
     """Of several engines: each one's; filled in by the client."""
     address: str = ""
