@@ -160,6 +160,17 @@ def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
     until(transferred)
 
 
+def test_every_log_names_the_request(deployment: Deployment) -> None:
+    """By the id that the client was given."""
+    asked = {"prompt": "Another story. " * 60, "max_tokens": 2}
+    response = httpx.post(f"{deployment.router.url}/completions", json=asked, headers={"X-Request-Id": "traced-0"})
+    assert response.status_code == 200
+    deployment.router.find("id=traced-0 status=200")
+    transfer = deployment.prefill.find(r"request traced-0: transfer (\w+): \d+ tokens")[1]
+    logs = [line for served in deployment.decode for line in served.lines]
+    assert any(f"request traced-0: transfer {transfer}:" in line for line in logs)
+
+
 def test_adapters_are_in_all_instances(deployment: Deployment, demo_adapters: Path) -> None:
     given = {"lora_name": "a", "lora_path": str(demo_adapters / "a")}
     asked = {"model": "a", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}

@@ -44,5 +44,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Cached prefixes are shared only among requests of the same salt."""
     reasoning: ReasoningSpan | None = None
     """Reasoning before the output, which guided decoding exempts, or whose length is limited."""
+    log_id: str = ""
+    """The request's id in the server's log, which engines' logs name, too; empty for ``request_id``."""
     prefill: tuple[str, ...] = ()
     """KV transfer addresses (host:port) of prefill instances that may compute the prompt, the preferred one first."""
+
+    @property
+    def log_name(self) -> str:
+        """What logs call it."""
+        return self.log_id or self.request_id

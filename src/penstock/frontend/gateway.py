@@ -177,7 +177,9 @@ class Gateway:
             raise PenstockError.of(DEADLINE_PASSED) from error
         output = processor.output
         output.request_id, output.times.arrived = request_id or name, arrived
-        request = msgspec.structs.replace(processor.request, deadline=deadline, external_id=external_id)
+        request = msgspec.structs.replace(
+            processor.request, deadline=deadline, external_id=external_id, log_id=request_id or ""
+        )
         inbox = self._open[name] = DeltaQueue(partial(self.engine_pool.pause, name))
         self._outputs[name] = output
         timer = None

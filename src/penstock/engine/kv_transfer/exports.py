@@ -127,7 +127,7 @@ class KVExports:
                 self._drop(one)
             return
         one = _Export(event)
-        logger.info("transfer %s: %d tokens, request %s", event.transfer.hex()[:8], one.num_tokens, event.request_id)
+        logger.info("request %s: transfer %s: %d tokens", event.request_id, event.transfer.hex()[:8], one.num_tokens)
         try:
             if self.stopping:
                 raise PenstockError(Code.UNAVAILABLE, "the prefill instance is stopping")

@@ -61,6 +61,8 @@ class _Import:
         """Tokens to import: the last one is computed here, which gives the logits."""
         self.addresses = deque(request.prefill)
         """Prefill engines that have not been tried."""
+        self.address = ""
+        """The one that is asked."""
         self.blocks: list[int] = []
         """Blocks of the tokens to import, referenced."""
         self.num_present = 0
@@ -190,7 +192,7 @@ class KVImports:
         self._active[one.transfer] = one
         start = Start(
             transfer=one.transfer,
-            request_id=request.request_id,
+            request_id=request.log_name,
             tokens=tokens,
             first_slot=one.num_present // SLOT_TOKENS,
             adapter=one.adapter,
@@ -200,10 +202,8 @@ class KVImports:
             timeout=max(request.deadline - time.monotonic(), 0.001) if request.deadline else 0.0,
         )
         hashes = slot_hashes(self._weights_version, request.adapter, request.cache_salt, tokens)
-        address = one.addresses.popleft()
-        words = "request %s: transfer %s of %d tokens from %s, of which %d are cached here"
-        logger.info(words, request.request_id, one.transfer.hex()[:8], one.num_tokens, address, one.num_present)
-        self._endpoint.pull(address, Pull(start=start, hashes=hashes))
+        one.address = one.addresses.popleft()
+        self._endpoint.pull(one.address, Pull(start=start, hashes=hashes))
 
     def _import_arrived(self) -> None:
         """Send the workers what has arrived, up to ``MAX_IMPORT_BYTES``."""
@@ -251,6 +251,11 @@ class KVImports:
         if isinstance(one.end, Completed):
             self.seconds += time.monotonic() - one.started
             num_cached = max(one.num_present, one.end.num_cached)
+            words = "request %s: transfer %s: %d tokens from %s in %.3f seconds, beside %d that were cached here"
+            count, seconds = one.num_tokens - one.num_present, time.monotonic() - one.started
+            logger.info(
+                words, one.request.log_name, one.transfer.hex()[:8], count, one.address, seconds, one.num_present
+            )
             prefix = self._kv.finish_import(one.request, one.blocks, one.num_tokens, num_cached)
             if one.future.cancelled():
                 self._kv.release_import(prefix)
@@ -263,7 +268,7 @@ class KVImports:
         left = bool(one.addresses)
         what = "another is asked" if left else "it is computed here" if self._recompute else "the request fails"
         words = "request %s: its prompt did not come from a prefill instance, %s: %s"
-        logger.warning(words, one.request.request_id, what, one.end.message)
+        logger.warning(words, one.request.log_name, what, one.end.message)
         if left:
             self._pull(one)
             return

@@ -318,7 +318,7 @@ class Scheduler:
         try:
             delta = append_tokens(sequence, sampled)
         except Exception:
-            logger.exception("an internal error ended request %s", sequence.request.request_id)
+            logger.exception("an internal error ended request %s", sequence.request.log_name)
             delta = error_delta(sequence, OUTPUT_FAILED)
         return self._finish_if_done(sequence, delta)
 
