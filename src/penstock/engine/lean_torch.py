@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -26,9 +27,20 @@ def import_torch() -> None:
     sys.meta_path.insert(0, _Before())
 
 
-class _Before:
+class _Before(Loader):
+    """Finds the first further module of PyTorch, and loads it after ``DEFERRED``, which may import it itself."""
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.startswith("torch."):
-            sys.meta_path.remove(self)
-            importlib.import_module(DEFERRED)
-        return None
+        if not name.startswith("torch."):
+            return None
+        sys.meta_path.remove(self)
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        importlib.import_module(DEFERRED)
+        module = importlib.import_module(spec.name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import zlib
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class DummyWeights:
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype)
         else:
+            importlib.import_module("torch._prims.rng_prims")  # which engine processes lack (engine/lean_torch.py)
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
             tensor = torch.empty(shape, dtype=self._dtype).normal_(std=shape[-1] ** -0.5, generator=generator)
         return tensor if rows is None else tensor[rows[0] : rows[1]]
