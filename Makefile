@@ -27,6 +27,7 @@ test-install: .venv/tools
 thorough: .venv/tools executors exactness
 	$(BIN)/python -m pytest -m thorough tests/test_*.py tests/installed.py
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
+	PENSTOCK_PD_REQUESTS=2400 $(BIN)/python -m pytest tests/test_prefill_decode.py
 	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
 	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/test_server.py
 	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py

@@ -1,11 +1,11 @@
-"""Prefill and decode apart against one instance: time to the first token, how much of a transfer the computation hides, and
-the time between tokens while long prompts arrive.
+"""Prefill and decode apart against one instance: time to the first token, how much of a transfer the computation hides,
+and the time between tokens while long prompts arrive.
 
 python benchmarks/prefill_decode.py --picture docs/prefill_decode.png
 
-The model has the shape of Qwen3 with 0.6 billion parameters and random weights. Prefill, decode and the instance that they
-stand beside have one core each for the time to the first token; the prefill instance and that one the same. While long
-prompts arrive, one instance has the same two cores as both together.
+The model has the shape of Qwen3 with 0.6 billion parameters and random weights. Prefill, decode and the instance that
+they stand beside have one core each for the time to the first token; the prefill instance and that one the same. While
+long prompts arrive, one instance has the same two cores as both together.
 """
 
 from __future__ import annotations
@@ -171,11 +171,10 @@ def first_tokens(args: argparse.Namespace, folder: Path) -> None:
             1e3 * statistics.median(found[length, name])
             for name in ("one instance", "apart", "cached by prefill", "cached by decode")
         )
-        exposed, whole = apart_ - one, prefill - decoded
-        cells = [f"{ms:.1f}" for ms in (one, apart_)], [f"{ms:.1f}" for ms in (prefill, decoded)]
-        print(
-            f"| {length} | {' | '.join(cells[0])} | {apart_ / one:.3f} | {' | '.join(cells[1])} | {1 - exposed / whole:.0%} |"
-        )
+        hidden = 1 - (apart_ - one) / (prefill - decoded)
+        times = [f"{ms:.1f}" for ms in (one, apart_)]
+        cached = [f"{ms:.1f}" for ms in (prefill, decoded)]
+        print(f"| {length} | {' | '.join(times)} | {apart_ / one:.3f} | {' | '.join(cached)} | {hidden:.0%} |")
     print("hidden: 1 - (apart - one instance) / (prefill has it cached - decode has it cached)")
 
 

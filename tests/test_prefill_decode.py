@@ -24,7 +24,7 @@ from penstock.engine.kv_transfer.messages import Message, Read
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
-REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "192"))
 SEED = os.environ.get("PENSTOCK_PD_SEED", "")
 checkpoint = test_exactness.checkpoint
 
