@@ -11,6 +11,7 @@ long prompts arrive, one instance has the same two cores as both together.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -220,7 +221,7 @@ def under_load(args: argparse.Namespace, folder: Path, apart: bool) -> list[floa
             own = random.Random(seed)
             while not stop.is_set():
                 times = list(token_times(url, prompt(own, args.stream_prompt), 128))
-                gaps.extend(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+                gaps.extend(later - earlier for earlier, later in itertools.pairwise(times))
 
         def load() -> None:
             for tokens in [prompt(rng, args.load_prompt) for _ in range(int(args.load_seconds / args.interval))]:
