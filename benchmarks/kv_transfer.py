@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,7 +49,7 @@ def main() -> None:
     rates: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.rounds):
         rates["memcpy"].append(memcpy_rate(size))
-        for transport in ("shared memory", "TCP"):
+        for transport in ("shared memory", "TCP", *(("NIXL",) if find_spec("nixl_cu12") else ())):
             rates[transport] += transfer_rates(transport, args.slots, args.transfers)
         if shutil.which("iperf3"):
             rates["iperf3"].append(iperf3_rate())
@@ -98,7 +99,8 @@ def bind(process: int) -> None:
 
 
 def options(transport: str, **more: Any) -> KVTransferOptions:
-    return KVTransferOptions(secret=SECRET, timeout=30, shared_memory=transport == "shared memory", **more)
+    name = {"shared memory": "auto", "TCP": "tcp", "NIXL": "nixl"}[transport]
+    return KVTransferOptions(secret=SECRET, timeout=30, transport=name, **more)
 
 
 def ends() -> list[int]:

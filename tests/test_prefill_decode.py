@@ -168,6 +168,24 @@ def test_answers_are_those_of_a_single_engine(checkpoint: Path, secret: str, nam
         cluster.close()
 
 
+def test_transfers_by_nixl(checkpoint: Path, secret: str) -> None:
+    pytest.importorskip("nixl_cu12", reason="the extra nixl is not installed")
+    name = "2p1d, little room"
+    kind, prefill, decode = TOPOLOGIES[name]
+    rng = Random(f"nixl{SEED}")
+    requests = [draw_request(rng, number) for number in range(REQUESTS // 4)]
+    alone = run(start(checkpoint, kind, enable_prefix_caching=False, threads=1), requests)
+    cluster = Cluster(checkpoint, kind, secret, rng, prefill, decode, kv_transport="nixl")
+    try:
+        assert run(cluster, requests, rng) == alone
+        cluster.wait_until_free()
+        assert cluster.counts("completed") > len(requests) // 8
+        assert not cluster.counts("failed")
+        assert not cluster.counts("checksum_failures")
+    finally:
+        cluster.close()
+
+
 def draw_long_requests(rng: Random, count: int) -> list[EngineRequest]:
     """Requests whose prompts are transferred, two slots of the buffer or more."""
     drawn = (draw_request(rng, number) for number in itertools.count())

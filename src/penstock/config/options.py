@@ -332,10 +332,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         ),
     ] = 30.0
     kv_transport: Annotated[
-        Literal["auto", "tcp"],
+        Literal["auto", "tcp", "nixl"],
         option(
             "How a decode instance reads KV: from the shared memory of a prefill instance on the same host, else over "
-            "TCP; or over TCP always."
+            "TCP (auto); over TCP always; or by NIXL, which needs the extra nixl on both instances."
         ),
     ] = "auto"
     allow_fingerprint_mismatch: Annotated[

@@ -96,7 +96,7 @@ class KVConnector:
             timeout=options.kv_timeout,
             listen=join_address(host, options.kv_port) if options.role == "prefill" else "",
             allow_fingerprint_mismatch=options.allow_fingerprint_mismatch,
-            shared_memory=options.kv_transport != "tcp",
+            transport=options.kv_transport,
         )
         ends = [layout.offset for layout in layouts[1:]] + [layouts[0].slot_bytes]
         stages = [

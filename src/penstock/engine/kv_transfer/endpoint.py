@@ -20,6 +20,7 @@ from penstock.planning.kv_spec import PROGRESS_BITS
 from .buffer import TransferBuffer
 from .links import Context, Event, KVTransferOptions, ReceiverLink, SenderLink, TransferStats
 from .messages import Instance
+from .nixl import NixlAgent
 from .receiver import Arrived, Pull
 from .sender import Exported
 
@@ -55,7 +56,7 @@ class Endpoint:
         stages: layers and world ranks of each pipeline stage.
         wake: called, in the thread, when ``take_events`` has something.
 
-    Raises ``OSError`` where it cannot listen.
+    Raises ``OSError`` where it cannot listen, and ``PenstockError`` where NIXL is missing.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Endpoint:
     ) -> None:
         self.stats = TransferStats()
         self._context = Context(instance, buffer, layer_ends, options, self.stats, self._report)
+        if options.transport == "nixl":
+            self._context.nixl = NixlAgent(buffer)
         self._wake = wake
         self._events: deque[Event] = deque()
         self._outgoing: dict[bytes, SenderLink] = {}

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,6 +32,7 @@ from .messages import (
     Stop,
     Welcome,
 )
+from .nixl import NixlAgent, NixlPeer
 from .receiver import Arrived, Broken, Completed, Job, Pull, Receiver
 from .sender import Cancelled, Exported, Sender, Sending
 from .shared_memory import RemoteBuffer, address_of
@@ -43,6 +44,8 @@ TICK_INTERVAL = 0.1
 """Seconds between two looks at what is overdue."""
 CONNECT_TIMEOUT = 5.0
 """Seconds that connecting to a prefill engine may take."""
+NIXL_INTERVAL, NIXL_IDLE_INTERVAL = 0.0005, 0.005
+"""Seconds between two looks at what NIXL reads, and where it reads nothing."""
 REFUSAL_SECONDS = 5.0
 """Seconds after which a prefill engine that has refused this one is asked again."""
 
@@ -59,8 +62,8 @@ class KVTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = ""
     """``host:port`` that decode engines connect to; port 0 is any free one. Empty for a decode engine."""
     allow_fingerprint_mismatch: bool = False
-    shared_memory: bool = True
-    """Whether to read from the memory of prefill engines on the same host; otherwise everything goes over TCP."""
+    transport: Literal["auto", "tcp", "nixl"] = "auto"
+    """The option ``kv_transport``."""
 
 
 class TransferStats(msgspec.Struct):
@@ -89,6 +92,8 @@ class Context:
     stats: TransferStats
     report: Callable[[list[Any]], None]
     """Passes events to the engine, and empties the list."""
+    nixl: NixlAgent | None = None
+    """With the transport ``nixl``."""
 
 
 class _Outbox:
@@ -205,8 +210,8 @@ class SenderLink:
             logger.error("a decode instance at %s was refused: %s", peer, reason)
             await connection.send(Refused(reason))
             return False
-        memory = address_of(context.buffer) if context.options.shared_memory else None
-        await connection.send(Welcome(context.instance, memory))
+        memory = address_of(context.buffer) if context.options.transport == "auto" else None
+        await connection.send(Welcome(context.instance, memory, context.nixl.address if context.nixl else None))
         return True
 
     async def _receive(self, connection: Connection) -> None:
@@ -252,6 +257,7 @@ class ReceiverLink:
         self._wanted = asyncio.Event()
         self._outbox: _Outbox | None = None
         self._remote: RemoteBuffer | None = None
+        self._nixl: NixlPeer | None = None
         self._refused_until = 0.0
         self._refusal = ""
 
@@ -320,11 +326,14 @@ class ReceiverLink:
                 return self._refuse(f"{self._name} has refused this instance: {welcome.reason}")
             if not isinstance(welcome, Welcome):
                 return self._refuse(f"{self._name} is no prefill instance")
-            self._remote = None
-            if options.shared_memory and welcome.memory:
+            if options.transport == "auto" and welcome.memory:
                 with contextlib.suppress(OSError, ValueError):
                     self._remote = RemoteBuffer(welcome.memory)
-            how = "shared memory" if self._remote else "TCP"
+            if self._context.nixl:
+                if welcome.nixl is None:
+                    return self._refuse(f"{self._name} has no NIXL: give both --kv-transport nixl")
+                self._nixl = self._context.nixl.connect(welcome.nixl)
+            how = "NIXL" if self._nixl else "shared memory" if self._remote else "TCP"
             logger.info("connected to %s: keys and values come over %s", self._name, how)
             self._outbox = _Outbox(connection)
             tasks += [
@@ -332,6 +341,8 @@ class ReceiverLink:
                 asyncio.ensure_future(self._tick()),
                 asyncio.ensure_future(self._receive(connection)),
             ]
+            if self._nixl:
+                tasks.append(asyncio.ensure_future(self._poll_nixl(self._nixl)))
             waiting, self._waiting = self._waiting, []
             for pull in waiting:
                 self._receiver.start(pull, time.monotonic())
@@ -350,6 +361,9 @@ class ReceiverLink:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._remote = None
             connection.close()
+            if self._nixl:
+                await self._quiet(self._nixl)
+                self._nixl = None
 
     def _refuse(self, reason: str) -> str:
         """Do not connect again for a while."""
@@ -392,12 +406,57 @@ class ReceiverLink:
             self._receiver.tick(time.monotonic())
             self._flush()
 
+    async def _poll_nixl(self, peer: NixlPeer) -> None:
+        """Verify what has been read."""
+        while True:
+            await asyncio.sleep(NIXL_INTERVAL if peer.busy else NIXL_IDLE_INTERVAL)
+            self._take_finished(peer)
+            self._flush()
+
+    async def _quiet(self, peer: NixlPeer) -> None:
+        """Wait until nothing is being read into this engine's buffer: its places are not free before. Those of a read that
+        never ends are lost."""
+        self._receiver.close(f"the connection to {self._name} is lost", time.monotonic())
+        deadline = time.monotonic() + self._context.options.timeout
+        while peer.busy and time.monotonic() < deadline:
+            self._take_finished(peer)
+            await asyncio.sleep(NIXL_IDLE_INTERVAL)
+        if peer.busy:
+            logger.error("reads from %s do not end: their part of the transfer buffer is lost", self._name)
+        peer.close()
+
+    def _take_finished(self, peer: NixlPeer) -> None:
+        receiver = self._receiver
+        for job, read in peer.finished():
+            if not read:
+                receiver.unreadable(job, time.monotonic())
+                continue
+            if receiver.is_wanted(job):
+                checksum = receiver.new_checksum(job)
+                checksum.update(receiver.bytes_of(job))
+                receiver.verify(job, checksum.intdigest(), time.monotonic())
+            else:
+                receiver.verify(job, 0, time.monotonic())
+
+    def _read_by_nixl(self, peer: NixlPeer, job: Job) -> None:
+        if not self._receiver.begin(job):
+            return
+        begin = self._context.layer_ends[job.first_layer - 1] if job.first_layer else 0
+        try:
+            peer.read(job, begin, self._context.layer_ends[job.last_layer - 1] - begin)
+        except OSError as error:
+            logger.error("%s", error)
+            self._receiver.unreadable(job, time.monotonic())
+
     def _flush(self) -> None:
         """Send messages, read pieces, and pass events on."""
         receiver, stats = self._receiver, self._context.stats
         while receiver.jobs:
             jobs, receiver.jobs = receiver.jobs, []
-            if self._remote is None:
+            if self._nixl:
+                for job in jobs:
+                    self._read_by_nixl(self._nixl, job)
+            elif self._remote is None:
                 receiver.outgoing += [job.message for job in jobs]
             else:
                 for job in jobs:

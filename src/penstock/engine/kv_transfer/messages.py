@@ -21,6 +21,7 @@ from penstock.version import __version__
 
 from ..kv.block_hash import extend_block_hashes, root_hash
 from .buffer import SLOT_TOKENS
+from .nixl import NixlAddress
 from .shared_memory import BufferAddress
 
 
@@ -105,6 +106,8 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     instance: Instance
     memory: BufferAddress | None = None
     """P's transfer buffer, for engines of the same host."""
+    nixl: NixlAddress | None = None
+    """The same, for engines that read by NIXL."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -238,6 +238,10 @@ class Receiver:
             return None
         return Job(data.transfer, wanted.piece, data.first_layer, data.last_layer, one.slots[data.index])
 
+    def is_wanted(self, job: Job) -> bool:
+        """Whether the transfer of a piece goes on."""
+        return job.transfer in self._transfers
+
     def bytes_of(self, job: Job) -> memoryview:
         """The memory of a piece in D's buffer."""
         begin, end = self._layer_ends[job.first_layer], self._layer_ends[job.last_layer]
