@@ -160,6 +160,7 @@ def test_answers_are_those_of_a_single_engine(checkpoint: Path, secret: str, nam
         wrong = [name for name in alone if apart[name] != alone[name]]
         assert not wrong, f"{len(wrong)} of {len(requests)} requests differ"
         cluster.wait_until_free()
+        print(f"\n{name}: {len(requests)} requests, {cluster.counts('completed')} transfers, {len(wrong)} wrong")
         assert cluster.counts("completed") > len(requests) // 8
         assert not cluster.counts("checksum_failures")
         if not fault:

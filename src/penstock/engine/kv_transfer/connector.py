@@ -32,7 +32,7 @@ from .links import KVTransferOptions
 from .messages import Instance, Start
 from .sender import Cancelled
 
-MIN_TOKENS = 64
+MIN_TOKENS = 32
 """Prompts with fewer tokens to compute are computed here: the step costs little more than that of one token."""
 
 

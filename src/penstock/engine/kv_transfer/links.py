@@ -414,7 +414,7 @@ class ReceiverLink:
             self._flush()
 
     async def _quiet(self, peer: NixlPeer) -> None:
-        """Wait until nothing is being read into this engine's buffer: its places are not free before. Those of a read that
+        """Wait until nothing is read into this engine's buffer: its places are not free before. Those of a read that
         never ends are lost."""
         self._receiver.close(f"the connection to {self._name} is lost", time.monotonic())
         deadline = time.monotonic() + self._context.options.timeout
