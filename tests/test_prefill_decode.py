@@ -25,6 +25,8 @@ from penstock.engine.kv_transfer.messages import Message, Read
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "192"))
+AT_ONCE = 100
+"""Requests that are open at the same time, fewer than the queues take."""
 SEED = os.environ.get("PENSTOCK_PD_SEED", "")
 checkpoint = test_exactness.checkpoint
 
@@ -153,11 +155,13 @@ def test_answers_are_those_of_a_single_engine(checkpoint: Path, secret: str, nam
     rng = Random(f"{name}{bool(fault)}{SEED}")
     requests = [draw_request(rng, number) for number in range(REQUESTS // len(TOPOLOGIES) // 2)]
     lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
-    alone = run(lone, requests)
     cluster = Cluster(checkpoint, kind, secret, rng, prefill, decode, fault)
+    wrong: list[str] = []
     try:
-        apart = run(cluster, requests, rng)
-        wrong = [name for name in alone if apart[name] != alone[name]]
+        for begin in range(0, len(requests), AT_ONCE):
+            some = requests[begin : begin + AT_ONCE]
+            alone, apart = run(lone, some), run(cluster, some, rng)
+            wrong += [name for name in alone if apart[name] != alone[name]]
         assert not wrong, f"{len(wrong)} of {len(requests)} requests differ"
         cluster.wait_until_free()
         print(f"\n{name}: {len(requests)} requests, {cluster.counts('completed')} transfers, {len(wrong)} wrong")
