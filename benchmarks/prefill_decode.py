@@ -134,7 +134,7 @@ def ready(url: str) -> bool:
 
 @contextmanager
 def instances(folder: Path, cores: list[int], *flags: str) -> Iterator[tuple[str, str]]:
-    """URLs of a router, and of the decode instance behind it. Prefill has the first core, decode the second."""
+    """URLs of a router, and of the prefill instance behind it. Prefill has the first core, decode the second."""
     with ExitStack() as stack:
         urls = {
             role: stack.enter_context(serving(folder, [core], "--role", role, "--threads", "1", *flags))
@@ -142,7 +142,7 @@ def instances(folder: Path, cores: list[int], *flags: str) -> Iterator[tuple[str
         }
         named = [text for role, url in urls.items() for text in (f"--{role}-instances", url)]
         router = serving(folder, cores, "--role", "router", "--pd-min-prefill-tokens", "100", *named)
-        yield stack.enter_context(router), urls["decode"]
+        yield stack.enter_context(router), urls["prefill"]
 
 
 # --- Time to the first token -----------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def first_tokens(args: argparse.Namespace, folder: Path) -> None:
     rng, found = random.Random(0), defaultdict[tuple[int, str], list[float]](list)
     flags = ("--kv-transport", args.kv_transport)
     with serving(folder, [first], "--threads", "1") as alone, instances(folder, [first, second], *flags) as apart:
-        router, decode = apart
+        router, prefill = apart
         for url in (alone, router):
             first_token(url, prompt(rng, 512))
         turns = [length for _ in range(args.rounds) for length in args.input_len]
@@ -161,20 +161,21 @@ def first_tokens(args: argparse.Namespace, folder: Path) -> None:
             tokens = prompt(rng, length)
             found[length, "one instance"].append(first_token(alone, tokens))
             found[length, "apart"].append(first_token(router, tokens))
-            post(f"{decode}/reset_prefix_cache", {})
+            post(f"{router}/reset_prefix_cache", {})  # of all instances
+            first_token(prefill, tokens)
             found[length, "cached by prefill"].append(first_token(router, tokens))
             found[length, "cached by decode"].append(first_token(router, tokens))
     print("time to first token, ms, medians")
     print("| tokens | one instance | apart | ratio | prefill has it cached | decode has it cached | hidden |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for length in args.input_len:
-        one, apart_, prefill, decoded = (
+        one, apart_, sent, decoded = (
             1e3 * statistics.median(found[length, name])
             for name in ("one instance", "apart", "cached by prefill", "cached by decode")
         )
-        hidden = 1 - (apart_ - one) / (prefill - decoded)
+        hidden = 1 - (apart_ - one) / (sent - decoded)
         times = [f"{ms:.1f}" for ms in (one, apart_)]
-        cached = [f"{ms:.1f}" for ms in (prefill, decoded)]
+        cached = [f"{ms:.1f}" for ms in (sent, decoded)]
         print(f"| {length} | {' | '.join(times)} | {apart_ / one:.3f} | {' | '.join(cached)} | {hidden:.0%} |")
     print("hidden: 1 - (apart - one instance) / (prefill has it cached - decode has it cached)")
 
