@@ -25,6 +25,7 @@ from penstock.config.settings import settings
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
 from penstock.engine.service.server import kill_with_parent
+from penstock.planning.host_memory import FREE_SHARE
 
 from ..flags import configure
 from .status import instances, table
@@ -44,6 +45,14 @@ OWN = (
     "cpu_binding",
 )
 """Options that are not the same for all."""
+KV_CACHE_SIZES = (
+    "num_gpu_blocks_override",
+    "kv_cache_memory_bytes",
+    "kv_cache_sequences",
+    "kv_cache_free_memory_fraction",
+    "gpu_memory_utilization",
+)
+"""Options that size an instance's KV cache."""
 
 
 class _Process:
@@ -99,7 +108,8 @@ def start(args: argparse.Namespace) -> int:
         file.write_text(json.dumps(_given(resolved.configuration)))
         processes: list[_Process] = []
         try:
-            return _run(processes, file, resolved.configuration, args.prefill, args.decode)
+            sized = any(resolved.sources[name] != "default" for name in KV_CACHE_SIZES)
+            return _run(processes, file, resolved.configuration, args.prefill, args.decode, share_memory=not sized)
         except KeyboardInterrupt:
             return 0
         finally:
@@ -112,8 +122,19 @@ def start(args: argparse.Namespace) -> int:
                     process.process.kill()
 
 
-def _run(processes: list[_Process], file: Path, configuration: Configuration, prefill: int, decode: int) -> int:
-    """Start all, tell what runs where, and wait until one ends."""
+def _run(
+    processes: list[_Process],
+    file: Path,
+    configuration: Configuration,
+    prefill: int,
+    decode: int,
+    share_memory: bool,
+) -> int:
+    """Start all, tell what runs where, and wait until one ends.
+
+    Args:
+        share_memory: divide the memory that a KV cache on the host takes by default among the instances.
+    """
     server = configuration.server
     host = "127.0.0.1" if server.host in ANY_ADDRESS else server.host
     port = server.port or _free_port(host)
@@ -127,6 +148,8 @@ def _run(processes: list[_Process], file: Path, configuration: Configuration, pr
     for name, number in zip(names, numbers, strict=True):
         cores = set(map(int, bind_devices([number], numbers).split(",")))
         arguments = [*common, "--role", name.partition("-")[0], "--host", "127.0.0.1", "--port", "0"]
+        if share_memory:
+            arguments += ["--kv-cache-free-memory-fraction", f"{FREE_SHARE / len(names):.3f}"]
         processes.append(_Process(name, [*arguments, "--router-address", router], cores))
     key = server.api_key[0] if server.api_key else ""
     if not _all_serve(processes, f"http://{router}", key):
