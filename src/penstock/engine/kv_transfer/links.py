@@ -257,7 +257,7 @@ class ReceiverLink:
         self._wanted = asyncio.Event()
         self._outbox: _Outbox | None = None
         self._remote: RemoteBuffer | None = None
-        self._nixl: NixlPeer | None = None
+        self._nixl: NixlPeer[Job] | None = None
         self._refused_until = 0.0
         self._refusal = ""
 
@@ -406,14 +406,14 @@ class ReceiverLink:
             self._receiver.tick(time.monotonic())
             self._flush()
 
-    async def _poll_nixl(self, peer: NixlPeer) -> None:
+    async def _poll_nixl(self, peer: NixlPeer[Job]) -> None:
         """Verify what has been read."""
         while True:
             await asyncio.sleep(NIXL_INTERVAL if peer.busy else NIXL_IDLE_INTERVAL)
             self._take_finished(peer)
             self._flush()
 
-    async def _quiet(self, peer: NixlPeer) -> None:
+    async def _quiet(self, peer: NixlPeer[Job]) -> None:
         """Wait until nothing is read into this engine's buffer: its places are not free before. Those of a read that
         never ends are lost."""
         self._receiver.close(f"the connection to {self._name} is lost", time.monotonic())
@@ -425,7 +425,7 @@ class ReceiverLink:
             logger.error("reads from %s do not end: their part of the transfer buffer is lost", self._name)
         peer.close()
 
-    def _take_finished(self, peer: NixlPeer) -> None:
+    def _take_finished(self, peer: NixlPeer[Job]) -> None:
         receiver = self._receiver
         for job, read in peer.finished():
             if not read:
@@ -438,12 +438,12 @@ class ReceiverLink:
             else:
                 receiver.verify(job, 0, time.monotonic())
 
-    def _read_by_nixl(self, peer: NixlPeer, job: Job) -> None:
+    def _read_by_nixl(self, peer: NixlPeer[Job], job: Job) -> None:
         if not self._receiver.begin(job):
             return
         begin = self._context.layer_ends[job.first_layer - 1] if job.first_layer else 0
         try:
-            peer.read(job, begin, self._context.layer_ends[job.last_layer - 1] - begin)
+            peer.read(job, job.piece.slot, job.slot, begin, self._context.layer_ends[job.last_layer - 1] - begin)
         except OSError as error:
             logger.error("%s", error)
             self._receiver.unreadable(job, time.monotonic())

@@ -7,7 +7,7 @@ right checksum, whatever NIXL says.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -16,10 +16,9 @@ from penstock.core.errors import invalid
 
 from .buffer import TransferBuffer
 
-if TYPE_CHECKING:
-    from .receiver import Job
-
 logger = logging.getLogger(__name__)
+
+Job = TypeVar("Job")
 
 MEMORY = "DRAM"
 IN_PROGRESS, DONE = "PROC", "DONE"
@@ -62,7 +61,7 @@ class NixlAgent:
         """For other engines."""
         return NixlAddress(self._agent.get_agent_metadata(), self._first, self._buffer.slot_bytes)
 
-    def connect(self, address: NixlAddress) -> NixlPeer:
+    def connect(self, address: NixlAddress) -> NixlPeer[Any]:
         """The buffer of another engine. Raises ``OSError`` where NIXL cannot reach it."""
         try:
             return NixlPeer(self._agent, self._first, address, self._agent.add_remote_agent(address.metadata))
@@ -73,7 +72,7 @@ class NixlAgent:
         self._agent.deregister_memory(self._registered)
 
 
-class NixlPeer:
+class NixlPeer(Generic[Job]):
     """Reads pieces from another engine's buffer into this one's."""
 
     def __init__(self, agent: Any, first: int, address: NixlAddress, name: str) -> None:
@@ -88,11 +87,12 @@ class NixlPeer:
         """Whether pieces are being read: their places in the buffer may be written at any time."""
         return bool(self._reading)
 
-    def read(self, job: Job, first_byte: int, size: int) -> None:
-        """Begin to read a piece, which ``finished`` will have. Raises ``OSError``."""
+    def read(self, job: Job, slot: int, into: int, first_byte: int, size: int) -> None:
+        """Begin to read bytes of the other engine's ``slot`` into this one's slot ``into``; ``finished`` will have
+        ``job``. Raises ``OSError``."""
         size_of_slot = self._address.slot_bytes
-        own = self._first + job.slot * size_of_slot + first_byte
-        other = self._address.address + job.piece.slot * size_of_slot + first_byte
+        own = self._first + into * size_of_slot + first_byte
+        other = self._address.address + slot * size_of_slot + first_byte
         try:
             local = self._agent.get_xfer_descs([(own, size, 0)], MEMORY)
             remote = self._agent.get_xfer_descs([(other, size, 0)], MEMORY)
@@ -103,7 +103,7 @@ class NixlPeer:
         self._reading.append((job, handle))
 
     def finished(self) -> list[tuple[Job, bool]]:
-        """Pieces that are not being read any more, and whether they were read."""
+        """What is not being read any more, and whether it was read."""
         found, left = [], []
         for job, handle in self._reading:
             try:
