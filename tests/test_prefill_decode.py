@@ -1,13 +1,18 @@
 """Prefill and decode engines: every request gets the tokens and the logprob bytes of a single engine, whatever the
 engines' sizes and whatever happens to the messages between them.
 
-``PENSTOCK_PD_REQUESTS`` says how many requests are drawn.
+``PENSTOCK_PD_REQUESTS`` says how many requests are drawn, and ``PENSTOCK_PD_SCHEDULES`` how many schedules of engines
+with little room.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import select
+import threading
+import time
+from concurrent.futures import wait
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +23,7 @@ import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from test_exactness import LONGEST, NGRAM, Result, draw_request, start
 
-from penstock.core import Code, EngineRequest, TokenDelta
+from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
 from penstock.engine.engine import Engine
 from penstock.engine.kv_transfer.messages import Message, Read
 
@@ -27,6 +32,7 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "192"))
 AT_ONCE = 100
 """Requests that are open at the same time, fewer than the queues take."""
+SCHEDULES = int(os.environ.get("PENSTOCK_PD_SCHEDULES", "12"))
 SEED = os.environ.get("PENSTOCK_PD_SEED", "")
 checkpoint = test_exactness.checkpoint
 
@@ -95,9 +101,12 @@ class Cluster:
         """The sum of a counter of the decode engines."""
         return sum(_connector(engine).counts[name] for engine in self.decode)
 
-    def wait_until_free(self) -> None:
-        """Every block and every slot of a transfer buffer comes back."""
+    def wait_until_free(self, seconds: float = 60) -> None:
+        """Every block and every slot of a transfer buffer comes back. Raises ``TimeoutError``."""
+        end = time.monotonic() + seconds
         while self._held():
+            if time.monotonic() > end:
+                raise TimeoutError
             self.step()
 
     def _held(self) -> bool:
@@ -127,10 +136,18 @@ def run(engine: Engine | Cluster, requests: list[EngineRequest], rng: Random | N
         for delta in engine.step():
             assert not delta.failure, delta
             own = told[delta.request_id].setdefault(delta.sequence, [[], [], [], bytearray()])
-            own[0] += delta.token_ids
-            own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
-            own[2] += delta.prompt_logprobs or []
-            own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
+            _append(own, delta)
+    return _results(told)
+
+
+def _append(own: Any, delta: TokenDelta) -> None:
+    own[0] += delta.token_ids
+    own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
+    own[2] += delta.prompt_logprobs or []
+    own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
+
+
+def _results(told: dict[str, dict[int, list[Any]]]) -> dict[str, Result]:
     return {
         name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}
         for name, sequences in told.items()
@@ -288,3 +305,144 @@ def test_engines_that_do_not_fit_refuse_each_other(checkpoint: Path, secret: str
             assert not cluster.counts("completed")
         finally:
             cluster.close()
+
+
+def draw_options(rng: Random) -> dict[str, Any]:
+    """Of an engine of either role with little room."""
+    block_size = rng.choice((16, 16, 32, 48))
+    blocks = -(-LONGEST // block_size)
+    return {
+        "block_size": block_size,
+        "num_gpu_blocks_override": blocks + rng.choice((0, 0, 1, 4, 40)),
+        "max_num_batched_tokens": rng.choice((24, 48, 100, 512)),
+        "long_prefill_token_threshold": rng.choice((0, 0, 24)),
+        "max_num_partial_prefills": 4,
+        "max_long_partial_prefills": 4,
+        "max_num_seqs": rng.choice((3, 64)),
+        "max_concurrent_batches": rng.choice((1, 1, 2, 3)),
+        "scheduling_policy": rng.choice(("fcfs", "priority")),
+        "preemption_mode": rng.choice(("recompute", "swap")),
+        "swap_space": 0.001,
+        "kv_buffer_size": rng.choice((2**17, 2**18, 2**20)),
+    }
+
+
+def draw_decode_options(rng: Random) -> dict[str, Any]:
+    return draw_options(rng) | {
+        "batch_scheduler_policy": rng.choice(("max_utilization", "guaranteed_no_evict")),
+        "kv_cache_ratio": rng.choice((1.0, 1.0, 0.7)),
+        "static_decode_blocks": rng.choice((0, 0, 2)),
+        "speculative_config": rng.choice(("", "", NGRAM)),
+    }
+
+
+def test_little_room_and_requests_that_end_early(checkpoint: Path, secret: str) -> None:
+    """Whatever is preempted, aborted, overdue or forgotten on either side, the other requests get their answers, and
+    every block and slot comes back."""
+    rng = Random(f"little room {SEED}")
+    kind = "float32 none auto"
+    requests = draw_long_requests(rng, 14)
+    alone = run(start(checkpoint, kind, threads=1), requests)
+    for number in range(SCHEDULES):
+        rng = Random(f"schedule {number} {SEED}")
+        prefill, decode = draw_options(rng), draw_decode_options(rng)
+        if rng.random() < 0.3:
+            prefill["max_queue_time"] = 0.02
+        cluster = Cluster(checkpoint, kind, secret, rng, [prefill], [decode])
+        try:
+            results = _run_some(cluster, requests, rng, 0.0 if number % 3 == 0 else 0.03)
+            wrong = [name for name, result in results.items() if result != alone[name]]
+            assert not wrong, (number, prefill, decode)
+            cluster.wait_until_free(10)
+            assert not cluster.counts("checksum_failures")
+        except TimeoutError:
+            pytest.fail(f"schedule {number} of {prefill} and {decode} does not end")
+        finally:
+            cluster.close()
+
+
+def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, ending: float) -> dict[str, Result]:
+    """Run requests, some of which are aborted or have a deadline that passes. Returns the results of the others.
+
+    Args:
+        ending: probability that something is aborted or forgotten before a step.
+    """
+    told: dict[str, dict[int, list[Any]]] = {}
+    left = rng.sample(requests, len(requests))
+    running: list[str] = []
+    end = time.monotonic() + 30
+    while left or cluster.busy:
+        if time.monotonic() > end:
+            raise TimeoutError
+        while left and rng.random() < 0.3:
+            request = left.pop()
+            deadline = time.monotonic() + rng.random() if rng.random() < 4 * ending else None
+            try:
+                cluster.add(msgspec.structs.replace(request, deadline=deadline, priority=rng.randint(-3, 3)))
+            except PenstockError as error:  # so many sequences do not fit into such a cache
+                assert error.failure.code is Code.INVALID
+                continue
+            running.append(request.request_id)
+            told[request.request_id] = {}
+        if running and rng.random() < ending:
+            name = running.pop(rng.randrange(len(running)))
+            for engine in cluster.decode:
+                engine.abort(name)
+            told.pop(name, None)
+        if rng.random() < ending:
+            rng.choice(cluster.engines).scheduler.device_pool.clear_cache()
+        for delta in cluster.step():
+            if delta.request_id not in told:
+                continue
+            if delta.failure:
+                assert delta.failure.code is Code.TIMEOUT, delta
+                del told[delta.request_id]
+                continue
+            own = told[delta.request_id].setdefault(delta.sequence, [[], [], [], bytearray()])
+            _append(own, delta)
+    return _results(told)
+
+
+def test_an_aborted_request_is_told_to_its_prefill_engine(checkpoint: Path, secret: str) -> None:
+    """Also by a decode engine that has nothing else to do; its blocks are free at once."""
+    rng = Random("aborted")
+    [request] = draw_long_requests(rng, 1)
+    cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{"max_num_batched_tokens": 16}], [{}])
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    try:
+        cluster.add(request)
+        decode.step()
+        pool = decode.scheduler.device_pool
+        assert pool.num_used
+        wait([_connector(prefill).activity], 10)
+        prefill.step()  # computes too little to offer anything
+        decode.abort(request.request_id)
+        while decode.busy:
+            decode.step()
+        assert not pool.num_used
+        wait([_connector(prefill).activity], 10)
+        prefill.step()
+        assert not prefill.scheduler.num_unfinished_requests
+    finally:
+        cluster.close()
+
+
+def test_wakeups_are_not_lost_and_do_not_stay(checkpoint: Path, secret: str) -> None:
+    """``wakeup`` is not readable once its events were taken, however soon that is: an idle engine waits on it."""
+    rng = Random("wakeup")
+    cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}])
+    try:
+        connector = _connector(cluster.prefill[0])
+        taken = threading.Event()
+
+        def take(activity: object) -> None:
+            connector.poll()
+            taken.set()
+
+        connector.activity.add_done_callback(take)  # in the thread that wakes, while it does
+        cluster.add(draw_long_requests(rng, 1)[0])
+        cluster.decode[0].step()
+        assert taken.wait(10)
+        assert not select.select([connector.wakeup], [], [], 0.2)[0]
+    finally:
+        cluster.close()

@@ -186,12 +186,15 @@ class KVConnector:
         return self.exports.take(deltas)
 
     def close(self) -> None:
-        """End all transfers."""
+        """End all transfers, and close descriptors. Nothing else may be called after it."""
         self.endpoint.close()
+        if self.wakeup >= 0:
+            self.buffer.close()
+            os.close(self.wakeup)
+            self.wakeup = -1
 
     def _wake(self) -> None:
         """In the endpoint's thread: have ``poll`` called."""
-        activity = self._activity
+        os.eventfd_write(self.wakeup, 1)  # before the future is done: ``poll`` reads it then, and not again
         with contextlib.suppress(InvalidStateError):
-            activity.set_result(None)
-        os.eventfd_write(self.wakeup, 1)
+            self._activity.set_result(None)

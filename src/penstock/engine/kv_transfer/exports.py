@@ -38,9 +38,9 @@ class _Export:
         self.request_id = ID_PREFIX + start.transfer.hex()
         self.num_tokens = len(start.tokens)
         self.sequence: Sequence | None = None
-        """Its sequence, while that has not ended."""
+        """Its sequence, until that has computed all tokens."""
         self.blocks: list[int] = []
-        """Its blocks, referenced, once the sequence has ended and not all of them are exported."""
+        """Its blocks, referenced, once the sequence has ended so and not all of them are exported."""
         self.num_exported = start.first_slot * SLOT_TOKENS
         """Leading tokens whose export was sent to the workers, or that are not needed."""
         self.open: Exported | None = None
@@ -156,12 +156,12 @@ class KVExports:
     def before_release(self, sequence: Sequence) -> None:
         """A sequence has ended, and its blocks are about to be released: keep those that are not exported yet."""
         one = self._exports.get(sequence.request.request_id)
-        if one and one.sequence is sequence:
+        if one and one.sequence is sequence and sequence.num_computed == one.num_tokens:
             one.sequence, one.num_cached = None, sequence.num_cached_tokens or 0
-            if sequence.num_computed == one.num_tokens and one.num_exported < one.num_tokens:
+            if one.num_exported < one.num_tokens:
                 one.blocks = list(sequence.blocks)
                 self._kv.hold_blocks(one.blocks)
-            elif sequence.num_computed == one.num_tokens:
+            else:
                 self._finish_if_exported(one)
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
@@ -185,7 +185,8 @@ class KVExports:
             end = item.start + item.length
             if one is None or one.num_exported >= end:
                 continue
-            if one.num_exported < item.start:  # from the prefix cache, or left out by earlier steps
+            # From the prefix cache, or left out by earlier steps. A step that swaps in fills blocks itself: ``poll``.
+            if one.num_exported < item.start and not plan.swap_in:
                 self._export(one, item.start, item.sequence.blocks)
             if not item.start <= one.num_exported < end:
                 continue
@@ -216,6 +217,9 @@ class KVExports:
 
     def poll(self) -> None:
         """Export what steps have not exported, as far as there is room in the buffer. Raises ``WorkerLostError``."""
+        for one in self._exports.values():
+            if one.open and one.sequence and one.sequence.state is not State.RUNNING:  # preempted
+                self._release_open_slot(one)
         for one in list(self._exports.values()):
             computed = one.num_computed
             if one.num_exported < computed:
@@ -274,8 +278,16 @@ class KVExports:
             self._finishing[one.start.transfer] = one.num_cached
 
     def _drop(self, one: _Export) -> None:
-        """Forget a transfer that has ended before all of it was exported. Its open slot may be written by a step in
-        flight; whoever gets it is written to by a later one."""
+        """Forget a transfer that has ended before all of it was exported."""
         self._kv.release_blocks(one.blocks)
         if one.open:
-            self._buffer.release(one.open.slot)
+            self._release_open_slot(one)
+
+    def _release_open_slot(self, one: _Export) -> None:
+        """Release the slot that is not full; its tokens have to be exported again. A preempted transfer would keep it
+        from those whose blocks it waits for. A step in flight may still write to it; whoever gets it is written to by
+        a later one."""
+        assert one.open
+        one.num_exported = one.open.index * SLOT_TOKENS
+        self._buffer.release(one.open.slot)
+        one.open = None

@@ -138,7 +138,8 @@ class KVImports:
     @property
     def busy(self) -> bool:
         """Whether ``poll`` has to be called again soon, though no event comes."""
-        return bool(self._arrivals or self._calls)
+        cancelled = any(one.future.cancelled() and one.end is None for one in self._active.values())
+        return bool(self._arrivals or self._calls) or cancelled
 
     def handle(self, event: Arrived | Completed | Broken) -> None:
         """Handle an event of the endpoint."""
