@@ -58,6 +58,14 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
         ("--max-num-seqs 8 --uvicorn-log-level warning", {"max_num_seqs": 8, "log_level": "warning"}),
         ('--allowed-origins ["http://a","http://b"]', {"allowed_origins": ["http://a", "http://b"]}),
         ("--allowed-origins http://a http://b", {"allowed_origins": ["http://a", "http://b"]}),
+        (
+            '--kv-transfer-config {"kv_connector":"P2pNcclConnector","kv_role":"kv_producer","kv_port":1400}',
+            {"role": "prefill", "kv_port": 1400, "kv_transport": "auto"},
+        ),
+        (
+            '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_consumer","kv_buffer_size":4096}',
+            {"role": "decode", "kv_transport": "nixl", "kv_buffer_size": 4096},
+        ),
     ],
 )
 def test_a_flag_that_acts_has_its_meaning(
@@ -133,7 +141,12 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--lora-dtype float16", "--lora_dtype: 'float16' is wrong"),
         ("--stream-interval 10", "--stream_interval: '10' is wrong"),
         ("--cpu-offload-gb 4", "--cpu_offload_gb: '4' is wrong"),
-        ("--kv-transfer-config {}", "separate prefill and decode instances are not supported yet"),
+        ("--kv-transfer-config {}", "kv_role must be kv_producer or kv_consumer"),
+        ('--kv-transfer-config {"kv_role":"kv_both"}', "an instance of both is one without this flag"),
+        (
+            '--kv-transfer-config {"kv_role":"kv_producer","kv_connector_extra_config":{}}',
+            "kv_connector_extra_config has no counterpart",
+        ),
         ("--tool-parser-plugin a.py", "--tool_parser_plugin: 'a.py' is wrong: loading code is not supported"),
         ("--reasoning-parser-plugin a.py", "--reasoning_parser_plugin: 'a.py' is wrong"),
         ("--logits-processors a:B", "--logits_processors: 'a:B' is wrong"),

@@ -25,7 +25,16 @@ OF_BACKENDS = {
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
 GRAPHS = "steps are captured once, for batches of every size"
-ROLES = "separate prefill and decode instances are not supported yet; without this flag one instance does both"
+KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+KV_SETTINGS = {
+    "kv_ip": "kv_host",
+    "kv_port": "kv_port",
+    "kv_buffer_size": "kv_buffer_size",
+    "kv_load_failure_policy": "kv_load_failure",
+}
+"""Keys of ``--kv-transfer-config`` → ours."""
+NO_MEANING = ("engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size")
+"""Keys that say how its connectors work."""
 OF_TEXT = "models are text-only; images and videos are refused in requests"
 NO_CODE = "loading code is not supported"
 EXECUTORS = {"auto": "auto", "uni": "uni", "mp": "mp", "ray": "ray", "external_launcher": "auto"}
@@ -63,6 +72,18 @@ def origins(text: str) -> tuple[str, ...]:
         return tuple(text.split(","))
     result = json.loads(text)
     return tuple(map(str, result))
+
+
+def _kv_transfer(text: str) -> Mapping[str, Any]:
+    """A role of separate instances; its connectors have one counterpart, and NIXL's the transport, too."""
+    result = {name: value for name, value in _object(text).items() if name not in NO_MEANING}
+    connector, role = result.pop("kv_connector", ""), result.pop("kv_role", "")
+    if role not in KV_ROLES:
+        raise ValueError("kv_role must be kv_producer or kv_consumer; an instance of both is one without this flag")
+    if unknown := set(result) - set(KV_SETTINGS):
+        raise ValueError(f"{min(unknown)} has no counterpart; kv_connector, kv_role and {', '.join(KV_SETTINGS)} have")
+    transport = {"kv_transport": "nixl"} if connector == "NixlConnector" else {}
+    return {"role": KV_ROLES[role]} | transport | {KV_SETTINGS[name]: value for name, value in result.items()}
 
 
 def _structured(text: str) -> Mapping[str, Any]:
@@ -113,7 +134,7 @@ FLAGS: Mapping[str, Alias] = {
     "logprobs_mode": only_value("raw_logprobs", "logprobs are the model's own"),
     "stream_interval": only_value("1", "every token is sent at once"),
     "lora_dtype": only_value("auto", "adapters are computed in the model's type"),
-    "kv_transfer_config": refused(ROLES),
+    "kv_transfer_config": Alias(read=_kv_transfer),
     "tool_parser_plugin": refused(NO_CODE),
     "reasoning_parser_plugin": refused(NO_CODE),
     "logits_processors": refused(NO_CODE),
