@@ -1,0 +1,265 @@
+"""What becomes of requests while separate prefill and decode instances fail, as docs/reliability.md shows.
+
+python benchmarks/reliability_pd.py        # about six minutes on two cores
+python benchmarks/reliability_pd.py --only SIGSTOP
+
+Clients of two routers ask, in several dialects, what a single instance has answered before, and right means equal to
+the byte. Two prefill and two decode instances have the built-in model. After each row no KV block and no slot of a
+transfer buffer is in use, and there are no more processes and files than before. Rows of a cut or slow network need
+network namespaces, and are left out where there can be none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import kv_proxy
+import namespaces
+import pd_storm
+from namespaces import Namespaces
+from pd_storm import ENGINE_TIMEOUT, KV_TIMEOUT, Deployment, Instance, Outcome, Right, Row, acting
+from serving import Served
+from tqdm import tqdm
+
+Scenario = Callable[[Deployment, Right], Awaitable[Row]]
+COLUMNS = (Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
+LONG_STOP = ENGINE_TIMEOUT + 9
+"""Seconds: ZeroMQ notices that a process was stopped after 8."""
+TIGHT = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
+
+
+def killed(role: str, kind: str) -> Scenario:
+    """kill -9 of a process of the first of these."""
+
+    async def scenario(deployment: Deployment, right: Right) -> Row:
+        victim = first(deployment, role)
+        return await pd_storm.struck(
+            deployment, right, victim, lambda: acting(victim.kill, *victim.served.pids[kind][:1]), lasts=1
+        )
+
+    return scenario
+
+
+def gone(role: str) -> Scenario:
+    """kill -9 of all processes of the first of these, which is started again after five seconds."""
+
+    async def scenario(deployment: Deployment, right: Right) -> Row:
+        victim = first(deployment, role)
+        return await pd_storm.struck(
+            deployment, right, victim, lambda: acting(victim.kill), lambda: acting(victim.start_again), lasts=5
+        )
+
+    return scenario
+
+
+def stopped(role: str, seconds: float) -> Scenario:
+    async def scenario(deployment: Deployment, right: Right) -> Row:
+        victim = first(deployment, role)
+        pid = victim.engine
+        return await pd_storm.struck(
+            deployment, right, victim, lambda: acting(pd_storm.stop, pid), lambda: acting(pd_storm.go_on, pid), seconds
+        )
+
+    return scenario
+
+
+def cut(one: int, other: int, role: str, seconds: float) -> Scenario:
+    """What two machines send each other is dropped."""
+
+    async def scenario(deployment: Deployment, right: Right) -> Row:
+        machines = deployment.machines
+        assert machines
+        return await pd_storm.struck(
+            deployment,
+            right,
+            first(deployment, role),
+            lambda: acting(machines.separate, one, other),
+            lambda: acting(machines.separate, one, other, False),
+            seconds,
+        )
+
+    return scenario
+
+
+def slow(nodes: Sequence[int], rate: str) -> Scenario:
+    async def scenario(deployment: Deployment, right: Right) -> Row:
+        machines = deployment.machines
+        assert machines
+
+        async def fault() -> None:
+            for node in nodes:
+                machines.slow_down(node, rate)
+
+        async def heal() -> None:
+            for node in nodes:
+                machines.speed_up(node)
+
+        return await pd_storm.struck(deployment, right, first(deployment, "prefill"), fault, heal, 10)
+
+    return scenario
+
+
+def steady(seconds: float = 8, clients: int = 16) -> Scenario:
+    """The fault is there all the time."""
+
+    async def scenario(deployment: Deployment, right: Right) -> Row:
+        row = await pd_storm.struck(deployment, right, None, nothing, lasts=seconds, clients=clients)
+        assert row.transfers
+        return row
+
+    return scenario
+
+
+async def cut_connections(deployment: Deployment, right: Right) -> Row:
+    """Every KV connection is cut, twice a second."""
+
+    async def cut_again() -> None:
+        while True:
+            for proxy in deployment.proxies:
+                proxy.cut()
+            await asyncio.sleep(0.5)
+
+    cutting: list[asyncio.Task[None]] = []
+
+    async def fault() -> None:
+        cutting.append(asyncio.create_task(cut_again()))
+
+    async def heal() -> None:
+        cutting[0].cancel()
+
+    return await pd_storm.struck(deployment, right, first(deployment, "prefill"), fault, heal, 10)
+
+
+async def replaced(deployment: Deployment, right: Right) -> Row:
+    """Every instance and router is stopped with SIGTERM and started again, one after the other."""
+
+    async def fault() -> None:
+        for one in [*deployment.instances, *deployment.routers]:
+            await acting(one.replace)
+            await deployment.ready()
+
+    return await pd_storm.struck(deployment, right, deployment.instances[0], fault)
+
+
+async def nothing() -> None:
+    """No fault begins now."""
+
+
+def first(deployment: Deployment, role: str) -> Instance:
+    return (deployment.routers if role == "router" else deployment.of(role))[0]
+
+
+SETUPS: dict[str, tuple[dict[str, Any], dict[str, Scenario]]] = {
+    "one host": (
+        {},
+        {
+            "no fault": steady(),
+            "kill -9 of a prefill engine": killed("prefill", "engine"),
+            "kill -9 of a decode engine": killed("decode", "engine"),
+            "kill -9 of a prefill instance": gone("prefill"),
+            "kill -9 of a decode instance": gone("decode"),
+            "kill -9 of a router's API process": killed("router", "api"),
+            "kill -9 of a router": gone("router"),
+            "SIGSTOP of a prefill engine, 6 s": stopped("prefill", 2 * KV_TIMEOUT),
+            "SIGSTOP of a prefill engine, 15 s": stopped("prefill", LONG_STOP),
+            "SIGSTOP of a decode engine, 15 s": stopped("decode", LONG_STOP),
+            "SIGTERM of each, one after the other": replaced,
+        },
+    ),
+    "hosts": (
+        {"machines": 5},
+        {
+            "network between a prefill and a decode instance cut for 8 s": cut(1, 3, "prefill", 8),
+            "network between the router and a decode instance cut for 15 s": cut(0, 3, "decode", 15),
+            "network between the router and a prefill instance cut for 15 s": cut(0, 1, "prefill", 15),
+            "prefill instances send 1 Mbit/s for 10 s": slow((1, 2), "1mbit"),
+        },
+    ),
+    "lossy": ({"fault": kv_proxy.lossy(0.05)}, {"5 % of KV messages lost, late or repeated": steady()}),
+    "noisy": ({"fault": kv_proxy.flipped_bit(0.05)}, {"a bit is wrong in 5 % of the KV pieces": steady()}),
+    "cut": ({"fault": kv_proxy.lossy(0)}, {"KV connections cut every 0.5 s": cut_connections}),
+    "fail": (
+        {"prefill": 1, "decode_flags": ("--kv-load-failure", "fail")},
+        {"kill -9 of the prefill engine, the only one, with --kv-load-failure fail": killed("prefill", "engine")},
+    ),
+    "P": ({"prefill": 1, "prefill_flags": TIGHT}, {"few KV blocks in the prefill instance": steady()}),
+    "D": ({"decode": 1, "decode_flags": TIGHT}, {"few KV blocks in the decode instance": steady()}),
+    "buffer of P": (
+        {"prefill": 1, "prefill_flags": ("--kv-buffer-size", pd_storm.SLOT_BYTES)},
+        {"a prefill buffer of one slot": steady()},
+    ),
+    "buffer of D": (
+        {"decode": 1, "decode_flags": ("--kv-buffer-size", pd_storm.SLOT_BYTES)},
+        {"a decode buffer of one slot": steady()},
+    ),
+}
+
+
+async def run(only: str) -> list[str]:
+    lines = [
+        f"| fault | sent | {' | '.join(COLUMNS)} | answers after, s | repaired after, s |",
+        f"|---|---:|{'---:|' * (len(COLUMNS) + 2)}",
+    ]
+    total = dict.fromkeys(COLUMNS, 0)
+    with Served(*pd_storm.ROOM) as single:
+        right = await pd_storm.right_answers(single.root, pd_storm.questions(60))
+    count = sum(only in name for _, scenarios in SETUPS.values() for name in scenarios)
+    with tqdm(total=count, desc="rows", unit="row") as progress:
+        for setup, scenarios in SETUPS.values():
+            wanted = {name: scenario for name, scenario in scenarios.items() if only in name}
+            if not wanted:
+                continue
+            if "machines" in setup and (reason := namespaces.reason_for_none()):
+                print(reason, file=sys.stderr)
+                continue
+            for name, row in (await rows(setup, wanted, right, progress)).items():
+                lines.append(line_of(name, row.counts, row))
+                for outcome in COLUMNS:
+                    total[outcome] += row.counts[outcome]
+    return [*lines, line_of("**all**", total)]
+
+
+async def rows(setup: dict[str, Any], scenarios: dict[str, Scenario], right: Right, progress: Any) -> dict[str, Row]:
+    """Each scenario of a deployment."""
+    found = {}
+    options = {"prefill": 2, "decode": 2, "routers": 2, **setup}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Namespaces(options["machines"]) if "machines" in options else nullcontext() as machines,
+        machines.inside(0) if machines else nullcontext(),
+        Deployment(Path(folder), **options | {"machines": machines}) as deployment,
+    ):
+        for name, scenario in scenarios.items():
+            row = found[name] = await scenario(deployment, right)
+            print(line_of(name, row.counts, row), int(row.transfers), file=sys.stderr)
+            for one in row.heard:
+                if one.outcome is not Outcome.RIGHT:
+                    print(f"    {one.outcome}: {one.words[:300]}", file=sys.stderr)
+            progress.update()
+    return found
+
+
+def line_of(name: str, counts: dict[Outcome, int], row: Row | None = None) -> str:
+    cells = [str(sum(counts.values())), *(str(counts[outcome]) for outcome in COLUMNS)]
+    cells.append(f"{row.answered:.2f}" if row else "")
+    cells.append(f"{row.repaired:.1f}" if row and row.repaired is not None else "")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    print("\n".join(asyncio.run(run(parser.parse_args().only))))
+
+
+if __name__ == "__main__":
+    main()
