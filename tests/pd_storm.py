@@ -40,8 +40,8 @@ SLOT_BYTES = "196608"
 """``--kv-buffer-size`` of one slot of the built-in model."""
 KEPT = ("num_requests_running", "num_requests_waiting", "kv_blocks_used", "kv_transfer_slots_used")
 """Metrics of an instance that are zero once nothing is asked."""
-TAKEN = {"prefill": r"transfer \w+: \d+ tokens", "decode": r"transfer \w+ of \d+ tokens from"}
-"""By role: what the log of an instance says when it takes part in a transfer."""
+TRANSFER = r"transfer \w+: \d+ tokens"
+"""What the log of an instance says when it takes part in a transfer."""
 
 
 class Outcome(StrEnum):
@@ -80,7 +80,7 @@ def questions(count: int) -> list[Question]:
     topics = ("the sea", "a fox", "bread", "the moon", "两只狐狸", "a harbour", "winter", "a clock")
     made = []
     for i in range(count):
-        text = f"Number {i // 2}: a story about {topics[i % len(topics)]}, its friends and its days. " * (5 + i % 4)
+        text = f"Number {i // 2}: a story about {topics[i % len(topics)]}, its friends and its days. " * (8 + i % 6)
         sampling: dict[str, Any] = {"temperature": 0} if i % 3 else {"temperature": 0.9, "seed": i}
         tokens, stream = (4, 40, 160)[i % 3], i % 2 == 0
         common = {**sampling, "ignore_eos": True, "stream": stream}
@@ -542,8 +542,8 @@ async def struck(
         if victim:
             after = read if victim.served is log else 0
             await deployment.ready()
-            if victim.role in TAKEN:
-                await asyncio.to_thread(victim.served.find, TAKEN[victim.role], after, 120.0)
+            if victim in deployment.instances:
+                await asyncio.to_thread(victim.served.find, TRANSFER, after, 120.0)
                 row.repaired = time.monotonic() - ended
             else:
                 row.repaired = await load.right_since(time.monotonic()) - ended

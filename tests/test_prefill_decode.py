@@ -21,10 +21,12 @@ import msgspec
 import pytest
 import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
+from serving import free_ports
 from test_exactness import LONGEST, NGRAM, Result, draw_request, start
 
 from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
 from penstock.engine.engine import Engine
+from penstock.engine.kv_transfer.links import REFUSAL_SECONDS
 from penstock.engine.kv_transfer.messages import Message, Read
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -284,6 +286,31 @@ def test_a_prompt_without_prefill_engine(checkpoint: Path, secret: str) -> None:
         finally:
             cluster.engines.remove(cluster.prefill[0])
             cluster.close()
+
+
+def test_a_prefill_engine_that_has_come_back_is_asked_again(checkpoint: Path, secret: str) -> None:
+    """At once, though none waits for it meanwhile."""
+    rng, kind = Random("back"), "bfloat16 none auto"
+    requests = draw_long_requests(rng, 30)
+    (port,) = free_ports(1)
+    cluster = Cluster(checkpoint, kind, secret, rng, [{"kv_port": port}], [{}])
+    try:
+        run(cluster, requests[:2])
+        assert cluster.counts("completed")
+        gone = cluster.prefill.pop()
+        cluster.engines.remove(gone)
+        gone.close()
+        run(cluster, requests[2:4])
+        completed, began = cluster.counts("completed"), time.monotonic()
+        assert cluster.counts("recomputed")
+        back = start(checkpoint, kind, role="prefill", kv_port=port, cluster_secret_file=secret, kv_buffer_size=2**22)
+        cluster.engines.append(back)
+        left = requests[4:]
+        while cluster.counts("completed") == completed:
+            run(cluster, [left.pop()])
+        assert time.monotonic() - began < REFUSAL_SECONDS
+    finally:
+        cluster.close()
 
 
 def test_engines_that_do_not_fit_refuse_each_other(checkpoint: Path, secret: str, caplog: Any) -> None:

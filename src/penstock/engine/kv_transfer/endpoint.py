@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,7 +78,8 @@ class Endpoint:
         """Transfer → where it goes."""
         self._incoming: dict[bytes, ReceiverLink] = {}
         """Transfer → where it comes from."""
-        self._peers: dict[str, ReceiverLink] = {}
+        self._peers: dict[str, tuple[ReceiverLink, asyncio.Task[Any]]] = {}
+        """By address, with the task that runs it."""
         self._stages = stages
         self._steps: list[_Step] = []
         """Steps in flight that export something, the oldest first."""
@@ -190,10 +191,11 @@ class Endpoint:
                 self._listener.close()
             self._loop.close()
 
-    def _spawn(self, work: Awaitable[Any]) -> None:
-        task = asyncio.ensure_future(work, loop=self._loop)
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _watch(self, step: _Step) -> None:
         self._steps.append(step)
@@ -264,10 +266,12 @@ class Endpoint:
 
     def _pull(self, address: str, pull: Pull) -> None:
         self.stats.transfers += 1
-        link = self._peers.get(address)
-        if link is None:
-            link = self._peers[address] = ReceiverLink(self._context, address)
-            self._spawn(link.run())
+        if address not in self._peers:
+            for idle in [one for one, (link, _) in self._peers.items() if link.is_idle]:
+                self._peers.pop(idle)[1].cancel()  # of an engine that may have started again, at another address
+            link = ReceiverLink(self._context, address)
+            self._peers[address] = link, self._spawn(link.run())
+        link, _ = self._peers[address]
         self._incoming = {key: other for key, other in self._incoming.items() if other.has(key)}
         self._incoming[pull.start.transfer] = link
         link.pull(pull)

@@ -47,7 +47,8 @@ CONNECT_TIMEOUT = 5.0
 NIXL_INTERVAL, NIXL_IDLE_INTERVAL = 0.0005, 0.005
 """Seconds between two looks at what NIXL reads, and where it reads nothing."""
 REFUSAL_SECONDS = 5.0
-"""Seconds after which a prefill engine that has refused this one is asked again."""
+"""Seconds for which transfers do not wait for a prefill engine that has refused this one or could not be reached.
+Meanwhile each has it asked again."""
 
 Event = Start | Cancelled | Arrived | Completed | Broken
 
@@ -261,6 +262,11 @@ class ReceiverLink:
         self._refused_until = 0.0
         self._refusal = ""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no connection, nor anything to make one for."""
+        return not self._wanted.is_set() and time.monotonic() >= self._refused_until
+
     def has(self, transfer: bytes) -> bool:
         """Whether anything of a transfer is left here."""
         return self._receiver.has(transfer) or any(pull.start.transfer == transfer for pull in self._waiting)
@@ -335,6 +341,7 @@ class ReceiverLink:
                 self._nixl = self._context.nixl.connect(welcome.nixl)
             how = "NIXL" if self._nixl else "shared memory" if self._remote else "TCP"
             logger.info("connected to %s: keys and values come over %s", self._name, how)
+            self._refused_until = 0.0
             self._outbox = _Outbox(connection)
             tasks += [
                 asyncio.ensure_future(self._outbox.run()),
@@ -366,9 +373,11 @@ class ReceiverLink:
                 self._nixl = None
 
     def _refuse(self, reason: str) -> str:
-        """Do not connect again for a while."""
-        self._refused_until, self._refusal = time.monotonic() + REFUSAL_SECONDS, reason
-        logger.error("%s", reason)
+        """Have no transfer wait for a connection for a while."""
+        now = time.monotonic()
+        if now >= self._refused_until or reason != self._refusal:
+            logger.error("%s", reason)
+        self._refused_until, self._refusal = now + REFUSAL_SECONDS, reason
         return reason
 
     def _fail_all(self, reason: str) -> None:
