@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core import Code, Failure
+from penstock.engine.executor import node_link
 from penstock.engine.kv_transfer.buffer import TransferBuffer
-from penstock.engine.kv_transfer.messages import SLOT_TOKENS, Data, Start, decode, encode, slot_hashes
-from penstock.engine.kv_transfer.receiver import Arrived, Completed, Pull, Receiver
+from penstock.engine.kv_transfer.endpoint import Endpoint
+from penstock.engine.kv_transfer.links import PROTOCOL, KVTransferOptions
+from penstock.engine.kv_transfer.messages import (
+    SLOT_TOKENS,
+    Data,
+    Finished,
+    Hello,
+    Instance,
+    Offer,
+    Piece,
+    Read,
+    Start,
+    Welcome,
+    decode,
+    encode,
+    new_checksum,
+    slot_hashes,
+)
+from penstock.engine.kv_transfer.receiver import Arrived, Broken, Completed, Pull, Receiver
 from penstock.engine.kv_transfer.sender import Cancelled, Exported, Sender
+from penstock.engine.kv_transfer.shared_memory import RemoteBuffer, address_of
 
 LAYER_ENDS = [32, 64, 96]
 TIMEOUT = 30.0
@@ -277,3 +303,183 @@ def _content(slot_hash: bytes) -> bytes:
 
 TestKVTransfers = KVTransfers.TestCase
 TestKVTransfers.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+
+
+# --- The network
+
+
+def test_a_slow_connection_is_not_asked_twice() -> None:
+    """Pieces come for longer than the timeout, one after the other."""
+    buffer = TransferBuffer(12, LAYER_ENDS[-1])
+    receiver = Receiver(buffer, LAYER_ENDS, timeout=4.0)
+    pull = _pull(12)
+    receiver.start(pull, 0.0)
+    pieces = [Piece(i, i, 1, _checksum(pull, i)) for i in range(12)]
+    receiver.receive(Offer(b"t", 0, 0, len(LAYER_ENDS), pieces), 0.0)
+    receiver.receive(Finished(b"t", 1, 0), 0.0)
+    jobs, now = list(receiver.jobs), 0.0
+    assert len(jobs) == 12
+    for job in jobs:
+        for _ in range(9):
+            now += 0.1
+            receiver.tick(now)
+        assert receiver.begin(job)
+        receiver.verify(job, job.piece.checksum, now)
+    assert len(receiver.jobs) == 12
+    assert not receiver.num_rereads
+    assert isinstance(receiver.events[-1], Completed)
+    buffer.close()
+
+
+def test_a_lost_piece_is_asked_for_again() -> None:
+    """Also while others come."""
+    buffer = TransferBuffer(4, LAYER_ENDS[-1])
+    receiver = Receiver(buffer, LAYER_ENDS, timeout=4.0)
+    pull = _pull(4)
+    receiver.start(pull, 0.0)
+    for i in range(4):
+        offer = Offer(b"t", i, 0, len(LAYER_ENDS), [Piece(i, i, 1, _checksum(pull, i))])
+        receiver.receive(offer, i / 10)
+    lost, *others = receiver.jobs
+    receiver.jobs.clear()
+    for i, job in enumerate(others):
+        assert receiver.begin(job)
+        receiver.verify(job, job.piece.checksum, 0.5 + 0.4 * i)
+    receiver.tick(1.4)
+    assert receiver.jobs == [lost]
+    buffer.close()
+
+
+def _pull(slots: int) -> Pull:
+    tokens = list(range(slots * SLOT_TOKENS))
+    return Pull(start=Start(b"t", "r", tokens, 0, "", "", "", 0, 0.0), hashes=slot_hashes("w", "", "", tokens))
+
+
+def _checksum(pull: Pull, index: int) -> int:
+    """Of a slot of zeros."""
+    checksum = new_checksum(pull.hashes[index], 1, 0, len(LAYER_ENDS))
+    checksum.update(bytes(LAYER_ENDS[-1]))
+    return checksum.intdigest()
+
+
+SECRET = b"of these tests"
+INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(1, 1)])
+
+
+class Peer:
+    """One end of an endpoint's connection, which does what a test says."""
+
+    def __init__(self, link: node_link.NodeLink) -> None:
+        self.socket = link.socket
+        self.socket.settimeout(10)
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            encoded = encode(message)
+            self.socket.sendall(len(encoded).to_bytes(4, "little") + encoded)
+
+    def receive(self) -> Any:
+        size = int.from_bytes(self.socket.recv(4, socket.MSG_WAITALL), "little")
+        return decode(self.socket.recv(size, socket.MSG_WAITALL))
+
+
+class Running:
+    """An endpoint whose events can be waited for."""
+
+    def __init__(self, slots: int, slot_bytes: int, **options: Any) -> None:
+        self.buffer = TransferBuffer(slots, slot_bytes)
+        self._woken = threading.Semaphore(0)
+        self.endpoint = Endpoint(
+            INSTANCE,
+            self.buffer,
+            [slot_bytes],
+            [(range(1), [0])],
+            KVTransferOptions(secret=SECRET, **options),
+            self._woken.release,
+        )
+
+    def event(self) -> Any:
+        """The next one."""
+        while not (events := self.endpoint.take_events()):
+            assert self._woken.acquire(timeout=10)
+        [event] = events
+        return event
+
+    def connect(self) -> Peer:
+        return Peer(node_link.connect(("127.0.0.1", self.endpoint.port), SECRET, PROTOCOL))
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self.buffer.close()
+
+
+def test_a_decode_engine_that_stops_reading_keeps_no_slots() -> None:
+    """It has asked for more than the sockets hold, and goes silent: other engines need the prefill engine's buffer."""
+    running = Running(32, 2**20, listen="127.0.0.1:0", timeout=0.5, transport="tcp")
+    peer, tokens = running.connect(), list(range(32 * SLOT_TOKENS))
+    try:
+        peer.send(Hello(INSTANCE), Start(b"t", "r", tokens, 0, "", "", "", 0, 0.0))
+        assert isinstance(running.event(), Start)
+        exported = [Exported(i, *running.buffer.allocate()) for i in range(32)]  # type: ignore[misc]
+        running.endpoint.offer(b"t", exported, 0, 1)
+        while not isinstance(peer.receive(), Offer):
+            pass
+        peer.send(*(Read(b"t", each.index, each.slot, each.epoch, 0, 1) for each in exported))
+        assert running.event() == Cancelled(b"t")
+        end = time.monotonic() + 10
+        while running.buffer.num_free < 32:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        peer.socket.close()
+        running.close()
+
+
+def test_a_prefill_engine_that_does_not_answer_is_connected_to_anew() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10)
+    running = Running(4, 64, timeout=0.5)
+    peers = []
+    try:
+        for transfer in (b"t1", b"t2"):
+            start = Start(transfer, "r", [1] * SLOT_TOKENS, 0, "", "", "", 0, 0.0)
+            pull = Pull(start=start, hashes=slot_hashes("w", "", "", start.tokens))
+            running.endpoint.pull(f"127.0.0.1:{listener.getsockname()[1]}", pull)
+            peers.append(Peer(node_link.accept(listener.accept()[0], SECRET, PROTOCOL)))
+            assert isinstance(peers[-1].receive(), Hello)
+            peers[-1].send(Welcome(INSTANCE))
+            assert isinstance(running.event(), Broken)
+    finally:
+        running.close()
+        for each in [listener, *(peer.socket for peer in peers)]:
+            each.close()
+
+
+def test_strangers_that_say_nothing_keep_nobody_waiting() -> None:
+    running = Running(4, 64, listen="127.0.0.1:0", timeout=5.0)
+    strangers = [socket.create_connection(("127.0.0.1", running.endpoint.port)) for _ in range(100)]
+    try:
+        for each in strangers:
+            each.recv(1)  # the challenge
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        peer = running.connect()
+        peer.send(Hello(INSTANCE), Start(b"t", "r", [1], 0, "", "", "", 0, 0.0))
+        assert isinstance(running.event(), Start)
+        peer.socket.close()
+    finally:
+        for each in strangers:
+            each.close()
+        running.close()
+
+
+def test_only_buffers_are_opened(tmp_path: Path) -> None:
+    """Not every file that a peer names."""
+    buffer = TransferBuffer(1, 64)
+    copy = tmp_path / "copy"
+    copy.write_bytes(Path(buffer.path).read_bytes())
+    address = address_of(buffer)
+    RemoteBuffer(address)
+    for path in (str(copy), f"/proc/self/root{copy}", f"/proc/../{copy}"):
+        with pytest.raises(OSError, match="no path of a transfer buffer"):
+            RemoteBuffer(msgspec.structs.replace(address, path=path))
+    buffer.close()

@@ -24,7 +24,7 @@ from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces,
 from serving import free_ports
 from test_exactness import LONGEST, NGRAM, Result, draw_request, start
 
-from penstock.core import Code, EngineRequest, PenstockError, TokenDelta
+from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, TokenDelta
 from penstock.engine.engine import Engine
 from penstock.engine.kv_transfer.links import REFUSAL_SECONDS
 from penstock.engine.kv_transfer.messages import Message, Read
@@ -471,5 +471,24 @@ def test_wakeups_are_not_lost_and_do_not_stay(checkpoint: Path, secret: str) -> 
         cluster.decode[0].step()
         assert taken.wait(10)
         assert not select.select([connector.wakeup], [], [], 0.2)[0]
+    finally:
+        cluster.close()
+
+
+def test_imports_leave_room_for_growth(checkpoint: Path, secret: str) -> None:
+    """They take no more blocks than ``kv_cache_ratio`` gives prompts: otherwise no sequence could start beside another
+    one until that has ended."""
+    rng = Random("growth")
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    requests = [
+        EngineRequest(request_id=str(i), prompt=[rng.randrange(2, 300) for _ in range(100)], sampling=sampling)
+        for i in range(16)
+    ]
+    decode = {"kv_cache_ratio": 0.5, "num_gpu_blocks_override": 64}
+    cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [decode])
+    try:
+        run(cluster, requests)
+        assert cluster.counts("completed") == len(requests)
+        assert cluster.decode[0].steps < 16 * 40 / 2
     finally:
         cluster.close()

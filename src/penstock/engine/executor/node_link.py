@@ -210,19 +210,30 @@ def accept(connected: socket.socket, secret: bytes, protocol: str = NODES) -> No
     ``TimeoutError``, and closes the connection then."""
     link, deadline = NodeLink(connected), time.monotonic() + HANDSHAKE_TIMEOUT
     try:
-        challenge = Challenge(os.urandom(32), protocol=protocol)
-        link.send(msgspec.msgpack.encode(challenge), deadline=deadline)
-        answer = _decode(link.receive(deadline), Answer)
-        known = hmac.compare_digest(answer.proof, _proof(secret, b"connects", challenge, answer.nonce))
-        proof = _proof(secret, b"listens", challenge, answer.nonce) if known and len(answer.nonce) == 32 else b""
-        link.send(msgspec.msgpack.encode(Verdict(proof)), deadline=deadline)
-        if not proof:
-            raise SecretError("has another cluster secret")
+        challenge = send_challenge(link, protocol)
+        check_answer(link, challenge, link.receive(deadline), secret)
     except BaseException:
         link.close()
         raise
-    link.limit, link.version = MAX_NODE_MESSAGE, answer.version
     return link
+
+
+def send_challenge(link: NodeLink, protocol: str) -> Challenge:
+    """The first part of ``accept``; the answer is the next message. Does not wait."""
+    challenge = Challenge(os.urandom(32), protocol=protocol)
+    link.send(msgspec.msgpack.encode(challenge), deadline=time.monotonic())
+    return challenge
+
+
+def check_answer(link: NodeLink, challenge: Challenge, message: bytes, secret: bytes) -> None:
+    """The second part of ``accept``, with the answer. Does not wait. Raises ``SecretError``."""
+    answer = _decode(message, Answer)
+    known = hmac.compare_digest(answer.proof, _proof(secret, b"connects", challenge, answer.nonce))
+    proof = _proof(secret, b"listens", challenge, answer.nonce) if known and len(answer.nonce) == 32 else b""
+    link.send(msgspec.msgpack.encode(Verdict(proof)), deadline=time.monotonic())
+    if not proof:
+        raise SecretError("has another cluster secret")
+    link.limit, link.version = MAX_NODE_MESSAGE, answer.version
 
 
 def connect(

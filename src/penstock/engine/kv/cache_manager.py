@@ -216,35 +216,42 @@ class KVCacheManager:
         positions, size = np.arange(start, end), self._device_pool.block_size
         return np.asarray(blocks, np.int64)[positions // size] * size + positions % size
 
-    def begin_import(self, request: EngineRequest, num_tokens: int, min_tokens: int) -> tuple[int, list[int]] | None:
+    def prompt_hashes(self, request: EngineRequest, num_tokens: int) -> list[bytes]:
+        """Hashes of the full blocks of the leading ``num_tokens`` of a prompt."""
+        hashes: list[bytes] = []
+        root = root_hash(self._weights, request.adapter, request.cache_salt)
+        extend_block_hashes(hashes, root, request.prompt[:num_tokens], self._device_pool.block_size)
+        return hashes
+
+    def begin_import(self, hashes: list[bytes], num_tokens: int, min_tokens: int) -> tuple[int, list[int]] | None:
         """Allocate blocks for the leading ``num_tokens`` of a prompt, which another engine computes.
+
+        Args:
+            hashes: ``prompt_hashes`` of these tokens.
 
         Returns:
             Number of leading tokens that are in the prefix cache, which are not to be written, and the blocks of all
             the tokens, with a reference each; no blocks where fewer than ``min_tokens`` are to be computed. None where
             too few blocks are free.
         """
-        pool, hashes = self._device_pool, list[bytes]()
-        root = root_hash(self._weights, request.adapter, request.cache_salt)
-        extend_block_hashes(hashes, root, request.prompt[:num_tokens], pool.block_size)
+        pool = self._device_pool
         hit = pool.find_longest_hit(hashes)
         present = len(hit) * pool.block_size
         if num_tokens - present < max(min_tokens, 1):
             return present, []
         count = pool.blocks_for(num_tokens) - len(hit)
-        spare = pool.total // SPARE_BLOCKS if pool.num_used else 0
-        if count + pool.num_free_among(hit) > pool.num_free - self._reserved - spare:
+        from_free = count + pool.num_free_among(hit)
+        if pool.num_used:
+            spare = pool.total // SPARE_BLOCKS
+            if pool.num_used + from_free > min(self._options.kv_cache_ratio * pool.total, pool.total - spare):
+                return None
+        if from_free > pool.num_free - self._reserved:
             return None
         pool.incref(hit)
         return present, hit + pool.allocate(count)
 
-    def finish_import(
-        self, request: EngineRequest, blocks: list[int], num_tokens: int, num_cached: int
-    ) -> ImportedPrefix:
+    def finish_import(self, hashes: list[bytes], blocks: list[int], num_tokens: int, num_cached: int) -> ImportedPrefix:
         """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
-        hashes: list[bytes] = []
-        root = root_hash(self._weights, request.adapter, request.cache_salt)
-        extend_block_hashes(hashes, root, request.prompt[:num_tokens], self._device_pool.block_size)
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
         return ImportedPrefix(num_tokens, blocks, num_cached)

@@ -53,12 +53,13 @@ class _Import:
         adapter: name of its adapter.
     """
 
-    def __init__(self, request: EngineRequest, adapter: str, future: _ImportFuture) -> None:
+    def __init__(self, request: EngineRequest, adapter: str, future: _ImportFuture, kv: KVCacheManager) -> None:
         self.request = request
         self.adapter = adapter
         self.future = future
         self.num_tokens = len(request.prompt) - 1
         """Tokens to import: the last one is computed here, which gives the logits."""
+        self.block_hashes = kv.prompt_hashes(request, self.num_tokens)
         self.addresses = deque(request.prefill)
         """Prefill engines that have not been tried."""
         self.address = ""
@@ -126,7 +127,7 @@ class KVImports:
         if not request.prefill or needs_all or len(request.prompt) <= max(self._min_tokens, 1):
             return None
         future = _ImportFuture(self._kv)
-        self._queue.append(_Import(request, adapter, future))
+        self._queue.append(_Import(request, adapter, future, self._kv))
 
         def apply(sequence: Sequence, prefix: ImportedPrefix | None) -> None:
             future.taken = True
@@ -173,7 +174,7 @@ class KVImports:
 
     def _begin(self, one: _Import) -> bool:
         """Begin an import. Returns False where too few blocks are free."""
-        begun = self._kv.begin_import(one.request, one.num_tokens, self._min_tokens)
+        begun = self._kv.begin_import(one.block_hashes, one.num_tokens, self._min_tokens)
         if begun is None:
             if time.monotonic() - one.arrived < self._timeout:
                 return False
@@ -257,7 +258,7 @@ class KVImports:
             logger.info(
                 words, one.request.log_name, one.transfer.hex()[:8], count, one.address, seconds, one.num_present
             )
-            prefix = self._kv.finish_import(one.request, one.blocks, one.num_tokens, num_cached)
+            prefix = self._kv.finish_import(one.block_hashes, one.blocks, one.num_tokens, num_cached)
             if one.future.cancelled():
                 self._kv.release_import(prefix)
             else:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.config.addresses import split_address
+from penstock.config.addresses import join_address, split_address
 from penstock.core import Code, Failure
 
 from ..executor import node_link
-from ..executor.node_link import SecretError
+from ..executor.node_link import NodeLink, SecretError
 from .buffer import TransferBuffer
 from .connection import Connection
 from .messages import (
@@ -155,12 +155,13 @@ class SenderLink:
 
     async def serve(self, connected: socket.socket) -> None:
         """Answer until the connection is lost."""
-        host, port = connected.getpeername()[:2]
-        peer = f"{host}:{port}"
+        peer = "nowhere"
         try:
-            link = await asyncio.to_thread(node_link.accept, connected, self._context.options.secret, PROTOCOL)
+            peer = join_address(*connected.getpeername()[:2])
+            link = await _authenticate(connected, self._context.options.secret)
         except (SecretError, OSError) as error:
-            logger.warning("a KV transfer connection from %s was refused: it %s", peer, error or "does not answer")
+            words = str(error) or "does not answer"
+            logger.warning("a KV transfer connection from %s was refused: it %s", peer, words)
             return
         connection = Connection(link.socket)
         tasks: list[asyncio.Task[Any]] = []
@@ -226,8 +227,10 @@ class SenderLink:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_INTERVAL)
-            self._sender.expire(time.monotonic())
+            reads = self._sender.expire(time.monotonic())
             self._flush()
+            if not reads:
+                raise ConnectionError("it does not read what it has asked for")
 
     def _flush(self) -> None:
         sender = self._sender
@@ -256,6 +259,8 @@ class ReceiverLink:
         self._waiting: list[Pull] = []
         """Transfers to begin once connected."""
         self._wanted = asyncio.Event()
+        self._welcomed = False
+        """Whether the last connection was one that transfers could use."""
         self._outbox: _Outbox | None = None
         self._remote: RemoteBuffer | None = None
         self._nixl: NixlPeer[Job] | None = None
@@ -298,9 +303,11 @@ class ReceiverLink:
         try:
             while True:
                 await self._wanted.wait()
+                self._welcomed = False
                 reason = await self._serve()
-                self._fail_all(reason)
-                self._wanted.clear()
+                self._fail_all(reason, waiting=not self._welcomed)
+                if not self._waiting:
+                    self._wanted.clear()
         finally:
             self._fail_all("this instance stops")
 
@@ -350,6 +357,7 @@ class ReceiverLink:
             ]
             if self._nixl:
                 tasks.append(asyncio.ensure_future(self._poll_nixl(self._nixl)))
+            self._welcomed = True
             waiting, self._waiting = self._waiting, []
             for pull in waiting:
                 self._receiver.start(pull, time.monotonic())
@@ -380,11 +388,13 @@ class ReceiverLink:
         self._refused_until, self._refusal = now + REFUSAL_SECONDS, reason
         return reason
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, waiting: bool = True) -> None:
+        """Fail all transfers that have begun, and those that wait for a connection, too."""
         self._receiver.close(reason, time.monotonic())
-        failure = Failure(Code.UNAVAILABLE, reason)
-        self._receiver.events += [Broken(pull.start.transfer, failure) for pull in self._waiting]
-        self._waiting = []
+        if waiting:
+            failure = Failure(Code.UNAVAILABLE, reason)
+            self._receiver.events += [Broken(pull.start.transfer, failure) for pull in self._waiting]
+            self._waiting = []
         self._flush()
 
     async def _receive(self, connection: Connection) -> None:
@@ -412,8 +422,12 @@ class ReceiverLink:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_INTERVAL)
-            self._receiver.tick(time.monotonic())
+            answers = self._receiver.tick(time.monotonic())
+            if not answers:
+                self._outbox = None  # transfers that begin now wait for the next connection
             self._flush()
+            if not answers:
+                raise ConnectionError("it does not answer")
 
     async def _poll_nixl(self, peer: NixlPeer[Job]) -> None:
         """Verify what has been read."""
@@ -497,6 +511,27 @@ class ReceiverLink:
             receiver.verify(job, checksum.intdigest(), time.monotonic())
         else:
             receiver.unreadable(job, time.monotonic())
+
+
+async def _authenticate(connected: socket.socket, secret: bytes) -> NodeLink:
+    """``node_link.accept`` without a thread, so that those who say nothing keep nobody else waiting."""
+    loop, link = asyncio.get_running_loop(), NodeLink(connected)
+    try:
+        challenge = node_link.send_challenge(link, PROTOCOL)
+        async with asyncio.timeout(node_link.HANDSHAKE_TIMEOUT):
+            while (taken := link.take()) is None:
+                readable = loop.create_future()
+                loop.add_reader(link.descriptor, readable.set_result, None)
+                try:
+                    await readable
+                finally:
+                    loop.remove_reader(link.descriptor)
+                link.fetch()
+        node_link.check_answer(link, challenge, taken[1], secret)
+    except BaseException:
+        link.close()
+        raise
+    return link
 
 
 def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) -> str:

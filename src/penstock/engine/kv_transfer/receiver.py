@@ -170,6 +170,8 @@ class Receiver:
         """Transfers that have ended, pieces of which are being read or imported: their slots are not free."""
         self._queue: deque[tuple[bytes, Key]] = deque()
         """Pieces to be asked for."""
+        self._heard = self._read = self._answered = 0.0
+        """When something came last, when a piece did, and when the newest of the pieces that came was asked for."""
         self.outgoing: list[ToPrefill] = []
         self.jobs: list[Job] = []
         self.events: list[Arrived | Completed | Broken] = []
@@ -191,6 +193,7 @@ class Receiver:
 
     def receive(self, message: ToDecode, now: float) -> None:
         """Handle a message other than ``Data``."""
+        self._heard = now
         one = self._transfers.get(message.transfer)
         if isinstance(message, Stopped):
             self._stopping.pop(message.transfer, None)
@@ -254,12 +257,14 @@ class Receiver:
 
     def verify(self, job: Job, checksum: int, now: float) -> None:
         """A piece was read into D's buffer, where it has this checksum. One with a wrong checksum is read again."""
+        self._heard = self._read = now
         one = self._transfers.get(job.transfer)
         if one is None:
             self._leave(job.transfer, job.piece.index)
             return
         one.heard = now
         piece, key = job.piece, (job.piece.index, job.first_layer, job.last_layer)
+        self._answered = max(self._answered, one.wanted[key].asked or 0.0)
         if checksum != piece.checksum:
             self.num_checksum_failures += 1
             self._leave(job.transfer, piece.index)
@@ -299,10 +304,13 @@ class Receiver:
         if orphan and not one.slots:
             del self._orphans[transfer]
 
-    def tick(self, now: float) -> None:
-        """Repeat what was not answered, and give up what is not answered at all."""
+    def tick(self, now: float) -> bool:
+        """Repeat what was not answered, and give up what is not answered at all. Returns False where nothing is
+        answered: the connection is of no use."""
+        answers = True
         for transfer, one in list(self._transfers.items()):
-            if now - one.heard > self._timeout:
+            if now - max(one.heard, self._heard) > self._timeout:
+                answers = False
                 self._break(transfer, f"{self._peer} has not answered for {self._timeout:g} seconds", now)
                 continue
             if not one.answered and now - one.asked > RESEND_INTERVAL:
@@ -311,8 +319,7 @@ class Receiver:
             elif one.answered and now - one.reported > HEARTBEAT_INTERVAL:
                 self._report(transfer, one, now)
             for key, wanted in list(one.wanted.items()):  # of a connection that lost the answer
-                late = wanted.asked is not None and now - wanted.asked > self._timeout / MAX_READS
-                if late and not wanted.begun:
+                if self._is_late(wanted, now):
                     self._ask_again(transfer, one, key, "does not send keys and values", now)
                     if transfer not in self._transfers:
                         break
@@ -323,6 +330,14 @@ class Receiver:
                 self._stopping[transfer] = count + 1, now
                 self.outgoing.append(Stop(transfer))
         self._ask(now)
+        return answers
+
+    def _is_late(self, wanted: _Wanted, now: float) -> bool:
+        """Whether the answer to a ``Read`` is lost. Answers come in the order of the questions, however slowly."""
+        limit = self._timeout / MAX_READS
+        if wanted.begun or wanted.asked is None or now - wanted.asked <= limit:
+            return False
+        return wanted.asked < self._answered or now - self._read > limit
 
     def close(self, reason: str, now: float) -> None:
         """The connection is lost: all transfers have failed. The next one may be used with the same object."""

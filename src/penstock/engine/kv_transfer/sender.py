@@ -100,6 +100,8 @@ class Sender:
         self._weights_version = weights_version
         self._lease = lease
         self._transfers: dict[bytes, _Transfer] = {}
+        self._heard = 0.0
+        """When the last message came."""
         self._busy: dict[int, int] = {}
         """Slot of the buffer → pieces of it that are being sent."""
         self._to_release: set[int] = set()
@@ -114,6 +116,7 @@ class Sender:
 
     def receive(self, message: ToPrefill, now: float) -> None:
         """Handle a message; ``now`` is the time on the monotonic clock."""
+        self._heard = now
         one = self._transfers.get(message.transfer)
         if one is not None:
             one.heard = now
@@ -183,10 +186,12 @@ class Sender:
                 self._to_release.remove(sending.slot)
                 self._buffer.release(sending.slot)
 
-    def expire(self, now: float) -> None:
-        """Drop transfers whose lease is over."""
+    def expire(self, now: float) -> bool:
+        """Drop transfers whose lease is over. Returns False where D has gone silent while pieces of ended transfers are
+        being sent to it: they are released only with the connection."""
         for transfer in [key for key, one in self._transfers.items() if now - one.heard > self._lease]:
             self._drop(transfer)
+        return not (self._to_release and now - self._heard > self._lease)
 
     def close(self) -> None:
         """Drop all transfers, as the connection is lost."""

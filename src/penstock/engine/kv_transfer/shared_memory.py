@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -38,9 +39,9 @@ class RemoteBuffer:
     def __init__(self, address: BufferAddress) -> None:
         offset = data_offset(address.slots)
         size = offset + address.slots * address.slot_bytes
-        if not address.path.startswith("/proc/"):
+        if not re.fullmatch(r"/proc/\d+/fd/\d+", address.path):
             raise OSError(f"{address.path!r} is no path of a transfer buffer")
-        descriptor = os.open(Path(address.path), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(Path(address.path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise OSError("another file is there")
