@@ -492,3 +492,33 @@ def test_imports_leave_room_for_growth(checkpoint: Path, secret: str) -> None:
         assert cluster.decode[0].steps < 16 * 40 / 2
     finally:
         cluster.close()
+
+
+def test_a_full_decode_engine_leaves_prompts_to_prefill_engines(checkpoint: Path, secret: str) -> None:
+    """After a timeout it computes the first prompt of the queue itself, but not all that have waited as long."""
+    rng = Random("full")
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = [
+        EngineRequest(request_id=str(i), prompt=[rng.randrange(2, 300) for _ in range(120)], sampling=sampling)
+        for i in range(7)
+    ]
+    decode = {"num_gpu_blocks_override": 18}  # two sequences
+    cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [decode], kv_timeout=0.5)
+    scheduler = cluster.decode[0].scheduler
+    try:
+        for request in requests:
+            cluster.add(request)
+        while len(scheduler.running) < 2:
+            cluster.step()
+        for request in requests:
+            scheduler.pause(request.request_id, True)
+        while not scheduler.waiting:
+            cluster.step()
+        assert len(scheduler.waiting) == 1
+        for request in requests:
+            scheduler.pause(request.request_id, False)
+        while cluster.busy:
+            cluster.step()
+        assert cluster.counts("completed") >= 4
+    finally:
+        cluster.close()

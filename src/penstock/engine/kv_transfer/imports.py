@@ -74,7 +74,7 @@ class _Import:
         """How that transfer has ended; None while it goes on. A request that was cancelled has a failure."""
         self.num_importing = 0
         """Pieces that the workers are importing."""
-        self.arrived = self.started = time.monotonic()
+        self.started = time.monotonic()
 
 
 class KVImports:
@@ -83,7 +83,7 @@ class KVImports:
     Args:
         recompute: whether a prompt whose transfers fail is computed here; otherwise its request fails.
         min_tokens: a prompt with fewer tokens that are not in the prefix cache is computed here.
-        timeout: seconds that a prompt waits for free blocks before it is computed here.
+        timeout: seconds that the first prompt in the queue waits for free blocks before it is computed here.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class KVImports:
         self._min_tokens = min_tokens
         self._queue: deque[_Import] = deque()
         """Imports that have not begun, in the order of arrival."""
+        self._first_since = 0.0
+        """Since when the first of them is the first."""
         self._active: dict[bytes, _Import] = {}
         """Transfer → import."""
         self._arrivals: deque[tuple[_Import, Arrived]] = deque()
@@ -127,6 +129,8 @@ class KVImports:
         if not request.prefill or needs_all or len(request.prompt) <= max(self._min_tokens, 1):
             return None
         future = _ImportFuture(self._kv)
+        if not self._queue:
+            self._first_since = time.monotonic()
         self._queue.append(_Import(request, adapter, future, self._kv))
 
         def apply(sequence: Sequence, prefix: ImportedPrefix | None) -> None:
@@ -171,12 +175,13 @@ class KVImports:
             self._settle(one)
         while self._queue and (self._queue[0].future.cancelled() or self._begin(self._queue[0])):
             self._queue.popleft()
+            self._first_since = time.monotonic()
 
     def _begin(self, one: _Import) -> bool:
         """Begin an import. Returns False where too few blocks are free."""
         begun = self._kv.begin_import(one.block_hashes, one.num_tokens, self._min_tokens)
         if begun is None:
-            if time.monotonic() - one.arrived < self._timeout:
+            if time.monotonic() - self._first_since < self._timeout:
                 return False
             begun = 0, []
         one.num_present, one.blocks = begun
