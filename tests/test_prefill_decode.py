@@ -8,6 +8,7 @@ with little room.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import select
 import threading
@@ -22,7 +23,7 @@ import pytest
 import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from serving import free_ports
-from test_exactness import LONGEST, NGRAM, Result, draw_request, start
+from test_exactness import GUESSING, LONGEST, NGRAM, Result, draw_request, start
 
 from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, TokenDelta
 from penstock.engine.engine import Engine
@@ -354,12 +355,13 @@ def draw_options(rng: Random) -> dict[str, Any]:
     }
 
 
-def draw_decode_options(rng: Random) -> dict[str, Any]:
+def draw_decode_options(rng: Random, checkpoint: Path) -> dict[str, Any]:
+    drafted = json.dumps(GUESSING | {"model": str(checkpoint)})
     return draw_options(rng) | {
         "batch_scheduler_policy": rng.choice(("max_utilization", "guaranteed_no_evict")),
         "kv_cache_ratio": rng.choice((1.0, 1.0, 0.7)),
         "static_decode_blocks": rng.choice((0, 0, 2)),
-        "speculative_config": rng.choice(("", "", NGRAM)),
+        "speculative_config": rng.choice(("", "", NGRAM, drafted)),
     }
 
 
@@ -372,7 +374,7 @@ def test_little_room_and_requests_that_end_early(checkpoint: Path, secret: str) 
     alone = run(start(checkpoint, kind, threads=1), requests)
     for number in range(SCHEDULES):
         rng = Random(f"schedule {number} {SEED}")
-        prefill, decode = draw_options(rng), draw_decode_options(rng)
+        prefill, decode = draw_options(rng), draw_decode_options(rng, checkpoint)
         if rng.random() < 0.3:
             prefill["max_queue_time"] = 0.02
         cluster = Cluster(checkpoint, kind, secret, rng, [prefill], [decode])
