@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-install thorough executors exactness sanitize reliability lint ask train clean
+.PHONY: serve test test-install thorough executors exactness sanitize reliability reliability-pd lint ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
@@ -64,6 +64,9 @@ sanitize: .venv/tools
 
 reliability: .venv/tools
 	$(BIN)/python benchmarks/reliability.py
+
+reliability-pd: .venv/tools
+	$(BIN)/python benchmarks/reliability_pd.py
 
 lint: .venv/tools
 	$(BIN)/ruff check

@@ -142,12 +142,20 @@ async def cut_connections(deployment: Deployment, right: Right) -> Row:
 async def replaced(deployment: Deployment, right: Right) -> Row:
     """Every instance and router is stopped with SIGTERM and started again, one after the other."""
 
-    async def fault() -> None:
+    async def replace_all() -> None:
         for one in [*deployment.instances, *deployment.routers]:
             await acting(one.replace)
             await deployment.ready()
 
-    return await pd_storm.struck(deployment, right, deployment.instances[0], fault)
+    replacing: list[asyncio.Task[None]] = []
+
+    async def fault() -> None:
+        replacing.append(asyncio.create_task(replace_all()))
+
+    async def heal() -> None:
+        await replacing[0]
+
+    return await pd_storm.struck(deployment, right, None, fault, heal)
 
 
 async def nothing() -> None:

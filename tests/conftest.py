@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LONG = (
     "installed exactness router storm ranks nodes ray several_models server server_schema async_llm guided run_batch "
     "chat llm data_parallel together hub ops speculation lora bladellm kserve seed_paddlenlp chat_prompts "
-    "paddlenlp_server logprobs bench_serve search"
+    "paddlenlp_server logprobs bench_serve search prefill_decode_failures"
 ).split()
 """Files that take longest are begun first, so that no process is left with one of them when the others are done."""
 

@@ -1,5 +1,5 @@
 """Prefill and decode instances that fail under load: every request is answered as by a single instance, or told an
-error, and nothing stays in use. ``make reliability`` has all rows."""
+error, and nothing stays in use. ``make reliability-pd`` has all rows."""
 
 from __future__ import annotations
 
