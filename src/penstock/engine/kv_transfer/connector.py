@@ -120,6 +120,7 @@ class KVConnector:
             recompute=options.kv_load_failure == "recompute",
             min_tokens=MIN_TOKENS,
             timeout=options.kv_timeout,
+            by_priority=options.scheduling_policy == "priority",
         )
         self.exports = KVExports(
             self.endpoint,
@@ -143,6 +144,11 @@ class KVConnector:
     def busy(self) -> bool:
         """Whether ``poll`` has something to do."""
         return self._activity.done() or self.imports.busy or self.exports.busy
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether decode engines have not read all that was exported for them, or this engine is importing."""
+        return self.buffer.num_free < self.buffer.num_slots
 
     def prerequisite(self, request: EngineRequest, adapter: str) -> Prerequisite | None:
         """As ``KVImports.prerequisite``."""

@@ -171,7 +171,10 @@ class Endpoint:
         while True:
             await self._work_changed.wait()
             while self._work:
-                self._work.popleft()()
+                try:
+                    self._work.popleft()()
+                except Exception:  # one transfer's; the others go on
+                    logger.exception("a KV transfer has failed")
                 await asyncio.sleep(0)
             self._work_changed.clear()
 

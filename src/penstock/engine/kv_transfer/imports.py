@@ -83,6 +83,7 @@ class KVImports:
     Args:
         recompute: whether a prompt whose transfers fail is computed here; otherwise its request fails.
         min_tokens: a prompt with fewer tokens that are not in the prefix cache is computed here.
+        by_priority: whether requests begin in the order of their ``priority`` (``scheduling_policy``).
         timeout: seconds that the first prompt in the queue waits for free blocks before it is computed here.
     """
 
@@ -96,7 +97,9 @@ class KVImports:
         recompute: bool,
         min_tokens: int,
         timeout: float,
+        by_priority: bool,
     ) -> None:
+        self._by_priority = by_priority
         self._timeout = timeout
         self._endpoint = endpoint
         self._executor = executor
@@ -105,7 +108,7 @@ class KVImports:
         self._recompute = recompute
         self._min_tokens = min_tokens
         self._queue: deque[_Import] = deque()
-        """Imports that have not begun, in the order of arrival."""
+        """Imports that have not begun, in the order in which they will."""
         self._first_since = 0.0
         """Since when the first of them is the first."""
         self._active: dict[bytes, _Import] = {}
@@ -132,6 +135,8 @@ class KVImports:
         if not self._queue:
             self._first_since = time.monotonic()
         self._queue.append(_Import(request, adapter, future, self._kv))
+        if self._by_priority:  # a stable sort: of equal ones the first comes first
+            self._queue = deque(sorted(self._queue, key=lambda one: one.request.priority))
 
         def apply(sequence: Sequence, prefix: ImportedPrefix | None) -> None:
             future.taken = True

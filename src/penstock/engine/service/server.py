@@ -242,7 +242,9 @@ class EngineServer:
     def _should_exit(self) -> bool:
         if os.getppid() != self._parent:
             return True
-        return self._stopping and (not self._engine.busy or time.monotonic() > self._deadline)
+        connector = self._engine.kv_connector
+        busy = self._engine.busy or (connector is not None and connector.has_unread)
+        return self._stopping and (not busy or time.monotonic() > self._deadline)
 
     def _shut_down(self) -> None:
         """Refuse requests that still arrive, and fail those that did not finish within ``drain_timeout``."""
