@@ -27,7 +27,7 @@ import numpy as np
 
 from penstock.engine.kv_transfer.buffer import SLOT_TOKENS, TransferBuffer
 from penstock.engine.kv_transfer.endpoint import Endpoint
-from penstock.engine.kv_transfer.links import KVTransferOptions
+from penstock.engine.kv_transfer.link import KVTransferOptions
 from penstock.engine.kv_transfer.messages import Instance, Start, slot_hashes
 from penstock.engine.kv_transfer.receiver import Arrived, Broken, Completed, Pull, new_transfer_id
 from penstock.engine.kv_transfer.sender import Exported

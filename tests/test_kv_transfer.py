@@ -20,7 +20,7 @@ from penstock.core import Code, Failure
 from penstock.engine.executor import node_link
 from penstock.engine.kv_transfer.buffer import TransferBuffer
 from penstock.engine.kv_transfer.endpoint import Endpoint
-from penstock.engine.kv_transfer.links import PROTOCOL, KVTransferOptions
+from penstock.engine.kv_transfer.link import PROTOCOL, KVTransferOptions
 from penstock.engine.kv_transfer.messages import (
     SLOT_TOKENS,
     Data,

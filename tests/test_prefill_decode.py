@@ -27,8 +27,8 @@ from test_exactness import GUESSING, LONGEST, NGRAM, Result, draw_request, start
 
 from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, TokenDelta
 from penstock.engine.engine import Engine
-from penstock.engine.kv_transfer.links import REFUSAL_SECONDS
 from penstock.engine.kv_transfer.messages import Message, Read
+from penstock.engine.kv_transfer.receiver_link import REFUSAL_SECONDS
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 

@@ -28,7 +28,7 @@ from .buffer import SLOT_TOKENS, TransferBuffer
 from .endpoint import Endpoint
 from .exports import KVExports
 from .imports import KVImports
-from .links import KVTransferOptions
+from .link import KVTransferOptions
 from .messages import Instance, Start
 from .sender import Cancelled
 

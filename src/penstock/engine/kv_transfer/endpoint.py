@@ -18,11 +18,13 @@ from penstock.core import Failure
 from penstock.planning.kv_spec import PROGRESS_BITS
 
 from .buffer import TransferBuffer
-from .links import Context, Event, KVTransferOptions, ReceiverLink, SenderLink, TransferStats
+from .link import Context, Event, KVTransferOptions, TransferStats
 from .messages import Instance
 from .nixl import NixlAgent
 from .receiver import Arrived, Pull
+from .receiver_link import ReceiverLink
 from .sender import Exported
+from .sender_link import SenderLink
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,182 @@
+"""A connection from a decode engine at work: a ``Sender`` over a socket, in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from penstock.config.addresses import join_address
+from penstock.core import Failure
+
+from ..executor import node_link
+from ..executor.node_link import NodeLink, SecretError
+from .connection import Connection
+from .link import PROTOCOL, TICK_INTERVAL, Context, Outbox
+from .messages import (
+    Hello,
+    Instance,
+    Read,
+    Refused,
+    Start,
+    Status,
+    Stop,
+    Welcome,
+)
+from .sender import Exported, Sender
+from .shared_memory import address_of
+
+logger = logging.getLogger(__name__)
+
+
+class SenderLink:
+    """A connection from a decode engine."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        options = context.options
+        self._sender = Sender(
+            context.buffer, context.layer_ends, context.instance.weights_version, lease=options.timeout
+        )
+        self._outbox: Outbox | None = None
+        self.on_transfers: Callable[[SenderLink, list[bytes]], None] = lambda link, transfers: None
+        """Called with the transfers that have begun."""
+
+    def has(self, transfer: bytes) -> bool:
+        return self._sender.has(transfer)
+
+    async def serve(self, connected: socket.socket) -> None:
+        """Answer until the connection is lost."""
+        peer = "nowhere"
+        try:
+            peer = join_address(*connected.getpeername()[:2])
+            link = await _authenticate(connected, self._context.options.secret)
+        except (SecretError, OSError) as error:
+            words = str(error) or "does not answer"
+            logger.warning("a KV transfer connection from %s was refused: it %s", peer, words)
+            return
+        connection = Connection(link.socket)
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            if not await self._welcome(connection, peer):
+                return
+            self._outbox = Outbox(connection)
+            tasks += [
+                asyncio.ensure_future(self._outbox.run(self._sender, self._context)),
+                asyncio.ensure_future(self._tick()),
+                asyncio.ensure_future(self._receive(connection)),
+            ]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and not isinstance(cause := task.exception(), OSError):
+                    logger.error("a KV transfer connection has failed", exc_info=cause)
+        except OSError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._outbox = None
+            self._sender.close()
+            self._context.report(self._sender.events)
+            connection.close()
+
+    def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
+        self._sender.offer(transfer, exported, first_layer, last_layer, time.monotonic())
+        self._flush()
+
+    def finish(self, transfer: bytes, num_cached: int) -> None:
+        self._sender.finish(transfer, num_cached, time.monotonic())
+        self._flush()
+
+    def fail(self, transfer: bytes, failure: Failure) -> None:
+        self._sender.fail(transfer, failure, time.monotonic())
+        self._flush()
+
+    async def _welcome(self, connection: Connection, peer: str) -> bool:
+        """Whether a decode engine fits this one."""
+        hello = await connection.receive()
+        if not isinstance(hello, Hello):
+            return False
+        context = self._context
+        allowed = hello.allow_fingerprint_mismatch and context.options.allow_fingerprint_mismatch
+        if reason := mismatch(context.instance, hello.instance, allowed):
+            logger.error("a decode instance at %s was refused: %s", peer, reason)
+            await connection.send(Refused(reason))
+            return False
+        memory = address_of(context.buffer) if context.options.transport == "auto" else None
+        await connection.send(Welcome(context.instance, memory, context.nixl.address if context.nixl else None))
+        return True
+
+    async def _receive(self, connection: Connection) -> None:
+        while True:
+            message = await connection.receive()
+            if not isinstance(message, Start | Read | Status | Stop):
+                raise ConnectionError("it sends what a decode instance does not send")
+            self._sender.receive(message, time.monotonic())
+            self._flush()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL)
+            reads = self._sender.expire(time.monotonic())
+            self._flush()
+            if not reads:
+                raise ConnectionError("it does not read what it has asked for")
+
+    def _flush(self) -> None:
+        sender = self._sender
+        if self._outbox:
+            self._outbox.put(sender.outgoing)
+            self._outbox.put(sender.sending)
+        else:
+            sender.outgoing.clear()
+        if begun := [event.transfer for event in sender.events if isinstance(event, Start)]:
+            self.on_transfers(self, begun)
+        self._context.report(sender.events)
+
+
+async def _authenticate(connected: socket.socket, secret: bytes) -> NodeLink:
+    """``node_link.accept`` without a thread, so that those who say nothing keep nobody else waiting."""
+    loop, link = asyncio.get_running_loop(), NodeLink(connected)
+    try:
+        challenge = node_link.send_challenge(link, PROTOCOL)
+        async with asyncio.timeout(node_link.HANDSHAKE_TIMEOUT):
+            while (taken := link.take()) is None:
+                readable = loop.create_future()
+                loop.add_reader(link.descriptor, readable.set_result, None)
+                try:
+                    await readable
+                finally:
+                    loop.remove_reader(link.descriptor)
+                link.fetch()
+        node_link.check_answer(link, challenge, taken[1], secret)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) -> str:
+    """Why a decode engine, ``there``, cannot use what this one computes; empty where it can."""
+    if (there.version, there.layout_version) != (here.version, here.layout_version):
+        return f"it runs Penstock {there.version}, and the prefill instance {here.version}: install the same version"
+    if there.weights_version != here.weights_version:
+        return f"it has other weights ({there.weights_version}) than the prefill instance ({here.weights_version})"
+    if there.layers != here.layers:
+        words = "its KV cache has other layers, heads or dtypes than the prefill instance's"
+        return f"{words} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
+    if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
+        return (
+            f"its kernels compute other bits ({there.fingerprint}) than the prefill instance's ({here.fingerprint}); "
+            "--allow-fingerprint-mismatch on both accepts that"
+        )
+    return ""
+
+
+def _describe(instance: Instance) -> str:
+    heads, vector_bytes = instance.layers[0]
+    return f"{len(instance.layers)} layers of {heads} heads of {vector_bytes} bytes"
