@@ -487,7 +487,7 @@ async def loaded(deployment: Deployment, right: Right, clients: int, pause: floa
     row = Row()
     await deployment.ready()
     warm = Load(deployment.roots, right, clients, pause)  # whoever talks to whom has its connections
-    await warm.right_since(0.0, 4 * clients)
+    await warm.right_since(0.0, 3 * clients)
     await warm.end()
     await deployment.settled()
     everyone = [*deployment.routers, *deployment.instances]
@@ -496,7 +496,7 @@ async def loaded(deployment: Deployment, right: Right, clients: int, pause: floa
     load = Load(deployment.roots, right, clients, pause)
     await load.right_since(0.0, clients)
     yield load, row
-    await load.right_since(time.monotonic(), 2 * clients)
+    await load.right_since(time.monotonic(), clients)
     row.heard = await load.end()
     await deployment.ready()
     await deployment.settled()

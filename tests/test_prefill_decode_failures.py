@@ -26,11 +26,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 def right(deployment: Deployment) -> Right:
     """By the prefill instance, which computes alone what it is asked itself."""
     (single,) = deployment.of("prefill")
-    return asyncio.run(pd_storm.right_answers(single.served.root, pd_storm.questions(30)))
+    return asyncio.run(pd_storm.right_answers(single.served.root, pd_storm.questions(20)))
 
 
 def struck(deployment: Deployment, right: Right, victim: Instance | None, *rest: pd_storm.Act | float) -> Row:
-    return asyncio.run(pd_storm.struck(deployment, right, victim, *rest, clients=6, pause=0.3))  # type: ignore[arg-type]
+    return asyncio.run(pd_storm.struck(deployment, right, victim, *rest, clients=6, pause=0.4))  # type: ignore[arg-type]
 
 
 async def nothing() -> None:
