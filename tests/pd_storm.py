@@ -76,7 +76,7 @@ Right = dict[int, tuple[Question, Answer]]
 
 
 def questions(count: int) -> list[Question]:
-    """Streams and others, greedy and sampled, in several dialects; every prompt has more than two slots of tokens."""
+    """Streams and others, greedy and sampled, in several dialects; every prompt has two slots of tokens or more."""
     topics = ("the sea", "a fox", "bread", "the moon", "两只狐狸", "a harbour", "winter", "a clock")
     made = []
     for i in range(count):
