@@ -32,10 +32,10 @@ from penstock.engine.kv_transfer.receiver_link import REFUSAL_SECONDS
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
-REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "192"))
+REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "120"))
 AT_ONCE = 100
 """Requests that are open at the same time, fewer than the queues take."""
-SCHEDULES = int(os.environ.get("PENSTOCK_PD_SCHEDULES", "12"))
+SCHEDULES = int(os.environ.get("PENSTOCK_PD_SCHEDULES", "6"))
 SEED = os.environ.get("PENSTOCK_PD_SEED", "")
 checkpoint = test_exactness.checkpoint
 
