@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import executors
 import msgspec
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import Qwen3Config
 
 from penstock.config.options import EngineOptions
-from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, Vocabulary
+from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, TokenDelta, Vocabulary
 from penstock.engine.engine import Engine
 from penstock.ops import reference
 
@@ -152,7 +152,16 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
     )
 
 
-def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
+class Steps(Protocol):
+    """An engine, or several that are driven as one."""
+
+    @property
+    def busy(self) -> bool: ...
+    def add(self, request: EngineRequest) -> None: ...
+    def step(self) -> list[TokenDelta]: ...
+
+
+def answers(engine: Steps, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
     """All requests to their end; with ``rng`` they arrive bit by bit."""
     told: dict[str, dict[int, list[Any]]] = {r.request_id: {} for r in requests}
     left = list(requests)
@@ -161,16 +170,31 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
             engine.add(left.pop(0))
         for delta in engine.step():
             assert not delta.failure, delta
-            own = told[delta.request_id].setdefault(delta.sequence, [[], [], [], bytearray()])
-            own[0] += delta.token_ids
-            own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
-            own[2] += delta.prompt_logprobs or []
-            own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
-    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
+            append(told[delta.request_id], delta)
+    return results(told)
+
+
+def append(sequences: dict[int, list[Any]], delta: TokenDelta) -> None:
+    """Add a delta to what a request was told, by sequence."""
+    own = sequences.setdefault(delta.sequence, [[], [], [], bytearray()])
+    own[0] += delta.token_ids
+    own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
+    own[2] += delta.prompt_logprobs or []
+    own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
+
+
+def results(told: dict[str, dict[int, list[Any]]]) -> dict[str, Result]:
     return {
         name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}
         for name, sequences in told.items()
     }
+
+
+def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
+    """As ``answers``; every block is back in the end."""
+    found = answers(engine, requests, rng)
+    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
+    return found
 
 
 def draw_engine(

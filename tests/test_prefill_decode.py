@@ -23,7 +23,8 @@ import pytest
 import test_exactness
 from kv_proxy import Fault, Frames, KVProxy, flipped_bit, lossy, swapped_pieces, wrong_epoch
 from serving import free_ports
-from test_exactness import GUESSING, LONGEST, NGRAM, Result, draw_request, start
+from test_exactness import GUESSING, LONGEST, NGRAM, Result, append, draw_request, results, start
+from test_exactness import answers as run
 
 from penstock.core import Code, EngineRequest, PenstockError, SamplingParams, TokenDelta
 from penstock.engine.engine import Engine
@@ -127,34 +128,6 @@ class Cluster:
 def _connector(engine: Engine) -> Any:
     assert engine.kv_connector
     return engine.kv_connector
-
-
-def run(engine: Engine | Cluster, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
-    """All requests to their end; with ``rng`` they arrive bit by bit."""
-    told: dict[str, dict[int, list[Any]]] = {r.request_id: {} for r in requests}
-    left = list(requests)
-    while left or engine.busy:
-        while left and (rng is None or rng.random() < 0.5):
-            engine.add(left.pop(0))
-        for delta in engine.step():
-            assert not delta.failure, delta
-            own = told[delta.request_id].setdefault(delta.sequence, [[], [], [], bytearray()])
-            _append(own, delta)
-    return _results(told)
-
-
-def _append(own: Any, delta: TokenDelta) -> None:
-    own[0] += delta.token_ids
-    own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
-    own[2] += delta.prompt_logprobs or []
-    own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
-
-
-def _results(told: dict[str, dict[int, list[Any]]]) -> dict[str, Result]:
-    return {
-        name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}
-        for name, sequences in told.items()
-    }
 
 
 SMALL_CACHE = {"num_gpu_blocks_override": LONGEST // 16 + 8}
@@ -427,9 +400,8 @@ def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, endi
                 assert delta.failure.code is Code.TIMEOUT, delta
                 del told[delta.request_id]
                 continue
-            own = told[delta.request_id].setdefault(delta.sequence, [[], [], [], bytearray()])
-            _append(own, delta)
-    return _results(told)
+            append(told[delta.request_id], delta)
+    return results(told)
 
 
 def test_an_aborted_request_is_told_to_its_prefill_engine(checkpoint: Path, secret: str) -> None:
