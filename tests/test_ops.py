@@ -555,7 +555,8 @@ def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
 
 def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:
     """A layer's adapters, of some or all of its matrices: the kernels' and the reference's."""
-    ours, theirs = cpu.new_lora_slots(slots), reference.new_lora_slots(slots)
+    given = slots, inputs, sum(sizes), 70 * len(sizes), dtype, torch.device("cpu")
+    ours, theirs = cpu.new_lora_slots(*given), reference.new_lora_slots(*given)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     for slot in range(slots):
         parts = [

@@ -6,12 +6,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.ops import Batch, KVSpec, LayerExport
+from penstock.ops import Batch, KVSpec, LayerExport, QKNorms
 from penstock.parallel import shard_heads, shard_outputs
 
 from .context import BuildContext
 from .linear import ColumnParallelLinear
-from .norm import RMSNorm
 
 
 class AttentionLayer(Protocol):
@@ -81,7 +80,8 @@ class Attention:
         )
         self._qk_norms = None
         if qk_norm_eps is not None:
-            self._qk_norms = [RMSNorm(context, f"{name}.{part}_norm", head_dim, qk_norm_eps) for part in "qk"]
+            q_weight, k_weight = (context.read_weight(f"{name}.{part}_norm.weight", head_dim) for part in "qk")
+            self._qk_norms = QKNorms(q_weight, k_weight, qk_norm_eps)
 
     def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
         dtype = str(self._dtype).removeprefix("torch.")
@@ -93,10 +93,7 @@ class Attention:
         metadata, lora_slots = batch.attention, batch.lora_slots
         qkv = self._qkv(x, lora_slots).split(self._sizes, -1)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in qkv)
-        if self._qk_norms:
-            q, k = self._qk_norms[0](q), self._qk_norms[1](k)
-        q, k = (self._ops.rope(part, batch.positions, self._rope) for part in (q, k))
-        self._ops.store_kv(cache, k, v, batch.slot_mapping)
+        q = self._ops.rope_and_store(q, k, v, batch.positions, self._rope, cache, batch.slot_mapping, self._qk_norms)
         if export is not None and batch.export_places is not None:
             self._ops.export_kv(
                 cache, batch.slot_mapping, export.buffer, batch.export_places, export.layout, export.progress

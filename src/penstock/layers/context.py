@@ -72,6 +72,8 @@ class BuildContext:
     weight_cache: PackedWeights | None = None
     max_loras: int = 0
     """Adapters that may be loaded at a time; 0 builds layers without LoRA."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
     _rope_tables: dict[str, Tensor] = field(default_factory=dict)
@@ -99,7 +101,9 @@ class BuildContext:
         """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""
         if not self.max_loras:
             return None
-        layer, offset = LoRALayer(self.ops, self.max_loras), 0
+        outputs, max_rank = sum(shard.size for shard in shards), len(names) * self.max_lora_rank
+        slots = self.ops.new_lora_slots(self.max_loras, inputs, outputs, max_rank, self.dtype, self.device)
+        layer, offset = LoRALayer(self.ops, slots), 0
         for name, shard in zip(names, shards, strict=True):
             self.lora_targets[name] = LoRATarget(layer, inputs, shard, offset)
             offset += shard.size

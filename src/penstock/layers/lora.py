@@ -15,12 +15,12 @@ class LoRALayer:
     """One layer's part of each loaded adapter, by the adapter's slot.
 
     Args:
-        slots: number of slots, the most adapters loaded at a time.
+        slots: as of ``Ops.new_lora_slots``, made by the same backend.
     """
 
-    def __init__(self, ops: Ops, slots: int) -> None:
+    def __init__(self, ops: Ops, slots: Any) -> None:
         self._ops = ops
-        self._slots = ops.new_lora_slots(slots)
+        self._slots = slots
 
     def __call__(self, out: Tensor, x: Tensor, row_slots: Tensor) -> Tensor:
         """Add each row's adapter to the layer's output.

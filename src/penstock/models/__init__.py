@@ -55,6 +55,7 @@ def load_model(
     weight_cache_size: float = 0.0,
     mtp_heads: bool = False,
     max_loras: int = 0,
+    max_lora_rank: int = 0,
     group: Group = SINGLE_RANK,
     layers: range | None = None,
 ) -> Model:
@@ -70,6 +71,7 @@ def load_model(
         weight_cache_size: GiB that the cache may hold; 0 is a share of the disk.
         mtp_heads: load the checkpoint's heads for multi-token prediction, too.
         max_loras: LoRA adapters that may be loaded at a time.
+        max_lora_rank: largest rank of an adapter.
         group: the rank whose part of the model is built.
         layers: numbers of the layers of the pipeline stage that is built; None for all.
 
@@ -102,6 +104,7 @@ def load_model(
         scheme=scheme,
         weight_cache=cache,
         max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
     )
     family = find_family(config.architecture, config.architecture)
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class AttentionMetadata:
     """``[sequences]`` int32: tokens of each sequence in the KV cache, this step's included."""
     block_tables: Tensor
     """``[sequences, blocks]`` int32: KV blocks of each sequence, in order."""
+    plan: Any = None
+    """What a backend has derived of the above in the first layer, for the other layers."""
 
 
 @dataclass(slots=True)
@@ -50,6 +53,16 @@ class Batch:
     index``; -1 for none. None where no token is exported."""
     export_step: int = 0
     """Number of the step in ``LayerExport.progress``, where tokens are exported."""
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorms:
+    """RMS norms on the queries and keys of each head."""
+
+    q_weight: Tensor
+    """``[head_dim]``."""
+    k_weight: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)

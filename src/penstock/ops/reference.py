@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
-from .batch import AttentionMetadata, ForwardFn
+from .batch import AttentionMetadata, ForwardFn, QKNorms
 from .lora import LoRAWeights
 
 NAME = "reference"
@@ -130,8 +131,16 @@ LoRASlots = list[Sequence[LoRAWeights]]
 """A layer's adapters by slot; an empty sequence is an empty slot."""
 
 
-def new_lora_slots(slots: int) -> LoRASlots:
-    """Empty slots for a layer's adapters."""
+def new_lora_slots(
+    slots: int, inputs: int, outputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
+) -> LoRASlots:
+    """Empty slots for a layer's adapters.
+
+    Args:
+        inputs, outputs: of the layer.
+        max_rank: the sum of the ranks of an adapter's parts for this layer is not larger.
+        dtype, device: of adapters.
+    """
     return [()] * slots
 
 
@@ -247,6 +256,31 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     cos, sin = table[positions][:, None].chunk(2, -1)
     low, high = x.float().chunk(2, -1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
+
+
+def rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    cache: Any,
+    slot_mapping: Tensor,
+    norms: QKNorms | None = None,
+) -> Tensor:
+    """Norm queries and keys of each head, if ``norms`` are given, apply the rotary embedding, and store keys and values
+    in a layer's cache. Returns the queries, ``[tokens, heads, head_dim]``.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``. Rows may lie apart.
+        positions, table: as for ``rope``.
+        cache, slot_mapping: as for ``store_kv``.
+    """
+    if norms:
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+    q, k = rope(q, positions, table), rope(k, positions, table)
+    store_kv(cache, k, v, slot_mapping)
+    return q
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:

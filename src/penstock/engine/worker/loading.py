@@ -76,6 +76,7 @@ def load_models(
             weight_cache_size=options.weight_cache_size,
             mtp_heads=bool(speculative and speculative.method == "mtp"),
             max_loras=max_loras,
+            max_lora_rank=options.max_lora_rank,
             group=group,
             layers=layers,
         )

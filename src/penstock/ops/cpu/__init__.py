@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import _kernels, native
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
-from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, store_kv
+from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .limits import measure_limits, set_threads
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
 from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, quantize
@@ -45,6 +45,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rope",
+    "rope_and_store",
     "set_lora",
     "set_threads",
     "silu_and_mul",

@@ -13,8 +13,9 @@ from penstock.core.errors import invalid
 from penstock.planning.kv_spec import KVSpec, TransferLayout
 
 from .. import _kernels, pages
-from ..batch import AttentionMetadata
+from ..batch import AttentionMetadata, QKNorms
 from .dtypes import DTYPE_CODES, dtype_code
+from .elementwise import rms_norm, rope
 from .graph import empty
 
 
@@ -58,6 +59,24 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
         DTYPE_CODES[k.dtype],
         spec.quantized,
     )
+
+
+def rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    norms: QKNorms | None = None,
+) -> Tensor:
+    """As ``reference.rope_and_store``, in kernels that a captured graph runs together for a few tokens at a time."""
+    if norms:
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+    q, k = rope(q, positions, table), rope(k, positions, table)
+    store_kv(cache, k, v, slot_mapping)
+    return q
 
 
 def attention(

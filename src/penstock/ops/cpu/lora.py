@@ -35,7 +35,9 @@ class LoRASlots:
     """Owners of the memory that ``native`` points to."""
 
 
-def new_lora_slots(slots: int) -> LoRASlots:
+def new_lora_slots(
+    slots: int, inputs: int, outputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
+) -> LoRASlots:
     """As ``reference.new_lora_slots``."""
     return LoRASlots(_kernels.Adapters(slots), {})
 
