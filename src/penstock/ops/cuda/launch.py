@@ -20,6 +20,25 @@ DEFAULT_SM_COUNT = 132
 
 
 @dataclass(frozen=True)
+class Architecture:
+    """What kernels are chosen by, of a GPU."""
+
+    capability: tuple[int, int]
+    """Compute capability."""
+    shared_memory: int
+    """Bytes of shared memory that one program may have."""
+
+
+ARCHITECTURES = {
+    80: Architecture((8, 0), 166912),
+    90: Architecture((9, 0), 232448),
+    100: Architecture((10, 0), 232448),
+}
+"""Data center GPUs (A100, H100, B200), for which kernels are compiled where there is no GPU."""
+DEFAULT_ARCHITECTURE = ARCHITECTURES[90]
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch of a kernel, recorded."""
 
@@ -33,17 +52,20 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
+_recorded_for: Architecture | None = None
 
 
 @contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Within this context launches are listed and nothing is computed: what ops return is not initialized."""
-    global _recorded
-    _recorded = launches = list[Launch]()
+def record_launches(target: Architecture = DEFAULT_ARCHITECTURE) -> Iterator[list[Launch]]:
+    """Within this context launches are listed, as they would be on ``target``, and nothing is computed: what ops return
+    is not initialized."""
+    global _recorded, _recorded_for
+    launches: list[Launch] = []
+    _recorded, _recorded_for = launches, target
     try:
         yield launches
     finally:
-        _recorded = None
+        _recorded = _recorded_for = None
 
 
 def launch(
@@ -68,3 +90,17 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_SM_COUNT
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def architecture(device: torch.device) -> Architecture:
+    """Of a GPU; where there is none, of what launches are recorded for, or an H100."""
+    return _recorded_for or _architecture(device)
+
+
+@cache
+def _architecture(device: torch.device) -> Architecture:
+    if device.type != "cuda":
+        return DEFAULT_ARCHITECTURE
+    major, minor = torch.cuda.get_device_capability(device)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return Architecture((major, minor), int(properties["max_shared_mem"]))

@@ -1,0 +1,248 @@
+"""Compiles every kernel of the CUDA backend for GPUs that are not here, as ops launch it, and prints what became of it.
+
+    python tests/compile_kernels.py [--targets 80,90,100] [--ops NAME,…] [--whole] [--ptx FOLDER]
+
+Each function of ``OPS`` calls ops with shapes of models that people run. Launches are recorded, and those that are
+compiled to the same code are compiled once. Prints one JSON object: ``kernels``, a list of what ``Compiled`` has, and
+``skipped``, what a target does not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from penstock.ops.cuda.launch import ARCHITECTURES, Launch, record_launches
+
+PROCESSES = 2
+CPU = torch.device("cpu")
+MIN_FP8 = 89
+"""The first target with products of 8-bit floating-point numbers."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model."""
+
+    hidden: int
+    inter: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+MODELS = (
+    Model(1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
+    Model(4096, 14336, 32, 8, 128, 128256),  # Llama-3.1-8B
+)
+TOKENS = (1, 8, 17, 64, 100, 200, 500, 2048, 8192)
+"""Tokens of a step: each op chooses its tile by them, and all its choices are met."""
+
+
+@dataclass
+class Compiled:
+    """A kernel compiled for a target."""
+
+    kernel: str
+    target: int
+    products: list[str]
+    """Labels of the calls that launch it. Those of one label must give a row the same bits."""
+    arguments: dict[str, Any]
+    """Types of arguments, and values of constants."""
+    num_warps: int
+    num_stages: int
+    registers: int = 0
+    """Of a thread."""
+    local: int = 0
+    """Bytes of local memory (stack) of a thread: registers that are spilled."""
+    shared: int = 0
+    """Bytes of shared memory of a program."""
+    mma: list[str] = field(default_factory=list)
+    """Kinds of matrix instructions, without the size that follows the number of tokens."""
+    seconds: float = 0.0
+    """It took to compile."""
+    error: str = ""
+
+
+# --- Ops: each function yields labels, and calls that launch kernels. Add yours to OPS. -------------------------------
+
+Calls = Iterator[tuple[str, Callable[[], object]]]
+
+
+def embeddings(whole: bool) -> Calls:
+    from penstock.ops.cuda import matrix
+
+    for model in MODELS:
+        table = matrix.pack([torch.empty(model.vocab, model.hidden, dtype=torch.bfloat16)])
+        for tokens in TOKENS:
+            yield "embedding", lambda table=table, tokens=tokens: matrix.embedding(torch.empty(tokens).long(), table)
+
+
+OPS: tuple[Callable[[bool], Calls], ...] = (embeddings,)
+"""Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
+
+
+# --- From launches to machine code ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A launch to compile."""
+
+    launch: Launch
+    target: int
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    products: set[str]
+
+
+def jobs(target: int, ops: list[Callable[[bool], Calls]], whole: bool) -> tuple[list[Job], set[str]]:
+    """What ops launch on a target, and what of it the target does not have."""
+    backend = make_backend(GPUTarget("cuda", target, 32))
+    found: dict[str, Job] = {}
+    skipped: set[str] = set()
+    for op in ops:
+        for label, call in op(whole):
+            with record_launches(ARCHITECTURES[target]) as launches:
+                call()
+            for launch in launches:
+                if target < MIN_FP8 and any(
+                    isinstance(arg, torch.Tensor) and arg.dtype == torch.float8_e4m3fn for arg in launch.args
+                ):
+                    skipped.add(label)
+                    continue
+                job = _job(launch, target, backend)
+                key = str((launch.kernel, job.signature, job.constants, job.attributes, job.options))
+                found.setdefault(key, job).products.add(label)
+    return list(found.values()), skipped
+
+
+def _job(launch: Launch, target: int, backend: Any) -> Job:
+    """As Triton's own launch specializes arguments: integers that are 1, integers and addresses divisible by 16."""
+    kernel = launch.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    bound, specialization, given = bind(*launch.args, **launch.constants, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, given)
+    return Job(launch, target, signature, constants, attributes, parsed.__dict__, set())
+
+
+def compile_job(job: Job, ptx_folder: str | None) -> Compiled:
+    launch, names = job.launch, list(job.signature)
+    values = {names[path[0]]: str(value) for path, value in job.constants.items()}
+    result = Compiled(
+        launch.kernel.fn.__name__,
+        job.target,
+        sorted(job.products),
+        {name: values.get(name, type_) for name, type_ in job.signature.items()},
+        launch.num_warps,
+        launch.num_stages,
+    )
+    started = time.perf_counter()
+    try:
+        source = ASTSource(launch.kernel, job.signature, job.constants, job.attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", job.target, 32), options=job.options)
+    except Exception as error:
+        result.error = f"{type(error).__name__}: {error}"[-2000:]
+        return result
+    result.seconds = round(time.perf_counter() - started, 2)
+    result.shared = compiled.metadata.shared
+    result.mma = kinds_of_mma(compiled.asm["ptx"])
+    result.registers, result.local = resources(compiled.asm["cubin"])
+    if ptx_folder:
+        name = f"{result.kernel}-sm{job.target}-{abs(hash(str(result.arguments))):x}"
+        for kind in ("ptx", "ttgir"):
+            Path(ptx_folder, f"{name}.{kind}").write_text(f"// {asdict(result)}\n" + compiled.asm[kind])
+    return result
+
+
+def kinds_of_mma(ptx: str) -> list[str]:
+    """Matrix instructions in an assembly, such as ``wgmma.k16.f32.bf16.bf16`` or ``mma.m16n8k16.f32.bf16.bf16.f32``."""
+    kinds = set()
+    for line in ptx.splitlines():
+        if found := re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+(k\d+)((?:\.\w+)+)", line):
+            kinds.add(f"wgmma.{found[1]}{found[2]}")
+        elif found := re.search(r"\bmma\.sync\.aligned\.(m\d+n\d+k\d+)(?:\.row\.col)?((?:\.\w+)+)", line):
+            kinds.add(f"mma.{found[1]}{found[2]}")
+        elif found := re.search(r"(tcgen05\.mma\.[\w.:]+)", line):
+            kinds.add(found[1])
+    return sorted(kinds)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Nothing that was compiled before is taken."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", default=",".join(map(str, ARCHITECTURES)))
+    parser.add_argument("--ops", help="names of functions in OPS")
+    parser.add_argument("--whole", action="store_true", help="all variants; else those that the suite has time for")
+    parser.add_argument("--ptx", metavar="FOLDER", help="where to write PTX and Triton's IR")
+    options = parser.parse_args()
+    ops = [op for op in OPS if not options.ops or op.__name__ in options.ops.split(",")]
+    listed: list[Job] = []
+    skipped: dict[int, list[str]] = {}
+    for target in map(int, options.targets.split(",")):
+        found, missing = jobs(target, ops, options.whole)
+        listed += found
+        if missing:
+            skipped[target] = sorted(missing)
+    # Forked, so that they inherit launches with their tensors, which nothing could pickle.
+    global _listed, _ptx
+    _listed, _ptx = listed, options.ptx
+    with without_cache(), ProcessPoolExecutor(PROCESSES, get_context("fork")) as pool:
+        results = list(pool.map(_compile_listed, range(len(listed))))
+    json.dump({"kernels": [asdict(result) for result in results], "skipped": skipped}, sys.stdout, indent=1)
+
+
+_listed: list[Job] = []
+_ptx: str | None = None
+
+
+def _compile_listed(index: int) -> Compiled:
+    torch.set_num_threads(1)
+    return compile_job(_listed[index], _ptx)
+
+
+if __name__ == "__main__":
+    main()

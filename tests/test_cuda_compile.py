@@ -1,0 +1,54 @@
+"""Every kernel of the CUDA backend, compiled for GPUs that are not here by ``compile_kernels.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program may have, by target: in NVIDIA's tuning guides."""
+FP8 = "fp8"
+
+
+def compiled(*options: str) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, SCRIPT, *options], stdout=subprocess.PIPE, env=env, check=True)
+    said = json.loads(done.stdout)
+    return said["kernels"], said["skipped"]
+
+
+def assert_sound(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) -> None:
+    assert kernels
+    variants: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for kernel in kernels:
+        assert not kernel["error"], kernel
+        assert kernel["local"] == 0, f"registers are spilled: {kernel}"
+        assert kernel["shared"] <= SHARED[kernel["target"]], kernel
+        for product in kernel["products"]:
+            if kernel["mma"]:
+                variants[product, kernel["target"]].add(" ".join(kernel["mma"]))
+    for product, kinds in variants.items():
+        assert len(kinds) == 1, f"{product}: the bits of a row may depend on the number of tokens: {kinds}"
+    assert set(skipped) <= {"80"}, "only fp8 may be missing, where there is none"
+    assert all(FP8 in label for labels in skipped.values() for label in labels)
+
+
+def test_kernels_compile() -> None:
+    """Those of all ops for a Hopper GPU, with no registers spilled and shared memory that it has; and the tiles for
+    different numbers of tokens multiply with the same kind of instructions."""
+    assert_sound(*compiled("--targets", "90"))
+
+
+@pytest.mark.thorough
+def test_all_variants_compile() -> None:
+    assert_sound(*compiled("--whole"))
