@@ -21,9 +21,10 @@ from transformers import (
 
 from penstock.core import PenstockError, SamplingParams
 from penstock.engine.step import NewRow, RowUpdates, SampledTokens
+from penstock.engine.worker import sampler
 from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.row import Position, Row
-from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, process_logits, sample
+from penstock.engine.worker.sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, process_logits
 
 VOCABULARY = 50
 
@@ -36,6 +37,12 @@ def position(
     tokens = np.array([*prompt, *(output or [])], np.int32)
     stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else (0,)))
     return Row(NewRow(0, tokens, len(prompt), 0, sampling, stops, seed, index), tokens).position(len(tokens))
+
+
+def sample(
+    logits: torch.Tensor, positions: list[Position], grammar_bitmask: np.ndarray | None = None
+) -> list[SampledTokens]:
+    return sampler.sample(logits, positions, grammar_bitmask).result()
 
 
 def scores(rows: int, seed: int = 0) -> torch.Tensor:
@@ -153,7 +160,7 @@ def test_a_row_without_a_distribution_fails_and_spoils_no_other(params: dict[str
 def test_a_row_of_which_nothing_is_allowed_fails() -> None:
     forms = np.full((2, 2), -1, np.int32)
     forms[1] = 0
-    first, second = sample(scores(2), [position(), position()], torch.from_numpy(forms))
+    first, second = sample(scores(2), [position(), position()], forms)
     assert first.token_ids and second == SampledTokens([], failure=NOTHING_ALLOWED)
     (both,) = sample(scores(1), [position(output=[5], allowed_token_ids=(8,), bad_word_ids=((5, 8),))])
     assert both == SampledTokens([], failure=NOTHING_ALLOWED)

@@ -114,4 +114,4 @@ class DraftModel:
             return []
         own = [self._batch.row(row) for row in rows]
         positions = [row.draft_position(end) for row, end in zip(own, ends.tolist(), strict=True)]
-        return self._runner.sample(hidden, positions)
+        return self._runner.sample(hidden, positions).result()

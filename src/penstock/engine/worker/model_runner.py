@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops
 from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
 
 from ..step import SampledTokens
+from .host_copy import HostCopy, to_device
 from .row import Position
-from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, logprobs, sample
+from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, PendingSamples, logprobs, sample
 
 TOKENS_AT_ONCE = 256
 """Tokens of a prompt whose logits are computed together: with a large vocabulary, those of one take a megabyte."""
@@ -133,8 +135,9 @@ class ModelRunner:
 
     def sample(
         self, hidden: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None
-    ) -> list[SampledTokens]:
-        """Sample the next token at each position, independently of other positions.
+    ) -> PendingSamples:
+        """Sample the next token at each position, independently of other positions. On a GPU, only ``result`` of what
+        is returned waits.
 
         Args:
             hidden: ``[positions, hidden]``: the last hidden state before each position.
@@ -143,33 +146,44 @@ class ModelRunner:
         """
         if all([position.is_plain_greedy for position in positions]):
             return self._argmax(hidden, grammar_bitmask)
-        sampled: list[SampledTokens | None] = [None] * len(positions)
         plain = [i for i, position in enumerate(positions) if position.is_plain_greedy]
+        if not plain:
+            return sample(self.model.logits(hidden), positions, grammar_bitmask)
         others = [i for i, position in enumerate(positions) if not position.is_plain_greedy]
-        if plain:
-            for i, result in zip(plain, self._argmax(hidden[plain], _select_rows(grammar_bitmask, plain)), strict=True):
-                sampled[i] = result
-        logits = self.model.logits(hidden[others] if plain else hidden)
-        bitmask = self._bitmask_tensor(_select_rows(grammar_bitmask, others))
-        rest = sample(logits, [positions[i] for i in others], bitmask)
-        for i, result in zip(others, rest, strict=True):
-            sampled[i] = result
-        return [result for result in sampled if result is not None]
+        token_ids = torch.empty(len(positions), dtype=torch.int64, device=self._device)
+        parts = []
+        for part in (plain, others):
+            rows = to_device(part, self._device)
+            bitmask = None if grammar_bitmask is None else grammar_bitmask[part]
+            if part is plain:
+                pending = self._argmax(hidden[rows], bitmask)
+            else:
+                pending = sample(self.model.logits(hidden[rows]), [positions[i] for i in part], bitmask)
+            token_ids[rows] = pending.token_ids
+            parts.append(pending)
 
-    def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None) -> list[SampledTokens]:
+        def finish() -> list[SampledTokens]:
+            by_position = dict(zip(plain + others, chain.from_iterable(part.result() for part in parts), strict=True))
+            return [by_position[i] for i in range(len(positions))]
+
+        return PendingSamples(token_ids, finish)
+
+    def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None) -> PendingSamples:
         """Sample the argmax, without storing logits."""
-        finite = [True] * len(hidden)
-        if not math.isfinite(hidden.sum(dtype=torch.float32).item()):  # check all at once, then each
-            finite = hidden.isfinite().all(-1).tolist()
-        token_ids = self.model.argmax(hidden, self._bitmask_tensor(grammar_bitmask)).tolist()
-        sampled = [SampledTokens([token]) for token in token_ids]
-        if not all(finite):
+        bitmask = None if grammar_bitmask is None else to_device(grammar_bitmask, self._device)
+        token_ids = self.model.argmax(hidden, bitmask)
+        finite, sampled = HostCopy(_finite(hidden)), HostCopy(token_ids)
+
+        def finish() -> list[SampledTokens]:
+            results = [SampledTokens([token]) for token in sampled.get().tolist()]
             failed = SampledTokens([], failure=NON_FINITE_LOGITS)
-            sampled = [result if own else failed for result, own in zip(sampled, finite, strict=True)]
-        if grammar_bitmask is not None:
-            for i in np.flatnonzero(~grammar_bitmask.any(1)).tolist():
-                sampled[i] = SampledTokens([], failure=NOTHING_ALLOWED)
-        return sampled
+            results = [result if own else failed for result, own in zip(results, finite.get().tolist(), strict=True)]
+            if grammar_bitmask is not None:
+                for i in np.flatnonzero(~grammar_bitmask.any(1)).tolist():
+                    results[i] = SampledTokens([], failure=NOTHING_ALLOWED)
+            return results
+
+        return PendingSamples(token_ids, finish)
 
     def prompt_logprobs(self, hidden: Tensor, token_ids: np.ndarray, alternatives: int) -> list[list[Logprob]]:
         """Logprobs of prompt tokens.
@@ -183,7 +197,7 @@ class ModelRunner:
         for start in range(0, len(token_ids), TOKENS_AT_ONCE):
             logits = self.model.logits(hidden[start : start + TOKENS_AT_ONCE])
             chosen = torch.from_numpy(token_ids[start : start + TOKENS_AT_ONCE].astype(np.int64)).to(logits.device)
-            listed += logprobs(logits, chosen, [alternatives] * len(chosen))
+            listed += logprobs(logits, chosen, [alternatives] * len(chosen))()
         return listed
 
     def logits_bytes(self, hidden: Tensor) -> Iterator[bytes]:
@@ -192,15 +206,12 @@ class ModelRunner:
         for start in range(0, len(hidden), TOKENS_AT_ONCE):
             yield self.model.logits(hidden[start : start + TOKENS_AT_ONCE]).numpy(force=True).tobytes()
 
-    def _bitmask_tensor(self, grammar_bitmask: np.ndarray | None) -> Tensor | None:
-        if grammar_bitmask is None:
-            return None
-        writable = np.require(grammar_bitmask, requirements="W")  # arrays of messages are read-only
-        return torch.from_numpy(writable).to(self._device)
 
-
-def _select_rows(grammar_bitmask: np.ndarray | None, rows: list[int]) -> np.ndarray | None:
-    return None if grammar_bitmask is None else grammar_bitmask[rows]
+def _finite(hidden: Tensor) -> Tensor:
+    """Whether all values of each row are finite, ``[rows]`` bool."""
+    if hidden.device.type == "cpu" and math.isfinite(hidden.sum(dtype=torch.float32).item()):  # all at once, then each
+        return torch.ones(len(hidden), dtype=torch.bool)
+    return hidden.isfinite().all(-1)
 
 
 def _one_row(tokens: int, blocks: int, block_size: int, num_states: int, device: torch.device) -> Batch:

@@ -130,4 +130,4 @@ class MTPDrafter:
         own = [self._batch.row(row) for row in rows]
         lengths = (starts + counts + 1).tolist()
         positions = [row.draft_position(length) for row, length in zip(own, lengths, strict=True)]
-        return last, self._runner.sample(last, positions)
+        return last, self._runner.sample(last, positions).result()

@@ -68,6 +68,13 @@ class Row:
         """Whether steps return prompt logprobs, context logits or hidden states of the prompt."""
         return self.prompt_logprobs is not None or self.context_logits or bool(self.pooling)
 
+    @property
+    def needs_token_values(self) -> bool:
+        """Whether sampling needs the values of all earlier tokens on the host: for bad words and penalties."""
+        p = self.params
+        penalties = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        return bool(p.bad_word_ids) or penalties
+
     def position(self, length: int) -> Position:
         """The position after the first ``length`` tokens."""
         return Position(self, length, self.params, self.is_plain_greedy)

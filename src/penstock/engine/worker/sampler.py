@@ -7,7 +7,7 @@ argmax without storing logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.core import Code, Failure, Logprob, SamplingParams
 
 from ..step import NO_TOKEN_ALLOWED, Candidates, SampledTokens
+from .host_copy import HostCopy, to_device
 from .philox import uniform
 from .row import Position
 
@@ -30,7 +31,26 @@ BIN_SHIFT = 20
 """Low bits of a float32 that its bin (``_truncate``) leaves out: eight bins for each power of two."""
 
 
-def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tensor | None = None) -> list[SampledTokens]:
+class PendingSamples:
+    """Tokens that were sampled at some positions, of which the host may not know the values yet.
+
+    Args:
+        token_ids: ``[positions]`` int64, on the device.
+        finish: makes the result of values that were copied to the host.
+    """
+
+    def __init__(self, token_ids: Tensor, finish: Callable[[], list[SampledTokens]]) -> None:
+        self.token_ids = token_ids
+        """``[positions]`` int64 on the device: the sampled token of each position. Some token of the vocabulary where
+        sampling failed, and for a beam."""
+        self._finish = finish
+
+    def result(self) -> list[SampledTokens]:
+        """What was sampled at each position; waits for the device."""
+        return self._finish()
+
+
+def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None) -> PendingSamples:
     """Sample the next token at each position.
 
     What is sampled depends on the position's logits, tokens, sampling parameters and seed, not on other positions.
@@ -46,55 +66,74 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tenso
         them. Where no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``), that
         failure and nothing else.
     """
+    device = logits.device
     adjusted = process_logits(logits, positions, grammar_bitmask)
     token_ids = adjusted.argmax(-1)  # a row with a NaN gets the index of the NaN
-    largest = adjusted.gather(-1, token_ids[:, None])[:, 0].tolist()
+    largest = HostCopy(adjusted.gather(-1, token_ids[:, None])[:, 0])
+    given = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))  # on a CPU only where needed
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
     for start in range(0, len(random), ROWS_AT_ONCE):
         some = random[start : start + ROWS_AT_ONCE]
-        token_ids[some] = sample_random(adjusted[some], [positions[i] for i in some])
+        rows = to_device(some, device)
+        token_ids[rows] = sample_random(adjusted[rows], [positions[i] for i in some])
     beams = [i for i, position in enumerate(positions) if position.row.num_candidates]
-    of_beams = dict(zip(beams, beam_candidates(logits, beams, positions, grammar_bitmask), strict=True))
+    of_beams = {i: beam_candidates(logits, i, positions[i], grammar_bitmask) for i in beams}
     listed = [i for i, position in enumerate(positions) if position.params.logprobs is not None]
-    scaled = logprob_logits(logits[listed], [positions[i].params for i in listed])
-    counts = [positions[i].params.logprobs or 0 for i in listed]
-    of_listed = dict(zip(listed, logprobs(scaled, token_ids[listed], counts), strict=True)) if listed else {}
+    of_listed: Callable[[], list[list[Logprob]]] = list
+    if listed:
+        rows = to_device(listed, device)
+        scaled = logprob_logits(logits[rows], [positions[i].params for i in listed])
+        of_listed = logprobs(scaled, token_ids[rows], [positions[i].params.logprobs or 0 for i in listed])
+    raw = {i: HostCopy(logits[i]) for i, position in enumerate(positions) if position.params.return_generation_logits}
+    sampled = HostCopy(token_ids)
 
-    def result(i: int, position: Position, token_id: int) -> SampledTokens:
-        if not math.isfinite(largest[i]):
-            excluded = largest[i] == EXCLUDED and bool(logits[i].amax().isfinite())
-            if not (excluded and i in of_beams):  # a beam without candidates ends; the other beams go on
-                return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
-        if i in of_beams:
-            return SampledTokens([], candidates=of_beams[i])
-        raw = [logits[i].numpy(force=True).tobytes()] if position.params.return_generation_logits else None
-        return SampledTokens([token_id], [of_listed[i]] if i in of_listed else None, raw)
+    def finish() -> list[SampledTokens]:
+        by_row = dict(zip(listed, of_listed(), strict=True))
 
-    return [result(i, *each) for i, each in enumerate(zip(positions, token_ids.tolist(), strict=True))]
+        def result(i: int, token_id: int, largest: float) -> SampledTokens:
+            if not math.isfinite(largest):
+                excluded = largest == EXCLUDED and bool(given.get()[i].amax().isfinite())
+                if not (excluded and i in of_beams):  # a beam without candidates ends; the other beams go on
+                    return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
+            if i in of_beams:
+                return SampledTokens([], candidates=of_beams[i]())
+            logits_bytes = [raw[i].get().numpy().tobytes()] if i in raw else None
+            return SampledTokens([token_id], [by_row[i]] if i in by_row else None, logits_bytes)
+
+        columns = zip(sampled.get().tolist(), largest.get().tolist(), strict=True)
+        return [result(i, *each) for i, each in enumerate(columns)]
+
+    return PendingSamples(token_ids, finish)
 
 
 def beam_candidates(
-    logits: Tensor, rows: Sequence[int], positions: Sequence[Position], grammar_bitmask: Tensor | None
-) -> Iterator[Candidates]:
-    """The ``num_candidates`` likeliest next tokens of each beam. As in transformers, it is their log probabilities that
+    logits: Tensor, index: int, position: Position, grammar_bitmask: np.ndarray | None
+) -> Callable[[], Candidates]:
+    """The ``num_candidates`` likeliest next tokens of a beam. As in transformers, it is their log probabilities that
     are adjusted, and not the logits.
 
     Args:
-        logits, positions, grammar_bitmask: as in ``sample``.
-        rows: indices of the beams among the positions.
+        logits, grammar_bitmask: as in ``sample``.
+        index: of the beam's position.
+
+    Returns:
+        A function that waits for the device, and returns them.
     """
-    for row in rows:
-        own = None if grammar_bitmask is None else grammar_bitmask[row : row + 1]
-        table = process_logits(logits[row : row + 1].log_softmax(-1), [positions[row]], own)[0]
-        values, ids = table.topk(min(positions[row].row.num_candidates, len(table)))
-        possible = values > EXCLUDED
-        yield Candidates(ids[possible].numpy(force=True), values[possible].numpy(force=True))
+    own = None if grammar_bitmask is None else grammar_bitmask[index : index + 1]
+    table = process_logits(logits[index : index + 1].log_softmax(-1), [position], own)[0]
+    values, ids = (HostCopy(each) for each in table.topk(min(position.row.num_candidates, len(table))))
+
+    def finish() -> Candidates:
+        possible = values.get() > EXCLUDED
+        return Candidates(ids.get()[possible].numpy(), values.get()[possible].numpy())
+
+    return finish
 
 
 # --- Logits processors ------------------------------------------------------------------------------------------------
 
 
-def process_logits(logits: Tensor, positions: Sequence[Position], grammar_bitmask: Tensor | None = None) -> Tensor:
+def process_logits(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None) -> Tensor:
     """Logits after grammar bitmask, penalties, biases and excluded tokens; temperature and truncation come later.
 
     Args:
@@ -113,17 +152,17 @@ def process_logits(logits: Tensor, positions: Sequence[Position], grammar_bitmas
         if grammar_bitmask is not None and not (grammar_bitmask[i] == -1).all():
             if adjusted is logits:
                 adjusted = logits.clone()
-            packed = grammar_bitmask[i].cpu().numpy().view(np.uint8)
+            packed = grammar_bitmask[i].view(np.uint8)
             is_allowed = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
-            adjusted[i].masked_fill_(torch.from_numpy(is_allowed == 0).to(logits.device), EXCLUDED)
+            adjusted[i].masked_fill_(to_device(is_allowed == 0, logits.device), EXCLUDED)
     return adjusted
 
 
 def _allowed_token_ids(row: Tensor, position: Position) -> None:
-    token_ids = list(position.params.allowed_token_ids or ())
-    kept = row[token_ids]
+    allowed = _index(position.params.allowed_token_ids or (), row)
+    kept = row[allowed]
     row.fill_(EXCLUDED)
-    row[token_ids] = kept
+    row[allowed] = kept
 
 
 def _bad_words(row: Tensor, position: Position) -> None:
@@ -133,23 +172,25 @@ def _bad_words(row: Tensor, position: Position) -> None:
         end = position.row.tokens[position.length - len(beginning) : position.length]
         return position.num_output_tokens >= len(beginning) and end.tolist() == beginning
 
-    row[[last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]] = EXCLUDED
+    last_ids = [last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]
+    row.index_fill_(0, _index(last_ids, row), EXCLUDED)
 
 
 def _min_tokens(row: Tensor, position: Position) -> None:
     if position.num_output_tokens < position.params.min_tokens:
-        row[[token for token in position.row.stop_token_ids if token < len(row)]] = EXCLUDED
+        stop_token_ids = [token for token in position.row.stop_token_ids if token < len(row)]
+        row.index_fill_(0, _index(stop_token_ids, row), EXCLUDED)
 
 
 def _logit_bias(row: Tensor, position: Position) -> None:
     biases = position.params.logit_bias
-    row[list(biases)] += torch.tensor(list(biases.values()), device=row.device)
+    row[_index(biases, row)] += to_device(list(biases.values()), row.device)
 
 
 def _repetition(row: Tensor, position: Position) -> None:
     """The repetition penalty of Keskar et al., 2019: logits of tokens in prompt and output are divided by it where they
     are positive, and multiplied where they are negative."""
-    seen = torch.from_numpy(position.counts.token_ids).to(row.device)
+    seen = _index(position.counts.token_ids, row)
     penalty, logits = position.params.repetition_penalty, row[seen]
     row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
 
@@ -157,9 +198,14 @@ def _repetition(row: Tensor, position: Position) -> None:
 def _frequency_and_presence(row: Tensor, position: Position) -> None:
     """OpenAI's frequency and presence penalties, over the output."""
     params, counts = position.params, position.counts
-    seen = torch.from_numpy(counts.output_ids).to(row.device)
-    times = torch.from_numpy(counts.output_counts).to(row.device)
+    seen, times = _index(counts.output_ids, row), to_device(counts.output_counts, row.device)
     row[seen] -= params.frequency_penalty * times + params.presence_penalty
+
+
+def _index(token_ids: Iterable[int] | np.ndarray, row: Tensor) -> Tensor:
+    """An index of a row's logits, on its device."""
+    ids = token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, np.int64)
+    return to_device(ids, row.device)
 
 
 LogitsProcessor = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Position], None]]
@@ -262,7 +308,7 @@ def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return logits
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[list[Logprob]]:
+def logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> Callable[[], list[list[Logprob]]]:
     """Log probabilities of sampled tokens and their alternatives.
 
     Args:
@@ -271,19 +317,23 @@ def logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[l
         counts: number of likeliest tokens to list for each row.
 
     Returns:
-        For each row the sampled token, followed by the ``counts`` likeliest.
+        A function that waits for the device, and returns for each row the sampled token, followed by the ``counts``
+        likeliest.
     """
     table = logits.log_softmax(-1)
     own = table.gather(-1, token_ids[:, None])
     ranks = (table > own).sum(-1) + 1
     values, ids = table.topk(max(counts), -1) if max(counts, default=0) else (table[:, :0], table[:, :0])
-    rows = zip(
-        token_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), counts, strict=True
-    )
-    return [
-        [
-            Logprob(token, value, rank),
-            *(Logprob(int(t), v, at + 1) for at, (t, v) in enumerate(zip(top[:n], tv[:n], strict=True))),
+    copies = [HostCopy(column) for column in (token_ids, own[:, 0], ranks, ids, values)]
+
+    def finish() -> list[list[Logprob]]:
+        rows = zip(*(copy.get().tolist() for copy in copies), counts, strict=True)
+        return [
+            [
+                Logprob(token, value, rank),
+                *(Logprob(int(t), v, at + 1) for at, (t, v) in enumerate(zip(top[:n], tv[:n], strict=True))),
+            ]
+            for token, value, rank, top, tv, n in rows
         ]
-        for token, value, rank, top, tv, n in rows
-    ]
+
+    return finish

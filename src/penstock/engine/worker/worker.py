@@ -357,7 +357,7 @@ class Worker:
             return {}
         if states != list(range(len(hidden))):
             hidden = hidden[states]
-        sampled = self._runner.sample(hidden, positions, grammar_bitmask)
+        sampled = self._runner.sample(hidden, positions, grammar_bitmask).result()
         tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
             result = sampled[at]
