@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,63 @@ def embeddings(whole: bool) -> Calls:
             yield "embedding", lambda table=table, tokens=tokens: matrix.embedding(torch.empty(tokens).long(), table)
 
 
-OPS: tuple[Callable[[bool], Calls], ...] = (embeddings,)
+def rows(whole: bool) -> Calls:
+    from penstock.ops.cuda import elementwise
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    for model in MODELS:
+        x, weight = empty(8, model.hidden), empty(model.hidden)
+        yield "rms_norm", lambda x=x, weight=weight: elementwise.rms_norm(x, weight, 1e-6)
+        yield "add_rms_norm", lambda x=x, weight=weight: elementwise.add_rms_norm(x, x, weight, 1e-6)
+        yield "add_residual", lambda x=x: elementwise.add_residual(x, x)
+        gate_up = empty(8, 2 * model.inter)
+        yield "silu_and_mul", lambda gate_up=gate_up: elementwise.silu_and_mul(gate_up)
+        q, table = empty(8, model.heads, model.head_dim), torch.empty(4096, model.head_dim)
+        weight = empty(model.head_dim)
+        yield "rms_norm", lambda q=q, weight=weight: elementwise.rms_norm(q, weight, 1e-6)
+        yield "rope", lambda q=q, table=table: elementwise.rope(q, torch.empty(8).long(), table)
+
+
+KV_CACHES = ("", "int8", "fp8")
+
+
+def kv_caches(whole: bool) -> Calls:
+    from penstock.ops import KVSpec, QKNorms
+    from penstock.ops.cuda import kv_cache
+    from penstock.planning.kv_spec import transfer_layouts
+
+    for model, quantization in product(MODELS, KV_CACHES):
+        heads, dim = (model.heads, model.kv_heads, model.kv_heads), model.head_dim
+        spec = KVSpec(model.kv_heads, dim, "bfloat16", 64, quantization)
+        cache = kv_cache.new_kv_cache([spec] * 2, 2, CPU)[1]
+        q, k, v = (
+            part.unflatten(-1, (-1, dim))
+            for part in torch.empty(8, sum(heads) * dim, dtype=torch.bfloat16).split([n * dim for n in heads], -1)
+        )
+        slots, table, weight = torch.empty(8).long(), torch.empty(4096, dim), torch.empty(dim, dtype=torch.bfloat16)
+        norms = QKNorms(weight, weight, 1e-6) if model.hidden == 1024 else None
+        for label, call in (
+            ("store_kv", lambda c=cache, k=k, v=v, slots=slots: kv_cache.store_kv(c, k, v, slots)),
+            (
+                "rope_and_store",
+                lambda q=q, k=k, v=v, slots=slots, table=table, c=cache, norms=norms: kv_cache.rope_and_store(
+                    q, k, v, slots, table, c, slots, norms
+                ),
+            ),
+        ):
+            yield f"{label} {quantization}", call
+        layout = transfer_layouts([spec] * 2, 64)[1]
+        buffer = torch.empty(layout.slot_bytes, dtype=torch.uint8)
+        for copy in (kv_cache.export_kv, kv_cache.import_kv):
+            yield (
+                "exchange_kv",
+                lambda copy=copy, c=cache, b=buffer, slots=slots, layout=layout: copy(c, slots, b, slots, layout),
+            )
+
+
+OPS: tuple[Callable[[bool], Calls], ...] = (embeddings, rows, kv_caches)
 """Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
 
 

@@ -36,8 +36,8 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     torch.set_num_threads(threads)
 
 
-def runner(model: Model, ops: Ops, block_size: int, quantized: bool, export: list[LayerExport]) -> ModelRunner:
-    specs = model.kv_specs(block_size, quantized)
+def runner(model: Model, ops: Ops, block_size: int, quantization: str, export: list[LayerExport]) -> ModelRunner:
+    specs = model.kv_specs(block_size, quantization)
     made = ModelRunner(model, ops, CPU, specs, max_tokens=TOKENS, max_rows=2, max_len=TOKENS + block_size)
     made.init_cache(-(-TOKENS // block_size) + 1, 0, export)
     return made
@@ -58,14 +58,16 @@ def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_step_exports(checkpoint: Path, ops: Ops, quantized: bool) -> None:
+@pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
+def test_a_step_exports(checkpoint: Path, ops: Ops, quantization: str) -> None:
+    if quantization == "fp8" and ops.NAME == "cpu":
+        pytest.skip("fp8 is for GPUs")
     model = load_model(checkpoint, ops)
-    layouts = model.transfer_layouts(SLOT_TOKENS, quantized)
+    layouts = model.transfer_layouts(SLOT_TOKENS, quantization)
     slots = -(-TOKENS // SLOT_TOKENS)
     buffer = torch.zeros(slots * layouts[0].slot_bytes, dtype=torch.uint8)
     progress = torch.zeros(1, dtype=torch.int64)
-    sender = runner(model, ops, 16, quantized, [LayerExport(buffer, layout, progress) for layout in layouts])
+    sender = runner(model, ops, 16, quantization, [LayerExport(buffer, layout, progress) for layout in layouts])
     tokens = torch.randint(2, SMALL["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(0))
     for step, (first, end) in enumerate([(0, 70), (70, TOKENS - 1), (TOKENS - 1, TOKENS)]):
         batch = batch_of(tokens[:end], first, 16)
@@ -75,7 +77,7 @@ def test_a_step_exports(checkpoint: Path, ops: Ops, quantized: bool) -> None:
         assert progress.item() == (min(7 + step, 8) << PROGRESS_BITS) + len(layouts)
     assert buffer.view(slots, -1)[:-1].view(slots - 1, len(layouts), -1).any(-1).all()
 
-    receiver = runner(model, ops, 64, quantized, [])
+    receiver = runner(model, ops, 64, quantization, [])
     before = batch_of(tokens[: TOKENS - 1], 0, 64)
     for cache, layout in zip(receiver.cache, layouts, strict=True):
         ops.import_kv(cache, before.slot_mapping, buffer, before.positions, layout)

@@ -363,7 +363,7 @@ def _checksum(pull: Pull, index: int) -> int:
 
 
 SECRET = b"of these tests"
-INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(1, 1)])
+INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(1, 1, "float32")])
 
 
 class Peer:

@@ -26,6 +26,8 @@ kernels: Any = cpu._kernels
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 FORMATS = sorted({scheme.layers for scheme in SCHEMES.values()} - {Format()}, key=str)
+KEPT = ("", "int8")
+"""What the kernels keep keys and values in."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -292,14 +294,14 @@ def test_attention(seed: int) -> None:
     rng = Random(seed)
     kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
     dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
-    spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.random() < 0.5)
+    spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.choice(KEPT))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
     ours, theirs = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
     window = rng.choice((0, 0, 1, 7, 40))
     got = cpu.attention(q, ours, batch.attention, dim**-0.5, window)
     expected = reference.attention(q, theirs, batch.attention, dim**-0.5, window)
-    if spec.quantized:
+    if spec.quantization:
         error = (got - expected).float()
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
         assert error.abs().max() < 0.12
@@ -366,7 +368,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     cpu.set_threads(2)
     assert torch.equal(whole, parts)
 
-    spec = KVSpec(2, 32, NAMES[dtype], 16, rng.random() < 0.5)
+    spec = KVSpec(2, 32, NAMES[dtype], 16, rng.choice(KEPT))
     batch, tokens, blocks = draw_batch(rng, 16, 4)
     cache, _ = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, 6, 32, dtype=dtype)
@@ -388,7 +390,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
 def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -> None:
     """Every op in a row, for batches of any size, and again after others."""
     rng = Random(seed)
-    spec = KVSpec(2, 16, "bfloat16", 16, rng.random() < 0.5)
+    spec = KVSpec(2, 16, "bfloat16", 16, rng.choice(KEPT))
     shapes = ((50, 64), (128, 64), (64, 64), (256, 64), (64, 128))
     weights = [randn(seed + i, *shape, dtype=torch.bfloat16) / 8 for i, shape in enumerate(shapes)]
     vocabulary, qkv, out, gate_up, back = (cpu.pack([weight], None, format) for weight in weights)
@@ -441,7 +443,7 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
     the buffer are those of the reference."""
     rng = Random(seed)
     heads, sharing, dim, tokens = rng.choice((2, 4)), rng.randint(1, 3), 16 * rng.randint(1, 9), rng.randint(1, 150)
-    dtype, quantized, slot_tokens = rng.choice(DTYPES), rng.random() < 0.5, rng.choice((16, 48, 64))
+    dtype, quantization, slot_tokens = rng.choice(DTYPES), rng.choice(KEPT), rng.choice((16, 48, 64))
     sent, slots = rng.randint(1, tokens), -(-tokens // slot_tokens)
     numbers = torch.tensor(rng.sample(range(slots + 2), slots))
     at = torch.arange(tokens)
@@ -459,7 +461,7 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
             self.table = torch.tensor([rng.sample(range(blocks), blocks)], dtype=torch.int32)
             self.slots = self.table[0].long()[at // block_size] * block_size + at % block_size
             self.shards = [slice(first, first + own) for first in (heads * rank // ranks for rank in range(ranks))]
-            spec, other = KVSpec(own, dim, NAMES[dtype], block_size, quantized), KVSpec(3, 32, "float32")
+            spec, other = KVSpec(own, dim, NAMES[dtype], block_size, quantization), KVSpec(3, 32, "float32")
             layout = transfer_layouts([other, replace(spec, kv_heads=heads), other], slot_tokens)[1]
             self.layouts = [replace(layout, first_head=shard.start) for shard in self.shards]
             self.caches = [ops.new_kv_cache([spec], blocks, k.device)[0] for _ in self.shards]
@@ -518,7 +520,7 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
 def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
     """Of the tokens that each batch names, layer by layer; other batches leave buffer and progress as they are."""
     rng = Random(seed)
-    spec, slots = KVSpec(2, 16, "bfloat16", 32, rng.random() < 0.5), 6
+    spec, slots = KVSpec(2, 16, "bfloat16", 32, rng.choice(KEPT)), 6
     vocabulary = cpu.pack([randn(seed, 50, 64, dtype=torch.bfloat16)])
     caches, layouts = cpu.new_kv_cache([spec] * 2, 40, torch.device("cpu")), transfer_layouts([spec] * 2, 16)
     buffer, progress = torch.zeros(slots * layouts[0].slot_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -618,6 +620,8 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         Format(4, 20, 8)
     with pytest.raises(PenstockError, match="multiple of 16"):
         cpu.new_kv_cache([KVSpec(1, 64, "float32", 20)], 1, torch.device("cpu"))
+    with pytest.raises(PenstockError, match="fp8 is not supported on CPUs"):
+        cpu.new_kv_cache([KVSpec(1, 64, "float32", 16, "fp8")], 1, torch.device("cpu"))
     with pytest.raises(PenstockError, match="bfloat16 or float32"):
         cpu.pack([torch.zeros(4, 4, dtype=torch.float16)])
     with pytest.raises(ValueError, match="no kernels for avx9000, but for"):

@@ -30,7 +30,7 @@ from penstock.cli.main import main
 from penstock.models import load_model
 from penstock.ops import reference
 from penstock.planning.kv_size import CachePlan, block_ratio, kv_cache_ratio
-from penstock.planning.kv_spec import bytes_per_block
+from penstock.planning.kv_spec import KV_QUANTIZATION, bytes_per_block
 from penstock.planning.model_size import model_size_of
 from penstock.planning.paddlenlp_table import DEEPSEEK_V3
 
@@ -102,7 +102,7 @@ def test_the_engine_logs_the_same_numbers(
     assert found["total_tokens"] == 640 and found["kv_cache_sequences"] == 2.5
     assert found["prefill_kvcache_block_num"] == 30
     model = load_model(tmp_path, reference, load_format="dummy")
-    assert found["kv_bytes_per_block"] == bytes_per_block(model.kv_specs(16, kv_cache_dtype == "int8"))
+    assert found["kv_bytes_per_block"] == bytes_per_block(model.kv_specs(16, KV_QUANTIZATION[kv_cache_dtype]))
 
 
 def test_processes_share_the_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,8 +155,11 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         option("Size of the KV cache in sequences of max_model_len; 0 is off.", ge=0),
     ] = 0.0
     kv_cache_dtype: Annotated[
-        Literal["auto", "int8"],
-        option("Type of the KV cache: auto is the model's, int8 is quantized and takes half the memory."),
+        Literal["auto", "int8", "fp8", "fp8_e4m3"],
+        option(
+            "Type of the KV cache: auto is the model's; int8 and, on GPUs, fp8 (e4m3) are quantized and take half the "
+            "memory."
+        ),
     ] = "auto"
     guided_decoding_backend: Annotated[
         Literal["auto", "llguidance", "xgrammar", "off"],

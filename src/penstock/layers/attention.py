@@ -16,7 +16,7 @@ from .linear import ColumnParallelLinear
 class AttentionLayer(Protocol):
     """The interface of attention layers."""
 
-    def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
+    def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
         """This layer's entry of the KV cache."""
         ...
 
@@ -83,9 +83,9 @@ class Attention:
             q_weight, k_weight = (context.read_weight(f"{name}.{part}_norm.weight", head_dim) for part in "qk")
             self._qk_norms = QKNorms(q_weight, k_weight, qk_norm_eps)
 
-    def kv_spec(self, block_size: int, quantized: bool) -> KVSpec:
+    def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
         dtype = str(self._dtype).removeprefix("torch.")
-        return KVSpec(self._num_kv_heads, self._head_dim, dtype, block_size, quantized, self._window)
+        return KVSpec(self._num_kv_heads, self._head_dim, dtype, block_size, quantization, self._window)
 
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None

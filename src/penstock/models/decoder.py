@@ -75,12 +75,12 @@ class Decoder:
         }
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
-    def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:
+    def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         attentions = [layer.attention for layer in (*self._layers, *(head.layer for head in self._mtp_heads))]
-        return [attention.kv_spec(block_size, quantized) for attention in attentions]
+        return [attention.kv_spec(block_size, quantization) for attention in attentions]
 
-    def transfer_layouts(self, slot_tokens: int, quantized: bool = False) -> list[TransferLayout]:
-        spec = self._layers[0].attention.kv_spec(slot_tokens, quantized)
+    def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
+        spec = self._layers[0].attention.kv_spec(slot_tokens, quantization)
         whole = replace(spec, kv_heads=self.config.num_kv_heads)
         layouts = transfer_layouts([whole] * self.config.num_layers, slot_tokens)
         return [replace(layouts[layer], first_head=self._first_kv_head) for layer in self.layers]

@@ -47,11 +47,11 @@ class Model(Protocol):
     again, but every step needs them."""
     mtp_heads: Sequence[MTPHead]
 
-    def kv_specs(self, block_size: int, quantized: bool = False) -> list[KVSpec]:
+    def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         """The KV cache entry of each layer, those of ``mtp_heads`` last."""
         ...
 
-    def transfer_layouts(self, slot_tokens: int, quantized: bool = False) -> list[TransferLayout]:
+    def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
         """The place in a transfer buffer of each of this stage's layers, without those of ``mtp_heads``."""
         ...
 

@@ -52,8 +52,12 @@ class Matrix:
 
 
 KVCache = list[Tensor]
-"""Keys and values of each layer: ``[2, blocks, block_size, kv_heads, head_dim]``. A quantized cache is int8, and
-its last dimension ends with the four bytes of the vector's float32 scale."""
+"""Keys and values of each layer: ``[2, blocks, block_size, kv_heads, head_dim]``. A quantized cache is int8 or
+float8_e4m3fn, and its last dimension ends with the four bytes of the vector's float32 scale."""
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of quantized caches, by ``KVSpec.quantization``."""
+CACHE_LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""The largest number of a quantized vector."""
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
@@ -298,8 +302,8 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
         raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
 
     def empty(spec: KVSpec) -> Tensor:
-        size = spec.head_dim + SCALE_BYTES if spec.quantized else spec.head_dim
-        dtype = torch.int8 if spec.quantized else getattr(torch, spec.dtype)
+        size = spec.head_dim + SCALE_BYTES if spec.quantization else spec.head_dim
+        dtype = CACHE_DTYPES[spec.quantization] if spec.quantization else getattr(torch, spec.dtype)
         return torch.zeros((2, blocks, spec.block_size, spec.kv_heads, size), dtype=dtype, device=device)
 
     return [empty(spec) for spec in specs]
@@ -308,25 +312,33 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
 def store_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Write keys and values ``[tokens, kv_heads, head_dim]`` into a layer's cache at ``Batch.slot_mapping``.
 
-    A quantized cache divides the vector of each token and head by its largest magnitude over 127, and rounds.
+    A quantized cache divides the vector of each token and head by its largest magnitude over 127 (int8) or 448 (fp8),
+    and rounds.
     """
     flat = cache.flatten(1, 2)
     for part, given in zip(flat, (k, v), strict=True):
-        part[slot_mapping] = torch.cat(_quantize(given), -1) if cache.dtype == torch.int8 else given.to(cache.dtype)
+        if cache.dtype in CACHE_LIMITS:
+            part.view(torch.int8)[slot_mapping] = _quantize(given, cache.dtype)
+        else:
+            part[slot_mapping] = given.to(cache.dtype)
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The last dimension as int8, and its float32 scale viewed as four int8."""
-    maximum = x.float().abs().amax(-1, keepdim=True)
-    inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, 127) / maximum, 0)
-    return (x.float() * inverse).round().to(torch.int8), (maximum / 127).view(torch.int8)
+def _quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The last dimension quantized, and the four bytes of its float32 scale; all viewed as int8."""
+    maximum, limit = x.float().abs().amax(-1, keepdim=True), CACHE_LIMITS[dtype]
+    inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, limit) / maximum, 0)
+    scaled = x.float() * inverse
+    numbers = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    return torch.cat((numbers.view(torch.int8), (maximum / limit).view(torch.int8)), -1)
 
 
 def _dequantize(part: Tensor) -> Tensor:
     """The vectors of a part of a cache, float32."""
-    if part.dtype != torch.int8:
+    if part.dtype not in CACHE_LIMITS:
         return part.float()
-    return part[..., :-SCALE_BYTES].float() * part[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    numbers, scales = part.view(torch.int8).split([part.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
+    wide: Tensor = numbers.contiguous().view(part.dtype).float() * scales.contiguous().view(torch.float32)
+    return wide
 
 
 def attention(

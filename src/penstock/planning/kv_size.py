@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.core.quantization import SCHEMES, Format
 
-from .kv_spec import ITEM_BYTES, SCALE_BYTES, KVSpec
+from .kv_spec import ITEM_BYTES, KV_QUANTIZATION, SCALE_BYTES, KVSpec
 from .model_size import ModelSize
 
 MAX_SEQS = 128
@@ -60,13 +60,13 @@ def kv_specs(
     """The KV cache entry of each layer of a model, on one rank.
 
     Args:
-        kv_cache_dtype: as the option: ``auto`` or ``int8``.
+        kv_cache_dtype: as the option, a key of ``KV_QUANTIZATION``.
         dtype: that the model computes in; ``auto`` is the checkpoint's.
         mtp: whether the layers for multi-token prediction are loaded.
         ranks: tensor-parallel ranks that share the heads. A head is kept by one rank at least, a latent vector by each.
     """
-    heads, quantized = math.ceil(size.num_kv_heads / ranks), kv_cache_dtype == "int8"
-    spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantized, latent=size.latent)
+    heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
+    spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantization, latent=size.latent)
     return [spec] * (size.num_layers + (size.num_mtp_layers if mtp else 0))
 
 

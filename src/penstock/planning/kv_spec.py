@@ -9,6 +9,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its dtype."""
 SCALE_BYTES = 4
 """Bytes of the float32 scale of a quantized vector."""
+KV_QUANTIZATION = {"auto": "", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
+"""``KVSpec.quantization`` for each value of the option ``kv_cache_dtype``."""
 PROGRESS_BITS = 16
 """Lower bits of the number by which a rank tells how many layers of which step it has exported
 (``ops.LayerExport.progress``)."""
@@ -32,8 +34,8 @@ class KVSpec:
     """Dtype of unquantized vectors: a key of ``ITEM_BYTES``."""
     block_size: int = 64
     """Tokens a block."""
-    quantized: bool = False
-    """Whether vectors are kept in int8, each with a float32 scale."""
+    quantization: str = ""
+    """What vectors are kept in, each with a float32 scale: ``int8``, or ``fp8``, which is e4m3; empty is ``dtype``."""
     window: int = 0
     """Positions that a query sees, its own included (sliding window); 0 is all."""
     latent: bool = False
@@ -44,7 +46,7 @@ class KVSpec:
 
     @property
     def bytes_per_vector(self) -> int:
-        return self.head_dim + SCALE_BYTES if self.quantized else self.head_dim * ITEM_BYTES[self.dtype]
+        return self.head_dim + SCALE_BYTES if self.quantization else self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def bytes_per_block(self) -> int:
@@ -67,7 +69,7 @@ class TransferLayout:
 
     A buffer is slots of ``slot_tokens`` tokens. In a slot the layers follow one another, each
     ``[2, slot_tokens, kv_heads, vector_bytes]``, keys first. A vector is ``head_dim`` numbers of the KV cache's dtype,
-    or, quantized, ``head_dim`` int8 and the vector's float32 scale. Numbers are little-endian.
+    or, quantized, ``head_dim`` of 8 bits and the vector's float32 scale. Numbers are little-endian.
     """
 
     slot_tokens: int
@@ -80,6 +82,8 @@ class TransferLayout:
     vector_bytes: int
     first_head: int = 0
     """First head of this rank."""
+    numbers: str = ""
+    """Type of a vector's numbers: a dtype or ``KVSpec.quantization``."""
 
 
 def transfer_layouts(specs: Sequence[KVSpec], slot_tokens: int) -> list[TransferLayout]:
@@ -91,6 +95,15 @@ def transfer_layouts(specs: Sequence[KVSpec], slot_tokens: int) -> list[Transfer
     """
     slot_bytes, offset, layouts = slot_tokens * bytes_per_token(specs), 0, []
     for spec in specs:
-        layouts.append(TransferLayout(slot_tokens, slot_bytes, offset, spec.kv_heads, spec.bytes_per_vector))
+        layouts.append(
+            TransferLayout(
+                slot_tokens,
+                slot_bytes,
+                offset,
+                spec.kv_heads,
+                spec.bytes_per_vector,
+                numbers=spec.quantization or spec.dtype,
+            )
+        )
         offset += slot_tokens * spec.bytes_per_token
     return layouts

@@ -88,7 +88,7 @@ class KVConnector:
         instance = Instance(
             weights_version=info.weights_version,
             fingerprint=info.fingerprint,
-            layers=[(layout.kv_heads, layout.vector_bytes) for layout in layouts],
+            layers=[(layout.kv_heads, layout.vector_bytes, layout.numbers) for layout in layouts],
         )
         host = options.kv_host or split_address(options.engine_address or "127.0.0.1:0", "engine_address")[0]
         transfer_options = KVTransferOptions(

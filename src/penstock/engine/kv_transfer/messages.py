@@ -33,8 +33,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     weights_version: str
     fingerprint: str
     """``ModelInfo.fingerprint``: equal for engines whose results are equal to the bit."""
-    layers: list[tuple[int, int]]
-    """Of each layer: heads of keys and values, and bytes of a vector."""
+    layers: list[tuple[int, int, str]]
+    """Of each layer: heads of keys and values, bytes of a vector, and the type of its numbers."""
 
 
 # --- From D to P -----------------------------------------------------------------------------------------------------

@@ -178,5 +178,5 @@ def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) 
 
 
 def _describe(instance: Instance) -> str:
-    heads, vector_bytes = instance.layers[0]
-    return f"{len(instance.layers)} layers of {heads} heads of {vector_bytes} bytes"
+    heads, vector_bytes, numbers = instance.layers[0]
+    return f"{len(instance.layers)} layers of {heads} heads of {vector_bytes} bytes of {numbers}"

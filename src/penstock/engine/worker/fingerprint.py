@@ -24,8 +24,8 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
     if quantization != "none":
         parts.append(quantization)
-    if kv_spec.quantized:
-        parts.append("kv8")
+    if kv_spec.quantization:
+        parts.append({"int8": "kv8", "fp8": "kvfp8"}[kv_spec.quantization])
     if depends_on_length(model.config.rope_parameters):
         parts.append(f"rope{max(model.max_len, model.config.max_position_embeddings)}")
     return "-".join(parts)

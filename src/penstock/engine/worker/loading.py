@@ -16,6 +16,7 @@ from penstock.core.lora import parse_lora_modules
 from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
+from penstock.planning.kv_spec import KV_QUANTIZATION
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
@@ -84,7 +85,7 @@ def load_models(
     draft = _draft(speculative, options, config)
     model = load(folder, config, options.max_model_len or None, max_loras)
     dtype = str(model.dtype).removeprefix("torch.")
-    specs = model.kv_specs(options.block_size, options.kv_cache_dtype == "int8")
+    specs = model.kv_specs(options.block_size, KV_QUANTIZATION[options.kv_cache_dtype])
     info = ModelInfo(
         architecture=config.architecture,
         vocab_size=config.vocab_size,

@@ -21,6 +21,7 @@ from penstock.models import LoRAAdapter, Model, load_lora
 from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.host_memory import free_host_bytes
+from penstock.planning.kv_spec import KV_QUANTIZATION
 
 from ..step import (
     DeviceMemory,
@@ -96,7 +97,7 @@ class Worker:
                 model,
                 loaded.ops,
                 loaded.device,
-                model.kv_specs(options.block_size, options.kv_cache_dtype == "int8"),
+                model.kv_specs(options.block_size, KV_QUANTIZATION[options.kv_cache_dtype]),
                 max_tokens=options.max_num_batched_tokens,
                 max_rows=rows,
                 max_len=loaded.max_model_len,
@@ -138,8 +139,8 @@ class Worker:
             transfer: as in ``Executor.init_cache``.
         """
         if transfer:
-            loaded, quantized = self._models, self._options.kv_cache_dtype == "int8"
-            layouts = loaded.model.transfer_layouts(transfer.slot_tokens, quantized)
+            loaded, quantization = self._models, KV_QUANTIZATION[self._options.kv_cache_dtype]
+            layouts = loaded.model.transfer_layouts(transfer.slot_tokens, quantization)
             rank = self._stage.rank * self._group.size + self._group.rank
             self._exports = layer_exports(transfer, layouts, rank)
         self._runner.init_cache(blocks, host_blocks, self._exports)

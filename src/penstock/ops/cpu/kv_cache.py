@@ -34,6 +34,9 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
         dtype_code(getattr(torch, spec.dtype))
         if spec.block_size % 16 or spec.block_size > _kernels.MAX_BLOCK:
             raise invalid("block_size", f"must be a multiple of 16, at most {_kernels.MAX_BLOCK}", _kernels.MAX_BLOCK)
+        if spec.quantization not in ("", "int8"):
+            words = f"a KV cache in {spec.quantization} is not supported on CPUs; int8 takes as little memory"
+            raise PenstockError(Code.UNSUPPORTED, words, "kv_cache_dtype")
         if spec.latent:
             raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
         if spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
@@ -57,7 +60,7 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
         k.stride(0),
         v.stride(0),
         DTYPE_CODES[k.dtype],
-        spec.quantized,
+        bool(spec.quantization),
     )
 
 
@@ -107,7 +110,7 @@ def attention(
         out.stride(0),
         scale,
         DTYPE_CODES[q.dtype],
-        spec.quantized,
+        bool(spec.quantization),
     )
     return out
 
@@ -157,7 +160,7 @@ def _exchange(
         layout.slot_bytes,
         layout.offset,
         dtype_code(getattr(torch, spec.dtype)),
-        spec.quantized,
+        bool(spec.quantization),
         0 if progress is None else progress.data_ptr(),
     )
 

@@ -1,0 +1,126 @@
+"""Row-wise kernels: norms, rotary embedding, gates, and rows by index."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import elementwise as kernels
+from .launch import launch
+
+COLUMNS = 1024
+"""Columns of a row that a program computes, where columns do not depend on each other."""
+HEADS = 8
+"""Heads that a program rotates."""
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
+def norm_warps(size: int) -> int:
+    """Warps for a row: 16 bytes of 16-bit numbers a thread, as rows are read at once."""
+    return min(max(power_of_two(size) // 256, 1), 32)
+
+
+def index_select(x: Tensor, rows: Tensor) -> Tensor:
+    """As ``reference.index_select``."""
+    return torch.index_select(x, 0, rows)
+
+
+def clone(x: Tensor) -> Tensor:
+    """As ``reference.clone``."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``reference.rms_norm``, of ``[tokens, size]`` or ``[tokens, heads, size]``, whose tokens may lie apart."""
+    size = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    assert x.stride(-1) == 1 and (heads == 1 or x.stride(1) == size)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = (x.shape[0] * heads,)
+    launch(
+        kernels.rms_norm,
+        grid,
+        x,
+        weight,
+        out,
+        x.stride(0),
+        heads,
+        eps,
+        SIZE=size,
+        BLOCK=power_of_two(size),
+        num_warps=norm_warps(size),
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As ``reference.add_rms_norm``; ``residual`` is changed in place."""
+    rows, size = x.shape
+    assert x.stride(1) == 1 and residual.is_contiguous()
+    out = torch.empty_like(residual)
+    launch(
+        kernels.add_rms_norm,
+        (rows,),
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=power_of_two(size),
+        num_warps=norm_warps(size),
+    )
+    return out, residual
+
+
+def add_residual(x: Tensor, residual: Tensor) -> Tensor:
+    """As ``reference.add_residual``; ``residual`` is changed in place."""
+    rows, size = x.shape
+    assert x.stride(1) == 1 and residual.is_contiguous()
+    launch(kernels.add, (rows, -(-size // COLUMNS)), x, residual, x.stride(0), SIZE=size, BLOCK=COLUMNS)
+    return residual
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """As ``reference.rope``."""
+    tokens, heads, dim = x.shape
+    assert x.stride(2) == 1 and x.stride(1) == dim
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        kernels.rope,
+        (tokens, -(-heads // HEADS)),
+        x,
+        positions,
+        table,
+        out,
+        x.stride(0),
+        HEADS=heads,
+        HALF=dim // 2,
+        ROWS=min(HEADS, power_of_two(heads)),
+        BLOCK=power_of_two(dim // 2),
+        num_warps=2,
+    )
+    return out
+
+
+def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """As ``reference.silu_and_mul``."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    assert gate_up.stride(1) == out.stride(1) == 1
+    launch(
+        kernels.silu_and_mul,
+        (rows, -(-size // COLUMNS)),
+        gate_up,
+        out,
+        gate_up.stride(0),
+        out.stride(0),
+        SIZE=size,
+        BLOCK=COLUMNS,
+    )
+    return out

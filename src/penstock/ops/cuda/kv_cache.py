@@ -1,0 +1,251 @@
+"""The paged KV cache: writing to it, and copying blocks and tokens out of it and back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from penstock.core import Code, PenstockError
+from penstock.core.errors import invalid
+from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout, bytes_per_block
+
+from .. import pages
+from ..batch import QKNorms
+from .elementwise import power_of_two
+from .kernels import kv_cache as kernels
+from .launch import launch
+
+MAX_BLOCK = 128
+MAX_HEAD = 256
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer, as views of ``pool``."""
+
+    values: Tensor
+    """``[blocks, 2, kv_heads, block_size, head_dim]``; blocks lie apart."""
+    scales: Tensor | None
+    """``[blocks, 2, kv_heads, block_size]`` float32 where the cache is quantized."""
+    spec: KVSpec
+    pool: Tensor
+    """``[blocks, bytes]`` uint8: a block of all layers, one layer after the other, so that a block is copied whole."""
+
+
+def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
+    """As ``reference.new_kv_cache``. On the CPU it is memory that the GPU, if there is one, can read and write.
+
+    Raises ``PenstockError`` where the kernels know no such blocks or heads.
+    """
+    for spec in specs:
+        if spec.block_size % 16 or spec.block_size > MAX_BLOCK:
+            raise invalid("block_size", f"must be a multiple of 16, at most {MAX_BLOCK}", MAX_BLOCK)
+        if spec.latent:
+            raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
+        if spec.head_dim % 16 or spec.head_dim > MAX_HEAD:
+            words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {MAX_HEAD}"
+            raise PenstockError(Code.UNSUPPORTED, words, "model")
+    size = bytes_per_block(specs)
+    if device.type == "cpu":
+        pool = page_locked(pages.zeros(blocks * size).view(blocks, size))
+    else:
+        pool = torch.zeros((blocks, size), dtype=torch.uint8, device=device)
+    offsets = accumulate((spec.bytes_per_block for spec in specs), initial=0)
+    return [_layer_cache(pool, offset, spec) for offset, spec in zip(offsets, specs, strict=False)]
+
+
+def _layer_cache(pool: Tensor, offset: int, spec: KVSpec) -> LayerCache:
+    dtype = CACHE_DTYPES[spec.quantization] if spec.quantization else getattr(torch, spec.dtype)
+    shape = (2, spec.kv_heads, spec.block_size, spec.head_dim)
+    end = offset + prod(shape) * dtype.itemsize
+    values = pool[:, offset:end].view(dtype).unflatten(1, shape)
+    if not spec.quantization:
+        return LayerCache(values, None, spec, pool)
+    scales = pool[:, end : end + prod(shape[:3]) * SCALE_BYTES].view(torch.float32).unflatten(1, shape[:3])
+    return LayerCache(values, scales, spec, pool)
+
+
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of quantized vectors, by ``KVSpec.quantization``."""
+
+
+def page_locked(memory: Tensor) -> Tensor:
+    """Host memory that a GPU, if there is one, reads and writes itself, for as long as the given tensor lives.
+
+    It is registered rather than allocated by PyTorch, which takes a power of two of bytes.
+    """
+    if memory.numel() and torch.cuda.is_available() and not memory.is_pinned():
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        if error := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+            words = f"{memory.nbytes >> 20} MiB of host memory cannot be page-locked (CUDA error {error})"
+            raise PenstockError(Code.UNSUPPORTED, words, "swap_space")
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory
+
+
+def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """As ``reference.store_kv``; negative slots store nothing."""
+    spec = cache.spec
+    assert k.stride()[1:] == v.stride()[1:] == (spec.head_dim, 1) or spec.kv_heads == 1
+    launch(
+        kernels.store_kv,
+        (k.shape[0], spec.kv_heads),
+        k,
+        v,
+        cache.values,
+        cache.scales,
+        slot_mapping,
+        k.stride(0),
+        v.stride(0),
+        *block_strides(cache),
+        KV_HEADS=spec.kv_heads,
+        HALF=spec.head_dim // 2,
+        PAGE=spec.block_size,
+        QUANTIZATION=spec.quantization,
+        BLOCK=power_of_two(spec.head_dim // 2),
+        num_warps=1,
+    )
+
+
+def block_strides(cache: LayerCache) -> tuple[int, int]:
+    """Numbers from one block to the next, of values and of scales."""
+    return cache.values.stride(0), 0 if cache.scales is None else cache.scales.stride(0)
+
+
+def rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    norms: QKNorms | None = None,
+) -> Tensor:
+    """As ``reference.rope_and_store``, in one kernel; tokens with negative slots are padding."""
+    spec = cache.spec
+    tokens, heads, dim = q.shape
+    assert q.stride()[1:] == (dim, 1) and (k.stride()[1:] == v.stride()[1:] == (dim, 1) or spec.kv_heads == 1)
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    group = heads // spec.kv_heads
+    rows, block = power_of_two(group), power_of_two(dim)
+    launch(
+        kernels.rope_and_store,
+        (tokens, spec.kv_heads),
+        q,
+        k,
+        v,
+        positions,
+        table,
+        cache.values,
+        cache.scales,
+        slot_mapping,
+        norms.q_weight if norms else None,
+        norms.k_weight if norms else None,
+        out,
+        norms.eps if norms else 0.0,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        *block_strides(cache),
+        GROUP=group,
+        KV_HEADS=spec.kv_heads,
+        HALF=dim // 2,
+        PAGE=spec.block_size,
+        QUANTIZATION=spec.quantization,
+        ROWS=rows,
+        HALF_BLOCK=power_of_two(dim // 2),
+        BLOCK=block,
+        num_warps=min(max(rows * block // 512, 1), 8),
+    )
+    return out
+
+
+def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """As ``reference.copy_blocks``, between whole caches, whose layers are copied together.
+
+    Copies are made in the order of the current stream, and the caller need not wait for them: the very next step
+    writes to the blocks that were copied out, and reads those that were copied in, so that a stream of their own would
+    have to be waited for at once.
+    """
+    if not pairs:
+        return
+    origin, goal = source[0].pool, target[0].pool
+    for start, other, count in _runs(pairs):
+        goal[other : other + count].copy_(origin[start : start + count], non_blocking=True)
+
+
+def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Runs of blocks that are copied to a run of blocks: ``(from, to, blocks)``."""
+    runs: list[tuple[int, int, int]] = []
+    for a, b in pairs:
+        if runs and (a, b) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((a, b, 1))
+    return runs
+
+
+def export_kv(
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    buffer: Tensor,
+    places: Tensor,
+    layout: TransferLayout,
+    progress: Tensor | None = None,
+) -> None:
+    """As ``reference.export_kv``. The GPU writes to the buffer itself, and is waited for: no captured graph can do it.
+
+    Args:
+        buffer: in host memory. It is page-locked in the first call with this tensor, for as long as that lives.
+        progress: in host memory.
+    """
+    _exchange(cache, slot_mapping, buffer, places, layout, False)
+    if progress is not None and bool((places >= 0).any()):
+        progress += 1
+
+
+def import_kv(cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
+    """As ``reference.import_kv``, by the GPU as in ``export_kv``."""
+    _exchange(cache, slot_mapping, buffer, places, layout, True)
+
+
+def _exchange(
+    cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout, into_cache: bool
+) -> None:
+    spec = cache.spec
+    words = spec.head_dim * cache.values.itemsize // 4
+    assert spec.bytes_per_vector == layout.vector_bytes
+    assert layout.first_head + spec.kv_heads <= layout.kv_heads
+    scale_stride = block_strides(cache)[1]
+    launch(
+        kernels.exchange_kv,
+        (len(places), 2),
+        cache.values.view(torch.int32),
+        None if cache.scales is None else cache.scales.view(torch.int32),
+        slot_mapping,
+        page_locked(buffer)[: len(buffer) // 4 * 4].view(torch.int32),
+        places,
+        cache.values.stride(0) * cache.values.itemsize // 4,
+        scale_stride,
+        layout.slot_bytes // 4,
+        layout.offset // 4,
+        layout.kv_heads,
+        layout.first_head,
+        SLOT_TOKENS=layout.slot_tokens,
+        KV_HEADS=spec.kv_heads,
+        WORDS=words,
+        PAGE=spec.block_size,
+        QUANTIZED=bool(spec.quantization),
+        IMPORT=into_cache,
+        HEADS=power_of_two(spec.kv_heads),
+        BLOCK=power_of_two(words + bool(spec.quantization)),
+    )
+    if cache.values.is_cuda:
+        torch.cuda.current_stream(cache.values.device).synchronize()
