@@ -41,7 +41,7 @@ def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[floa
     """Microseconds of each part of each step, and the bytes of the largest message."""
     options = SchedulerOptions(max_num_seqs=running, max_waiting=waiting, max_num_batched_tokens=2048)
     scheduler = Scheduler(options, BlockPool(running * MAX_LEN // BLOCK, BLOCK))
-    batch = InputBatch(running, MAX_LEN, BLOCK, torch.device("cpu"))
+    batch = InputBatch(running, MAX_LEN, BLOCK)
     decode = decoder(StepInput).decode
     for name in range(running + waiting):
         scheduler.add(request(name, 100))

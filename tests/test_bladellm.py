@@ -235,7 +235,7 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     flags = "--port 8001 --max_gpu_memory_utilization 0.5 --preempt_strategy SWAP --ragged_flash_max_batch_tokens 512"
     flags += " --decode_algo sps --gamma 3 --draft.model /draft --disable_prompt_cache --prompt_cache_enable_swap"
     flags += " --max_queue_time 7 --tokenizer_dir /tokenizer --chat_template /template --dtype half"
-    flags += " --kv_cache_quant int8 --disable_cuda_graph --cuda_graph_max_batch_size 8 --tensor_parallel_size 1"
+    flags += " --kv_cache_quant int8 --disable_cuda_graph --tensor_parallel_size 1"
     flags += " --host 127.0.0.1 --model /model --log_level WARNING --cuda_graph_batch_sizes 1,2"
     flags += " --enable_custom_allreduce --pipeline_parallel_size 1"
     found = configured(*flags.split())
@@ -255,10 +255,12 @@ def test_every_flag_of_its_has_its_meaning() -> None:
         "chat_template": "/template",
         "dtype": "float16",
         "kv_cache_dtype": "int8",
+        "enforce_eager": True,
+        "cudagraph_capture_sizes": [1, 2],
     }
     assert found == found | expected
-    ignored = "prompt_cache_enable_swap disable_cuda_graph cuda_graph_max_batch_size cuda_graph_batch_sizes"
-    for name in f"{ignored} enable_custom_allreduce".split():
+    assert configured("--cuda_graph_max_batch_size", "24")["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24]
+    for name in ("prompt_cache_enable_swap", "enable_custom_allreduce"):
         assert f"--{name} has no meaning here and is ignored" in found["said"]
     usual = configured()
     expected = {"port": 8081, "kv_cache_free_memory_fraction": 0.85, "preemption_mode": "recompute"}

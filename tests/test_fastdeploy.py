@@ -186,18 +186,30 @@ def test_a_decode_instance_with_its_prefill_instance_on_one_machine(tmp_path: Pa
     assert "engine_address: a router has no engine" in said.stderr
 
 
-@pytest.mark.row("fastdeploy", "enable_mm", "use_cudagraph", "graph_optimization_config")
+@pytest.mark.row("fastdeploy", "use_cudagraph", "graph_optimization_config")
+def test_cuda_graphs() -> None:
+    assert configured()["enforce_eager"] is False
+    assert configured("--use-cudagraph")["enforce_eager"] is False
+    chosen = '{"use_cudagraph": false, "graph_opt_level": 1, "cudagraph_capture_sizes": [1, 3, 5]}'
+    found = configured("--graph-optimization-config", chosen)
+    assert found["enforce_eager"] is True and found["cudagraph_capture_sizes"] == [1, 3, 5]
+
+
 @pytest.mark.row(
-    "fastdeploy", "mm_processor_kwargs", "limit_mm_per_prompt", "enable_custom_all_reduce", "enable_expert_parallel"
+    "fastdeploy",
+    "enable_mm",
+    "mm_processor_kwargs",
+    "limit_mm_per_prompt",
+    "enable_custom_all_reduce",
+    "enable_expert_parallel",
 )
 def test_what_has_no_meaning_here_is_said() -> None:
     given = {
         "mm-processor-kwargs": '{"video_fps": 2}',
         "limit-mm-per-prompt": '{"image": 10}',
-        "graph-optimization-config": '{"use_cudagraph":true}',
     }
     flags = [word for name, value in given.items() for word in (f"--{name}", value)]
-    switches = ["enable-mm", "use-cudagraph", "enable-custom-all-reduce", "enable-expert-parallel"]
+    switches = ["enable-mm", "enable-custom-all-reduce", "enable-expert-parallel"]
     said = configured(*flags, *[f"--{name}" for name in switches])["said"]
     for name in [*given, *switches]:
         assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in said
@@ -214,6 +226,7 @@ def test_what_has_no_meaning_here_is_said() -> None:
         ("--scheduler-name splitwise", "--scheduler_name: 'splitwise' is wrong: instances are found by a router"),
         ("--splitwise-role decode --engine-worker-queue-port x", "--engine_worker_queue_port: 'x' is no port"),
         ("--dynamic-load-weight 1", "--dynamic_load_weight: '1' is wrong: weights are loaded once"),
+        ("--graph-optimization-config [1]", "--graph_optimization_config: '[1]' is wrong: it is not a JSON object"),
         ("--max-waiting-time soon", "--max_waiting_time: 'soon' is wrong"),
         ("--max-waiting-time -2", "max_queue_time: "),
         ("--max-model-len long", "--max_model_len: 'long' is not a number of tokens"),
@@ -237,7 +250,7 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
             enable_chunked_prefill=True,
             swap_space=0.01,
             graph_optimization_config={"use_cudagraph": False},
-            use_cudagraph=False,
+            enable_custom_all_reduce=False,
             quantization=None,
             guided_decoding_backend="auto",
             guided_decoding_disable_any_whitespace=True,
@@ -246,7 +259,8 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
     options = llm.options
     assert (options.max_num_seqs, options.max_num_batched_tokens, options.kv_cache_ratio) == (4, 1024, 0.75)
     assert (options.long_prefill_token_threshold, options.preemption_mode, options.swap_space) == (40, "swap", 0.01)
-    assert "graph_optimization_config has no meaning here" in caplog.text and "port has no" in caplog.text
+    assert options.enforce_eager
+    assert "enable_custom_all_reduce has no meaning here" in caplog.text and "port has no" in caplog.text
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'

@@ -174,7 +174,7 @@ def test_penalties_follow_a_row(seed: int) -> None:
     rng = Random(seed)
     sampling = SamplingParams(max_tokens=100, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=-0.2)
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 90))]
-    batch, known = InputBatch(2, 300, 16, torch.device("cpu")), [[*prompt], [*prompt]]
+    batch, known = InputBatch(2, 300, 16), [[*prompt], [*prompt]]
     new = [NewRow(row, np.array(prompt, np.int32), len(prompt), 0, sampling, (), 0, row) for row in range(2)]
     batch.apply(RowUpdates(new=new))
     logits = scores(1, seed % 2**31)

@@ -272,7 +272,6 @@ def test_flags_of_the_same_name_have_the_same_meaning(capsys: pytest.CaptureFixt
 
 IGNORED = {
     "--trust-remote-code": "",
-    "--enforce-eager": "",
     "--max-seq-len-to-capture": "8192",
     "--max-context-len-to-capture": "8192",
     "--use-v2-block-manager": "",
@@ -285,7 +284,7 @@ IGNORED = {
 }
 
 
-@pytest.mark.row("vllm", "--trust-remote-code", "--enforce-eager", "--max-seq-len-to-capture")
+@pytest.mark.row("vllm", "--trust-remote-code", "--max-seq-len-to-capture")
 @pytest.mark.row("vllm", "--max-context-len-to-capture", "--use-v2-block-manager")
 @pytest.mark.row("vllm", "--worker-use-ray", "--disable-custom-all-reduce", "--max-parallel-loading-workers")
 @pytest.mark.row("vllm", "--disable-log-requests", "--disable-log-stats", "--max-log-len")

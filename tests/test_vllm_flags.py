@@ -81,13 +81,13 @@ def test_only_the_profile_listens_at_every_address(capsys: pytest.CaptureFixture
 
 
 SWITCHES = """
---trust-remote-code --enforce-eager --enable-auto-tool-choice --enable-prompt-tokens-details --enable-request-id-headers
+--trust-remote-code --enable-auto-tool-choice --enable-prompt-tokens-details --enable-request-id-headers
 --async-scheduling --no-async-scheduling --calculate-kv-scales --disable-hybrid-kv-cache-manager --fully-sharded-loras
 --enable-expert-parallel --disable-log-requests --enable-log-requests --no-enable-log-requests --disable-log-stats
 --disable-uvicorn-access-log --aggregate-engine-logging --language-model-only --disable-custom-all-reduce
 """.split()
 NEUTRAL = """
--O3 --compilation-config={"level":3} --attention-backend=FLASH_ATTN --prefix-caching-hash-algo=sha256 --runner=generate
+--attention-backend=FLASH_ATTN --prefix-caching-hash-algo=sha256 --runner=generate
 --safetensors-load-strategy=lazy --max-cpu-loras=4 --task=generate --show-hidden-metrics-for-version=0.9
 --limit-mm-per-prompt={"image":2} --mm-processor-kwargs={} --mm-processor-cache-gb=4 --allowed-local-media-path=/
 --max-log-len=100 --max-parallel-loading-workers=2 --max-seq-len-to-capture=8192
@@ -99,8 +99,21 @@ DEFAULTS = """
 """.split()
 
 
+@pytest.mark.row("vllm", "--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
+@pytest.mark.row("vllm", "--compilation-config", "-O")
+def test_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, sizes = "enforce_eager", "cudagraph_capture_sizes"
+    assert configured(capsys, "--enforce-eager")[eager] is True
+    assert configured(capsys, "--cudagraph-capture-sizes", "1", "2")[sizes] == [1, 2]
+    assert configured(capsys, "--max-cudagraph-capture-size", "20")[sizes] == [1, 2, 4, 8, 16, 20]
+    given = configured(capsys, "--compilation-config", '{"cudagraph_capture_sizes": [3], "cudagraph_mode": "NONE"}')
+    assert given[eager] is True and given[sizes] == [3]
+    for flags in (["-O3"], ["-O", '{"level": 3}'], ["-O", '{"cudagraph_mode": "FULL"}']):
+        assert configured(capsys, *flags)[eager] is False
+
+
 @pytest.mark.row("vllm", "--enable-auto-tool-choice", "--enable-prompt-tokens-details", "--enable-request-id-headers")
-@pytest.mark.row("vllm", "-O", "--compilation-config", "--async-scheduling", "--attention-backend")
+@pytest.mark.row("vllm", "--async-scheduling", "--attention-backend")
 @pytest.mark.row("vllm", "--calculate-kv-scales", "--prefix-caching-hash-algo", "--disable-hybrid-kv-cache-manager")
 @pytest.mark.row(
     "vllm", "--safetensors-load-strategy", "--max-cpu-loras", "--fully-sharded-loras", "--runner", "--task"
@@ -182,7 +195,7 @@ def test_help_has_our_flags_in_their_places(capsys: pytest.CaptureFixture[str]) 
         main(["serve", "--help"])
     ours, _, theirs = capsys.readouterr().out.partition("options of vLLM")
     assert "--dtype {auto,bfloat16,float16,float32}" in ours and "Type of the computation" in ours
-    assert "--dtype" not in theirs and "--enforce-eager" in theirs
+    assert "--dtype" not in theirs and "--trust-remote-code" in theirs
 
 
 # --- As it serves -----------------------------------------------------------------------------------------------------
@@ -208,7 +221,7 @@ def ask(served: Served, **fields: Any) -> httpx.Response:
 
 def test_a_start_command_of_vllm_runs_as_it_is(served: Served) -> None:
     assert served.name == "qwen"
-    assert any("--enforce_eager has no meaning here and is ignored: " in line for line in served.lines)
+    assert any("--trust_remote_code has no meaning here and is ignored: " in line for line in served.lines)
     (model,) = httpx.get(f"{served.url}/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("qwen", 1000)
 

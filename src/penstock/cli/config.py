@@ -78,7 +78,7 @@ def _print_yaml(configured: ResolvedConfiguration) -> None:
         print(f"  # {setting.help}{unit}")
         value = value_of(configured, setting)
         if value == in_cache(setting.empty):
-            value = ""
+            value = () if setting.kind is tuple else ""
         if setting.secret and value:
             print(f"  # {setting.name}: given by {configured.sources[setting.name]}")
         else:

@@ -48,6 +48,8 @@ def collect_facts() -> dict[str, Any]:
         "kernels": ops.NAME,
         "fingerprint": ops.fingerprint(),
     }
+    if torch.cuda.is_available():
+        result["gpu kernels"] = backend(torch.device("cuda")).fingerprint()
     if ops.NAME == "cpu":
         from penstock.ops import _kernels, native
         from penstock.ops.cores import describe_nodes, describe_placement, usable_cores

@@ -128,7 +128,27 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         ),
     ] = 0.0
     device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
-    ops: Annotated[Literal["auto", "reference", "cpu"], option("Kernels; auto is the fastest available.")] = "auto"
+    ops: Annotated[
+        Literal["auto", "reference", "cpu", "cuda"],
+        option("Kernels: cpu, cuda (Triton) or plain PyTorch (reference); auto is the fastest available."),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, option("On a GPU, launch every kernel of a decode step from the host, without CUDA graphs.")
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1)], ...],
+        option(
+            "Numbers of sequences for which CUDA graphs are captured; a step takes the next larger one.",
+            empty="1, 2, 4, multiples of 8 to 128, of 16 to 256 and of 32 to 1024, up to max_num_seqs",
+        ),
+    ] = ()
+    batch_invariant: Annotated[
+        bool,
+        option(
+            "On a GPU, compute every row with the same bits in any batch. Without it, products of weights that are not "
+            "quantized are cuBLAS's, which may be faster. On CPUs results are always batch-invariant."
+        ),
+    ] = True
     seed: Annotated[int, option("Seed of random weights.")] = 0
     max_model_len: Annotated[
         int, option("Prompt and output of one sequence together; 0 is the model's own.", "tokens", ge=0)
@@ -264,7 +284,10 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         ),
     ] = "auto"
     max_concurrent_batches: Annotated[
-        int, option("Steps in flight at the same time; 0 is one for each pipeline stage.", ge=0, le=32)
+        int,
+        option(
+            "Steps in flight at the same time; 0 is one for each pipeline stage, on a GPU two at least.", ge=0, le=32
+        ),
     ] = 0
     threads: Annotated[
         int, option("Threads of the CPU kernels, of each rank; 0 is one per core. Results do not depend on it.", ge=0)

@@ -86,6 +86,8 @@ class Engine:
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
         try:
             self.info = self._executor.load()
+            if self.info.asynchronous and not options.max_concurrent_batches:
+                self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
             profile = self._executor.profile()
             blocks = count_blocks(options, profile, self.max_model_len)
             host_blocks = count_host_blocks(options, profile)

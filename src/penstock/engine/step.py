@@ -236,6 +236,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Number of multi-token prediction layers loaded."""
     drafts: bool = False
     """Whether the workers answer ``Propose``."""
+    asynchronous: bool = False
+    """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):

@@ -126,11 +126,12 @@ class BuildContext:
         """
         cache = self.weight_cache
         if cache and (cached := cache.find(name)):
+            cached = {key: tensor.to(self.device) for key, tensor in cached.items()}
             try:
                 return Matrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
                 logger.warning("%s is packed again: %s", name, error)
         matrix = self.ops.pack(read(), bias, format)
         if cache:
-            cache.add(name, self.ops.packed_tensors(matrix))
+            cache.add(name, {key: tensor.cpu() for key, tensor in self.ops.packed_tensors(matrix).items()})
         return Matrix(self.ops, matrix)

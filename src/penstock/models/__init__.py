@@ -86,9 +86,9 @@ def load_model(
         logger.info("the checkpoint is in float16, and is computed in bfloat16")
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
-    weights = DummyWeights(folder, dtype, seed) if load_format == "dummy" else Checkpoint(folder)
+    weights = DummyWeights(folder, dtype, seed, device) if load_format == "dummy" else Checkpoint(folder)
     scheme, cache = SCHEMES[quantization], None
-    if weight_cache_dir and isinstance(weights, Checkpoint) and device.type == "cpu":
+    if weight_cache_dir and isinstance(weights, Checkpoint):
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
         if layers:
             packing += f" layers {layers.start} to {layers.stop}"

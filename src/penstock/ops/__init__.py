@@ -43,6 +43,9 @@ class Ops(Protocol):
     NAME: str
     BATCH_INVARIANT: bool
     """Whether a row's bits do not depend on the rest of the batch."""
+    ASYNCHRONOUS: bool
+    """Whether ops return before their results are there, as on a GPU. A step may then be submitted while the one before
+    it runs, whose sampled tokens it refers to (``Batch.token_ids``)."""
     LAYOUT: str
     """Version of ``packed_tensors``."""
 
@@ -119,15 +122,21 @@ class Ops(Protocol):
         max_blocks: int,
         use_lora: bool = False,
         hidden_states: Tensor | None = None,
+        *,
+        device: torch.device = ...,
+        graph_sizes: Sequence[int] = ...,
+        sampled: Tensor | None = None,
     ) -> ForwardFn: ...
 
 
-def backend(device: torch.device, name: Literal["auto", "reference", "cpu"] = "auto") -> Ops:
+def backend(device: torch.device, name: Literal["auto", "reference", "cpu", "cuda"] = "auto") -> Ops:
     """The fastest backend for a device, or the one of that name.
 
     Raises ``PenstockError`` (``unsupported``) where that one cannot run here.
     """
-    if name == "reference" or (name == "auto" and device.type != "cpu"):
+    if name == "reference":
+        return reference
+    if name == "auto" and device.type != "cpu":
         return reference
     if device.type != "cpu":
         raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels do not run on {device}", "ops")

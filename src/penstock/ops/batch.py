@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.planning.kv_spec import TransferLayout
@@ -24,13 +25,20 @@ class AttentionMetadata:
     plan: Any = None
     """What a backend has derived of the above in the first layer, for the other layers."""
 
+    def to(self, device: torch.device) -> AttentionMetadata:
+        """The metadata on a device."""
+        return AttentionMetadata(
+            *(each.to(device) for each in (self.query_start_loc, self.seq_lens, self.block_tables))
+        )
+
 
 @dataclass(slots=True)
 class Batch:
     """The tokens of one step, sequence after sequence, without padding."""
 
     token_ids: Tensor
-    """``[tokens]`` int64."""
+    """``[tokens]`` int64. For a backend that is ``ASYNCHRONOUS``, ``-1 - i`` is the token that ``sampled[i]`` (of
+    ``capture``) will be when the step is computed."""
     positions: Tensor
     """``[tokens]`` int64: position of each token in its sequence."""
     slot_mapping: Tensor
@@ -53,6 +61,26 @@ class Batch:
     index``; -1 for none. None where no token is exported."""
     export_step: int = 0
     """Number of the step in ``LayerExport.progress``, where tokens are exported."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device, but for ``export_places``."""
+        attention = self.attention.to(device)
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+            attention=attention,
+            logits_indices=self.logits_indices.to(device),
+            logits_attention=attention if self.logits_attention is self.attention else self.logits_attention.to(device),
+            lora_slots=moved(self.lora_slots),
+            logits_lora_slots=moved(self.logits_lora_slots),
+            hidden_states=moved(self.hidden_states),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ from .lora import LoRAWeights
 
 NAME = "reference"
 BATCH_INVARIANT = False
+ASYNCHRONOUS = False
 LAYOUT = "reference-1"
+CPU = torch.device("cpu")
 MIN_MAGNITUDE = 1e-30
 """Vectors whose largest magnitude is not above this are quantized to zeros."""
 
@@ -447,8 +449,13 @@ def capture(
     max_blocks: int,
     use_lora: bool = False,
     hidden_states: Tensor | None = None,
+    *,
+    device: torch.device = CPU,
+    graph_sizes: Sequence[int] = (),
+    sampled: Tensor | None = None,
 ) -> ForwardFn:
-    """The forward pass in the form that this backend runs fastest. Its result is valid until the next call.
+    """The forward pass in the form that this backend runs fastest: over batches in host memory. Its result is on the
+    device, and valid until the next call.
 
     Args:
         forward: makes the same calls of ops for every batch, and nothing else.
@@ -456,5 +463,9 @@ def capture(
         max_blocks: of a sequence.
         use_lora: whether its batches have ``lora_slots``.
         hidden_states: ``[max_tokens, hidden]``, for batches that have ``hidden_states``: memory for them.
+        device: that ``forward`` computes on.
+        graph_sizes: numbers of sequences to capture CUDA graphs for.
+        sampled: int64 on the device: the tokens that the step before has sampled, to which token ids of a batch may
+            refer where the backend is ``ASYNCHRONOUS``.
     """
-    return forward
+    return forward if device.type == "cpu" else lambda batch: forward(batch.to(device))

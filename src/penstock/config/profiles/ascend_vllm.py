@@ -9,7 +9,7 @@ from typing import Any
 from penstock.core.errors import invalid
 
 from . import COMBINED, Alias, Profile, Settings, ignored, one_of
-from .vllm import COLLECTIVES, FLAGS, GRAPHS
+from .vllm import COLLECTIVES, FLAGS, LENGTHS
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -49,7 +49,7 @@ PROFILE = Profile(
         "ngram_prompt_lookup_max": COMBINED,
         "ngram_prompt_lookup_min": COMBINED,
         "worker_use_ray": ignored(COLLECTIVES, switch=True),
-        "max_context_len_to_capture": ignored(GRAPHS),
+        "max_context_len_to_capture": ignored(LENGTHS),
         "use_v2_block_manager": ignored("there is one KV cache manager", switch=True),
     },
     variables={

@@ -8,13 +8,12 @@ from typing import Any
 
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, Profile, Settings, ignored, on, one_of
+from . import COMBINED, Alias, Profile, Settings, cuda_graphs, ignored, on, one_of
 
 ALGORITHMS = {"sps": "draft_model", "look_ahead": "ngram", "normal": ""}
 """``--decode_algo`` → the drafter: a draft model, or n-grams."""
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
-GRAPHS = "steps are captured once, for batches of every size"
 
 
 def _speculative(given: Mapping[str, str]) -> Settings:
@@ -60,9 +59,9 @@ PROFILE = Profile(
         "dtype": Alias("dtype", one_of(DTYPES)),
         "kv_cache_quant": Alias("kv_cache_dtype", one_of({"no_quant": "auto", "int8": "int8"})),
         "log_level": Alias("log_level", str.lower),
-        "disable_cuda_graph": ignored(GRAPHS, switch=True),
-        "cuda_graph_max_batch_size": ignored(GRAPHS),
-        "cuda_graph_batch_sizes": ignored(GRAPHS),
+        "disable_cuda_graph": Alias("enforce_eager", on, switch=True),
+        "cuda_graph_max_batch_size": Alias("cudagraph_capture_sizes", cuda_graphs.up_to),
+        "cuda_graph_batch_sizes": Alias("cudagraph_capture_sizes", cuda_graphs.sizes),
         "enable_custom_allreduce": ignored(COLLECTIVES, switch=True),
     },
     together=_speculative,

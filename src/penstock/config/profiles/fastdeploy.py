@@ -9,14 +9,13 @@ from penstock.config.addresses import own_index
 from penstock.config.options import EngineOptions
 from penstock.core.errors import invalid
 
-from . import COMBINED, Alias, DerivedMetric, Profile, Settings, ignored, on, one_of, only_value, share
+from . import COMBINED, Alias, DerivedMetric, Profile, Settings, cuda_graphs, ignored, on, one_of, only_value, share
 
 LENGTH = 2048
 LONG = 0.04
 """Default of ``long_prefill_token_threshold``, as a share of the context."""
 PARSERS = {"ernie-x1": "ernie", "ernie-45-vl": "ernie", "ernie_x1": "ernie", "ernie_45_vl": "ernie"}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
-GRAPHS = "steps are captured once, for batches of every size"
 HIT_TOKENS = "Share of prompt tokens that were found in the prefix cache, 0 to 1."
 NONE_IN_HOST_MEMORY = DerivedMetric(
     "Prompt tokens found in host memory; always 0, as prefixes are kept in the KV cache alone.", lambda ours, options: 0
@@ -88,6 +87,11 @@ def _swap(text: str) -> Mapping[str, Any]:
     return {"swap_space": float(text), "preemption_mode": "swap"}
 
 
+def _graph_optimization(text: str) -> Mapping[str, Any]:
+    """CUDA graphs; models have no static graph that ``graph_opt_level`` could ask for."""
+    return cuda_graphs.read_json(text, "use_cudagraph", ("false",))
+
+
 def _ready_message(blocks: int, options: EngineOptions) -> str:
     admitting = int(blocks * options.kv_cache_ratio)
     return f"Reset block num, the total_block_num:{blocks}, prefill_kvcache_block_num:{admitting}"
@@ -127,8 +131,8 @@ PROFILE = Profile(
         "swap_space": Alias(read=_swap),
         "enable_chunked_prefill": Alias("enable_chunked_prefill", on, switch=True),
         "reasoning_parser": Alias("reasoning_parser", lambda text: PARSERS.get(text, text)),
-        "use_cudagraph": ignored(GRAPHS, switch=True),
-        "graph_optimization_config": ignored(GRAPHS),
+        "use_cudagraph": Alias("enforce_eager", lambda text: not on(text), switch=True),
+        "graph_optimization_config": Alias(read=_graph_optimization),
         "enable_custom_all_reduce": ignored(COLLECTIVES, switch=True),
         "splitwise_role": Alias("role", one_of({name: name for name in ("mixed", "prefill", "decode")})),
         "innode_prefill_ports": Alias("prefill_instances", _prefill_ports),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import Alias, Profile, ignored, one_of, only_value, refused
+from . import Alias, Profile, cuda_graphs, ignored, one_of, only_value, refused
 
 DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
 LEVELS = {"trace": "debug", "debug": "debug", "info": "info", "warning": "warning", "error": "error"}
@@ -24,7 +24,7 @@ OF_BACKENDS = {
 }
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 COLLECTIVES = "ranks gather outputs in shared memory, and over TCP between machines"
-GRAPHS = "steps are captured once, for batches of every size"
+LENGTHS = "CUDA graphs are captured for sequences of any length"
 KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 KV_SETTINGS = {
     "kv_ip": "kv_host",
@@ -101,6 +101,11 @@ def _generation(text: str) -> Mapping[str, Any]:
     return {"override_generation_config": json.dumps(result) if result else "", **limit}
 
 
+def _compilation(text: str) -> Mapping[str, Any]:
+    """CUDA graphs' part of ``--compilation-config``; kernels are not compiled by levels (``-O3``)."""
+    return {} if re.fullmatch(r"\d", text) else cuda_graphs.read_json(text, "cudagraph_mode", ("none", "0"))
+
+
 def _also(table: Mapping[str, str]) -> Callable[[str], str]:
     """A reader with other names for some values; the setting checks the rest."""
     return lambda text: table.get(text, text)
@@ -147,9 +152,9 @@ FLAGS: Mapping[str, Alias] = {
     "max_parallel_loading_workers": ignored("weights are mapped, not copied"),
     "safetensors_load_strategy": ignored("weights are mapped, not copied"),
     "trust_remote_code": ignored("code of a checkpoint is never executed", switch=True),
-    "enforce_eager": ignored(GRAPHS, switch=True),
-    "max_seq_len_to_capture": ignored(GRAPHS),
-    "compilation_config": ignored(GRAPHS, short="-O"),
+    "max_cudagraph_capture_size": Alias("cudagraph_capture_sizes", cuda_graphs.up_to),
+    "max_seq_len_to_capture": ignored(LENGTHS),
+    "compilation_config": Alias(read=_compilation, short="-O"),
     "attention_backend": ignored("--ops selects the kernels"),
     "async_scheduling": ignored("give --max-concurrent-batches 2 to plan steps ahead", switch=True),
     "disable_hybrid_kv_cache_manager": ignored("there is one KV cache manager", switch=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -15,7 +16,8 @@ from ..worker.worker import Worker
 
 
 class UniProcExecutor:
-    """Computes steps in ``submit`` itself where ``max_in_flight`` is 1, else in a thread.
+    """Computes steps in ``submit`` itself where ``max_in_flight`` is 1, else in a thread. On a GPU ``submit`` only
+    launches a step, and ``collect`` waits for it, without a thread.
 
     Args:
         options: of the engine.
@@ -24,11 +26,15 @@ class UniProcExecutor:
 
     def __init__(self, options: EngineOptions, max_in_flight: int = 1) -> None:
         self._worker = Worker(options)
-        self._thread = ThreadPoolExecutor(1, "worker") if max_in_flight > 1 else None
-        self._steps: deque[Future[StepOutput] | StepOutput | Exception] = deque()
+        self._max_in_flight = max_in_flight
+        self._thread: ThreadPoolExecutor | None = None
+        self._steps: deque[Future[StepOutput] | Callable[[], StepOutput] | Exception] = deque()
 
     def load(self) -> ModelInfo:
-        return self._worker.load()
+        info = self._worker.load()
+        if self._max_in_flight > 1 and not info.asynchronous:
+            self._thread = ThreadPoolExecutor(1, "worker")
+        return info
 
     def profile(self) -> MemoryProfile:
         return self._worker.profile()
@@ -41,7 +47,7 @@ class UniProcExecutor:
             self._steps.append(self._thread.submit(self._worker.execute, step, grammar_bitmask))
             return
         try:
-            self._steps.append(self._worker.execute(step, grammar_bitmask))
+            self._steps.append(self._worker.submit(step, grammar_bitmask))
         except Exception as error:
             self._steps.append(error)
 
@@ -51,7 +57,7 @@ class UniProcExecutor:
             return step.result()
         if isinstance(step, Exception):
             raise step
-        return step
+        return step()
 
     def call(self, op: Op) -> Future[Any]:
         if not self._thread:

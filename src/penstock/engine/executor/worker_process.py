@@ -10,9 +10,11 @@ import select
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from penstock.config import logs
 from penstock.config.options import EngineOptions
@@ -25,6 +27,7 @@ from penstock.parallel.pipeline import Receiver, Sender
 from ..exit_status import LINK_LOST
 from ..step import StepInput, StepOutput, encoder
 from ..worker.worker import Worker
+from .layout import RankInfo
 from .messages import (
     Call,
     CallReply,
@@ -187,9 +190,25 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
         for descriptor, peer in peers
         if peer.stage == rank_info.stage
     ]
-    return options, SharedMemoryGroup(
+    group = SharedMemoryGroup(
         start.memory, rank_info.rank, rank_info.size, spins=spins, stage=rank_info.stage, links=links
     )
+    if (device := gpu_of_rank(options.device, rank_info)) is None:
+        return options, group
+    options = msgspec.structs.replace(options, device=device)
+    if rank_info.size == 1 or links or rank_info.local_size > torch.cuda.device_count():
+        return options, group  # of one, or one that loading the model refuses
+    from penstock.parallel.device_group import DeviceGroup
+
+    name = f"penstock-ranks-{start.parent}-{os.fstat(start.memory).st_ino}-{rank_info.stage}"
+    return options, DeviceGroup(group, torch.device(device), Path("/dev/shm") / name)
+
+
+def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:
+    """The GPU of one of several ranks, ``cuda:N``, whether it is there or not; None where they compute on CPUs."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return f"cuda:{rank_info.local_rank}"
+    return None
 
 
 def _failed(error: BaseException) -> Failed:

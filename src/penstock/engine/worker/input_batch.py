@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.ops import AttentionMetadata, Batch
 
@@ -19,12 +20,10 @@ class InputBatch:
         rows: number of rows, at least the maximum number of running sequences.
         max_len: maximum number of tokens of a sequence.
         block_size: tokens of a KV block.
-        device: of the tensors that ``flatten`` returns.
     """
 
-    def __init__(self, rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, max_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self._device = device
         self.tokens = np.zeros((rows, max_len + 1), np.int32)
         """``[rows, max_len + 1]``: a sampled token after the last one is written, and never computed."""
         self.tables = np.zeros((rows, -(-max_len // block_size)), np.int32)
@@ -37,6 +36,10 @@ class InputBatch:
         self.prompt_outputs = np.zeros(rows, bool)
         """``[rows]``: ``Row.has_prompt_outputs``."""
         self.any_prompt_outputs = False
+        self._in_flight = np.full((2, rows), -1, np.int64)
+        """``[2, rows]``: position of each row's token that the device is still sampling, and that token's index among
+        those of its step (``Batch.token_ids``); -1 for none."""
+        self._any_in_flight = False
 
     def row(self, number: int) -> Row:
         """The row of that number, which must have a sequence."""
@@ -68,11 +71,30 @@ class InputBatch:
             self.lora_slots[child], self.prompt_outputs[child] = self.lora_slots[parent], False
             self.rows[child] = self.row(parent).fork(index, self.tokens[child])
 
+    def set_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """Say which tokens the device is sampling: those at ``positions`` of ``rows``, in the order in which they are
+        sampled. They replace the ones of the step before."""
+        self._in_flight[:] = -1
+        self._in_flight[0, rows] = positions
+        self._in_flight[1, rows] = np.arange(len(rows))
+        self._any_in_flight = len(rows) > 0
+
+    def clear_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+        """Say that tokens given to ``set_in_flight`` are written to ``tokens`` now."""
+        known = np.asarray(rows)[self._in_flight[0, rows] == positions]
+        self._in_flight[:, known] = -1
+        self._any_in_flight = bool((self._in_flight[0] >= 0).any())
+
+    def needs_token_values(self, number: int) -> bool:
+        """``Row.needs_token_values`` of a row; False before its first sequence."""
+        row = self.rows[number]
+        return row is not None and row.needs_token_values
+
     def flatten(
         self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_states: np.ndarray, shift: int = 0
     ) -> Batch:
-        """Build the input of a forward pass: ``lengths`` tokens from ``starts`` on of each row, concatenated without
-        padding; at least one token in all.
+        """Build the input of a forward pass, in host memory: ``lengths`` tokens from ``starts`` on of each row,
+        concatenated without padding; at least one token in all.
 
         Args:
             rows, starts, lengths: ``[items]`` int32 or int64.
@@ -100,13 +122,19 @@ class InputBatch:
             logits_indices = np.arange(state_ends[-1]) + (ends - state_ends).repeat(num_states)
         lora_slots = logits_lora_slots = None
         if self._any_lora and ((slot := self.lora_slots[rows]) >= 0).any():
-            lora_slots, logits_lora_slots = (self._tensor(slot.repeat(counts)) for counts in (lengths, num_states))
+            lora_slots = logits_lora_slots = torch.from_numpy(slot.repeat(lengths))
+            if logits_attention is not attention:
+                logits_lora_slots = torch.from_numpy(slot.repeat(num_states))
+        token_ids = self.tokens[token_rows, positions + shift].astype(np.int64)
+        if self._any_in_flight:
+            is_in_flight = self._in_flight[0, token_rows] == positions + shift
+            token_ids[is_in_flight] = -1 - self._in_flight[1, token_rows[is_in_flight]]
         return Batch(
-            token_ids=self._tensor(self.tokens[token_rows, positions + shift].astype(np.int64)),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slot_mapping),
             attention=attention,
-            logits_indices=self._tensor(logits_indices),
+            logits_indices=torch.from_numpy(logits_indices),
             logits_attention=logits_attention,
             lora_slots=lora_slots,
             logits_lora_slots=logits_lora_slots,
@@ -118,10 +146,9 @@ class InputBatch:
         starts = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=starts[1:])
         tables = self.tables[rows, :blocks]
-        return AttentionMetadata(self._tensor(starts), self._tensor(total.astype(np.int32)), self._tensor(tables))
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return AttentionMetadata(
+            torch.from_numpy(starts), torch.from_numpy(total.astype(np.int32)), torch.from_numpy(tables)
+        )
 
     def _reorder_beams(self, beam_steps: np.ndarray) -> None:
         rows, parents, positions, token_ids = beam_steps.T

@@ -47,7 +47,13 @@ def load_models(
     folder = Path(options.model) if options.model else demo.CHAT
     device = _device(options.device)
     if group.size > 1 and device.type != "cpu":
-        raise invalid("tensor_parallel_size", f"several ranks compute on the CPU only, and the device is {device}", 1)
+        from penstock.parallel.device_group import DeviceGroup
+
+        if not isinstance(group, DeviceGroup):
+            words = f"several ranks compute on CPUs, or on GPUs of one machine, and the device is {device}"
+            raise invalid("tensor_parallel_size", words, 1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = ops.backend(device, options.ops)
     config = read_config(folder)
     if options.quantization == "none":
@@ -111,6 +117,8 @@ def _device(name: str) -> torch.device:
         raise invalid("device", f"{name!r} is none: use cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise invalid("device", f"{device} is none of the {count} GPUs that are here; each rank needs one", count)
     return device
 
 

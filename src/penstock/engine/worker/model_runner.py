@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.core import Logprob
 from penstock.models import Model
-from penstock.ops import AttentionMetadata, Batch, KVSpec, LayerExport, Ops
+from penstock.ops import AttentionMetadata, Batch, ForwardFn, KVSpec, LayerExport, Ops
 from penstock.planning.kv_spec import PROGRESS_BITS, bytes_per_block
 
 from ..step import SampledTokens
@@ -36,6 +36,7 @@ class ModelRunner:
         max_rows: maximum number of sequences of a step.
         max_len: maximum number of tokens of a sequence.
         lora: whether rows may have adapters.
+        graph_sizes: numbers of sequences to capture CUDA graphs for.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ModelRunner:
         max_rows: int,
         max_len: int,
         lora: bool = False,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         self.model = model
         self._ops = ops
@@ -58,18 +60,33 @@ class ModelRunner:
         self._max_tokens = max_tokens
         self._max_rows = max_rows
         self._max_blocks = -(-max_len // specs[0].block_size)
+        self._graph_sizes = graph_sizes
+        self._sampled = None
+        if ops.ASYNCHRONOUS:
+            self._sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.cache: list[Any] = []
         self._host: list[Any] = []
         self._progress: Tensor | None = None
+        self._forward: ForwardFn | None = None
+        self._forward_lora: ForwardFn | None = None
+        """For steps with adapters; in other steps they cost nothing."""
 
-    def init_cache(self, blocks: int, host_blocks: int, export: Sequence[LayerExport] = ()) -> None:
+    def init_cache(
+        self,
+        blocks: int,
+        host_blocks: int,
+        export: Sequence[LayerExport] = (),
+        graph_sizes: Sequence[int] | None = None,
+    ) -> None:
         """Allocate the KV cache of ``blocks`` blocks on the device and ``host_blocks`` in host memory, and capture the
         forward pass over it.
 
         Args:
             export: of each layer of this pipeline stage, all with one ``progress``; empty where there is no transfer
                 buffer.
+            graph_sizes: in place of the runner's.
         """
+        self.cache, self._host, self._forward, self._forward_lora = [], [], None, None  # frees what profiling left
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
         self._progress = export[0].progress if export else None
@@ -83,10 +100,12 @@ class ModelRunner:
             self._max_rows,
             self._max_blocks,
             hidden_states=None if hidden is None else hidden.to(self._device),
+            device=self._device,
+            graph_sizes=self._graph_sizes if graph_sizes is None else graph_sizes,
+            sampled=self._sampled,
         )
         self._forward = capture()
         self._forward_lora = capture(use_lora=True) if self._lora else self._forward
-        """For steps with adapters; in other steps they cost nothing."""
 
     @property
     def block_bytes(self) -> int:
@@ -103,18 +122,21 @@ class ModelRunner:
             self.init_cache(1, 0)
             return getattr(self._forward, "buffer_bytes", 0) + logits
         blocks = -(-tokens // self._specs[0].block_size)
-        self.init_cache(blocks, 0)
         torch.cuda.synchronize(self._device)
+        self.init_cache(blocks, 0, graph_sizes=())
+        without = torch.cuda.memory_reserved(self._device)
+        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # the others share the memory of the largest
+        graphs = max(torch.cuda.memory_reserved(self._device) - without, 0)
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        batch = _one_row(tokens, blocks, self._specs[0].block_size, min(rows, tokens), self._device)
+        batch = _one_row(tokens, blocks, min(rows, tokens))
         if layers.start:
-            batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype, device=self._device)
+            batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype)
         hidden = self.forward(batch)
         if has_logits:
             self.model.logits(hidden)
         torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - before + logits
+        return torch.cuda.max_memory_allocated(self._device) - before + graphs + logits
 
     def move_blocks(self, swap_out: np.ndarray, swap_in: np.ndarray, copies: np.ndarray) -> None:
         """Copy blocks: to the host tier, from it, and within the cache. Arguments are fields of ``RowUpdates``."""
@@ -131,7 +153,15 @@ class ModelRunner:
         transfer buffer, if ``init_cache`` was given one."""
         if self._progress is not None and batch.export_places is not None:
             self._progress.fill_(batch.export_step << PROGRESS_BITS)
-        return (self._forward if batch.lora_slots is None else self._forward_lora)(batch)
+        forward = self._forward if batch.lora_slots is None else self._forward_lora
+        assert forward is not None, "call init_cache first"
+        return forward(batch)
+
+    def keep_sampled(self, token_ids: Tensor) -> None:
+        """Keep sampled tokens, ``[rows]`` int64, for the batch of the next step, which may refer to them
+        (``Batch.token_ids``)."""
+        assert self._sampled is not None
+        self._sampled[: len(token_ids)].copy_(token_ids)
 
     def sample(
         self, hidden: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None
@@ -214,14 +244,14 @@ def _finite(hidden: Tensor) -> Tensor:
     return hidden.isfinite().all(-1)
 
 
-def _one_row(tokens: int, blocks: int, block_size: int, num_states: int, device: torch.device) -> Batch:
+def _one_row(tokens: int, blocks: int, num_states: int) -> Batch:
     """A batch of one sequence of ``tokens`` tokens, which needs the hidden states of the last ``num_states``."""
 
-    def tensor(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def tensor(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
 
-    positions = torch.arange(tokens, device=device)
-    table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+    positions = torch.arange(tokens)
+    table = torch.arange(blocks, dtype=torch.int32)[None]
     return Batch(
         token_ids=torch.zeros_like(positions),
         positions=positions,

@@ -125,7 +125,7 @@ class MTPDrafter:
         batch = self._batch.flatten(rows, starts, counts, counts.copy(), shift=1)
         model = self._runner.model
         layer = self._layers[number]
-        hidden = layer.forward(batch, states, self._runner.cache[model.config.num_layers + number])
+        hidden = layer.forward(batch.to(states.device), states, self._runner.cache[model.config.num_layers + number])
         last = hidden[torch.from_numpy(counts.cumsum() - 1).to(hidden.device)]
         own = [self._batch.row(row) for row in rows]
         lengths = (starts + counts + 1).tolist()

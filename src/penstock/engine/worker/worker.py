@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from penstock.config.options import EngineOptions
 from penstock.models import LoRAAdapter, Model, load_lora
 from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
+from penstock.planning.cuda_graphs import capture_sizes
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_spec import KV_QUANTIZATION
 
@@ -41,10 +42,12 @@ from ..step import (
 )
 from .draft_model import DraftModel
 from .drafter import VerifiedStep, WorkerDrafter
+from .host_copy import to_device
 from .input_batch import InputBatch
 from .loading import LoadedModels, load_models
 from .model_runner import ModelRunner
 from .mtp import MTPDrafter
+from .pending_step import PendingStep
 from .row import Position, Row
 from .transfer_memory import layer_exports
 
@@ -77,6 +80,9 @@ class Worker:
         self._adapter_loader = ThreadPoolExecutor(1, "read-adapter")
         self._pending_loads: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
         self._adapters: dict[int, LoRAAdapter] = {}
+        self._asynchronous = False
+        self._in_flight: deque[PendingStep] = deque()
+        """Steps that may not be complete, the oldest first; where the workers are ``asynchronous``."""
         self._exports: list[LayerExport] = []
         """Of each layer of this stage; empty without KV transfers."""
 
@@ -90,7 +96,7 @@ class Worker:
         options, loaded = self._options, load_models(self._options, self._group, self._stage)
         self._loaded = loaded
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
-        self._batch = InputBatch(rows, loaded.max_model_len, options.block_size, loaded.device)
+        self._batch = InputBatch(rows, loaded.max_model_len, options.block_size)
 
         def runner(model: Model, lora: bool) -> ModelRunner:
             return ModelRunner(
@@ -102,6 +108,9 @@ class Worker:
                 max_rows=rows,
                 max_len=loaded.max_model_len,
                 lora=lora,
+                graph_sizes=()
+                if options.enforce_eager
+                else capture_sizes(options.max_num_seqs, options.cudagraph_capture_sizes),
             )
 
         self._runner = runner(loaded.model, bool(loaded.max_loras))
@@ -112,7 +121,9 @@ class Worker:
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.mtp_heads:
             self._drafter = MTPDrafter(self._runner, self._batch)
-        return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None)
+        single = self._group.size == self._stage.size == 1
+        self._asynchronous = loaded.ops.ASYNCHRONOUS and single and not self._drafter
+        return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self._asynchronous)
 
     def profile(self) -> MemoryProfile:
         """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
@@ -156,11 +167,31 @@ class Worker:
         Args:
             grammar_bitmask: as in ``Executor.submit``; waited for after the forward pass.
         """
-        with self._stage.step(), self._step():
-            output, verified = self._execute(step, grammar_bitmask)
-        if verified:
-            self._after_step(verified)
-        return output
+        return self.submit(step, grammar_bitmask)()
+
+    def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> Callable[[], StepOutput]:
+        """Compute a step, or start it where the workers are ``asynchronous``. Arguments as for ``execute``.
+
+        Returns:
+            Waits for the step and returns its output, or raises its error.
+        """
+        if not self._asynchronous:
+            with self._stage.step(), self._step():
+                output, verified = self._start(step, grammar_bitmask)()
+            if verified:
+                self._after_step(verified)
+            return lambda: output
+        # A step may refer to tokens that the one before it samples, unless the host has to know them.
+        reads_tokens = len(step.drafts) or any([self._batch.needs_token_values(row) for row in step.rows.tolist()])
+        while len(self._in_flight) > (0 if reads_tokens else 1):
+            self._in_flight.popleft().complete()
+        with self._step():
+            finish = self._start(step, grammar_bitmask)
+        pending = PendingStep(lambda: finish()[0])
+        self._in_flight.append(pending)
+        if len(step.drafts):
+            pending.complete()
+        return pending.result
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -173,23 +204,24 @@ class Worker:
                 self._drafter.reset()
             raise
 
-    def _execute(
+    def _start(
         self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None
-    ) -> tuple[StepOutput, VerifiedStep | None]:
-        """The step's output, and the drafter's input; None without a drafter."""
+    ) -> Callable[[], tuple[StepOutput, VerifiedStep | None]]:
+        """Start a step. Returns the function that waits for its output, and for the drafter's input; None without a
+        drafter."""
         self.poll()
         self._apply(step.updates)
         forks = dict(self._forks)
         if not len(step.rows):
             self._stage.pass_on()
-            return StepOutput([]), None
+            return lambda: (StepOutput([]), None)
         num_tokens, num_states = step.lengths, step.needs_sample.astype(np.int64)
         if len(step.drafts):
             self._write_drafts(step)
             num_tokens, num_states = num_tokens + step.drafts, num_states + step.drafts
         if not self._stage.is_last:
             self._stage.send(self._forward(step, num_tokens, num_tokens))
-            return StepOutput([]), None
+            return lambda: (StepOutput([]), None)
         prompt_states = self._prompt_states(step, num_states) if self._batch.any_prompt_outputs else {}
         if self._drafter and self._drafter.needs_all_hidden_states:
             num_states = num_tokens
@@ -200,12 +232,17 @@ class Worker:
             self._collect_prompt_outputs(
                 output, i, self._batch.row(int(step.rows[i])), step, hidden[ends[i] - count : ends[i]]
             )
-        sampled = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
-        output.sampled.extend(sampled.values())
-        if not self._drafter:
-            return output, None
-        drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
-        return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, hidden)
+        sampling = self._sample(step, ends, forks, hidden, grammar_bitmask.result() if grammar_bitmask else None)
+
+        def finish() -> tuple[StepOutput, VerifiedStep | None]:
+            sampled = sampling()
+            output.sampled.extend(sampled.values())
+            if not self._drafter:
+                return output, None
+            drafts = step.drafts if len(step.drafts) else np.zeros_like(step.rows)
+            return output, VerifiedStep(step.rows, step.starts, step.lengths, drafts, sampled, forks, hidden)
+
+        return finish
 
     def call(self, op: Op) -> Future[Any]:
         """Execute a call between two steps. The future is done when this returns, except for ``LoadLoRA``: there
@@ -277,7 +314,7 @@ class Worker:
         if not self._stage.is_first:
             model = self._runner.model
             hidden = self._stage.receive(model.config.hidden_size, model.dtype)
-            batch.hidden_states = hidden.to(self._models.device)
+            batch.hidden_states = hidden
         return self._runner.forward(batch)
 
     def _write_drafts(self, step: StepInput) -> None:
@@ -330,9 +367,9 @@ class Worker:
         forks: dict[int, list[int]],
         hidden: Tensor,
         grammar_bitmask: np.ndarray | None,
-    ) -> dict[int, SampledTokens]:
-        """Sample for each row, and write the tokens to the batch. Returns what each row sampled, in the order of
-        ``StepOutput.sampled``.
+    ) -> Callable[[], dict[int, SampledTokens]]:
+        """Sample for each row. Returns the function that waits for the tokens, writes them to the batch, and returns
+        what each row sampled, in the order of ``StepOutput.sampled``.
 
         Args:
             ends: ``[items]``: end of each item's hidden states in ``hidden``.
@@ -355,10 +392,22 @@ class Worker:
                     positions.append(row.position(length + place))
                     states.append(end - 1 - drafted + place)
         if not positions:
-            return {}
+            return dict
         if states != list(range(len(hidden))):
-            hidden = hidden[states]
-        sampled = self._runner.sample(hidden, positions, grammar_bitmask).result()
+            hidden = hidden[to_device(states, hidden.device)]
+        samples = self._runner.sample(hidden, positions, grammar_bitmask)
+        if self._asynchronous and not len(step.drafts):
+            self._runner.keep_sampled(samples.token_ids)
+            self._batch.set_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
+        return lambda: self._record(sampling, samples.result())
+
+    def _record(self, sampling: list[tuple[int, int, int]], sampled: list[SampledTokens]) -> dict[int, SampledTokens]:
+        """Write sampled tokens to the batch, as far as drafts are accepted. Returns what each row sampled.
+
+        Args:
+            sampling: row, length before the sampled token, and number of draft tokens, of each row.
+            sampled: what was sampled at each position.
+        """
         tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
             result = sampled[at]
@@ -369,6 +418,8 @@ class Worker:
             tokens[row_number, length : length + len(result.token_ids)] = result.token_ids
             by_row[row_number] = result
             at += drafted + 1
+        if self._asynchronous:
+            self._batch.clear_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
         return by_row
 
     # --- KV transfers -----------------------------------------------------------------------------------------------

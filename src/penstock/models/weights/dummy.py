@@ -12,30 +12,35 @@ from torch import Tensor
 
 
 class DummyWeights:
-    """Random weights of any name and shape, equal for equal names and seeds (``load_format="dummy"``).
+    """Random weights of any name and shape, equal for equal names, seeds and kinds of device
+    (``load_format="dummy"``).
 
     Args:
         folder: of the checkpoint, whose ``config.json`` gives the shapes.
+        device: where they are drawn.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu") -> None:
         self._config = folder / "config.json"
         self._dtype = dtype
         self._seed = seed
+        self._device = torch.device(device)
 
     @property
     def version(self) -> str:
-        drawn = f"dummy {self._dtype} {self._seed} ".encode()
+        on = "" if self._device.type == "cpu" else f"{self._device.type} "
+        drawn = f"dummy {on}{self._dtype} {self._seed} ".encode()
         return hashlib.sha256(drawn + self._config.read_bytes()).hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
         """As ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
         if len(shape) == 1:
-            tensor = torch.ones(shape, dtype=self._dtype)
+            tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:
             importlib.import_module("torch._prims.rng_prims")  # which engine processes lack (engine/lean_torch.py)
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
-            tensor = torch.empty(shape, dtype=self._dtype).normal_(std=shape[-1] ** -0.5, generator=generator)
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
+            empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+            tensor = empty.normal_(std=shape[-1] ** -0.5, generator=generator)
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     def has(self, name: str) -> bool:

@@ -17,6 +17,7 @@ from .sketch import argmax
 native.set_up()
 
 __all__ = [
+    "ASYNCHRONOUS",
     "BATCH_INVARIANT",
     "LAYOUT",
     "NAME",
@@ -54,6 +55,7 @@ __all__ = [
 
 NAME = "cpu"
 BATCH_INVARIANT = True
+ASYNCHRONOUS = False
 NUMERICS = 6
 """Version of the kernels' results: raised with every change that changes the bits of any of them."""
 

@@ -24,6 +24,7 @@ from ..batch import AttentionMetadata, Batch, ForwardFn
 
 MAX_CAPTURED_TOKENS = 4096
 """Tokens of the largest batch that a graph has buffers for."""
+CPU = torch.device("cpu")
 _capturing = threading.local()
 
 
@@ -177,6 +178,10 @@ def capture(
     max_blocks: int,
     use_lora: bool = False,
     hidden_states: Tensor | None = None,
+    *,
+    device: torch.device = CPU,
+    graph_sizes: Sequence[int] = (),
+    sampled: Tensor | None = None,
 ) -> ForwardFn:
     """As ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs call by call.
 

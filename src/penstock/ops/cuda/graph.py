@@ -1,0 +1,258 @@
+"""The forward pass on the GPU: a batch travels in one copy, and steps in which every sequence decodes replay CUDA
+graphs.
+
+A graph is a recorded list of launches, which starts without work on the host. It computes a fixed number of sequences,
+so one is recorded for each of some sizes, and a batch takes the next larger one. Its padding has no query tokens,
+stores nothing in the KV cache, and changes no bit of the other rows, since all kernels are batch-invariant.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import AttentionMetadata, Batch, ForwardFn
+from .kernels.tokens import resolve_tokens_kernel
+from .launch import launch
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 16
+"""Bytes by which arrays are aligned, so that Triton compiles each kernel for aligned addresses only."""
+NUM_PINNED = 4
+"""Pinned buffers: more than steps that may be in flight, so that none is waited for."""
+RESOLVE_BLOCK = 256
+GPU = torch.device("cuda")
+
+
+class Staging:
+    """Carries arrays to the GPU: packed in pinned memory, then copied at once, without waiting for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * NUM_PINNED
+        self._copied: list[Any] = [None] * NUM_PINNED
+        self._next = 0
+
+    def reserve(self, size: int) -> Tensor:
+        """``[size]`` uint8 of pinned host memory, to be filled before ``send``; waits until an earlier copy of that
+        memory has ended."""
+        if self._copied[self._next]:
+            self._copied[self._next].synchronize()
+        if self._buffers[self._next].numel() < size:
+            room = 1 << (size - 1).bit_length()
+            self._buffers[self._next] = torch.empty(room, dtype=torch.uint8, pin_memory=self._on_gpu)
+        return self._buffers[self._next][:size]
+
+    def send(self, size: int, target: Tensor) -> None:
+        """Copy what was filled to ``target``, ``[size]`` uint8 on the device."""
+        target.copy_(self._buffers[self._next][:size], non_blocking=True)
+        if self._on_gpu:
+            self._copied[self._next] = torch.cuda.Event()
+            self._copied[self._next].record()
+        self._next = (self._next + 1) % NUM_PINNED
+
+
+class Layout:
+    """Places of tensors in one buffer.
+
+    Args:
+        tensors: whose shapes and dtypes they have.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._places = []
+        self.size = 0
+        """Bytes of the buffer."""
+        for tensor in tensors:
+            self._places.append((self.size, tensor.shape, tensor.dtype))
+            self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer, ``[size]`` uint8."""
+        return [
+            buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for start, shape, dtype in self._places
+        ]
+
+
+class CapturedForward:
+    """A forward pass; arguments as for ``reference.capture``."""
+
+    def __init__(
+        self,
+        forward: ForwardFn,
+        max_sequences: int,
+        max_blocks: int,
+        use_lora: bool,
+        device: torch.device,
+        graph_sizes: Sequence[int],
+        sampled: Tensor | None,
+    ) -> None:
+        self._forward = forward
+        self._device = device
+        self._sampled = sampled
+        self._use_lora = use_lora
+        self._staging = Staging(device)
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._sizes: list[int] = []
+        if device.type != "cuda":
+            return
+        begun, before = time.monotonic(), torch.cuda.memory_reserved(device)
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            for size in sorted({min(size, max_sequences) for size in graph_sizes}, reverse=True):
+                batch = _decode_batch(size, max_blocks, use_lora)
+                self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool)
+        except Exception as error:  # for example of a collective that cannot be captured
+            logger.warning("CUDA graphs are not used, since one could not be captured: %s", error)
+            self._graphs.clear()
+        self._sizes = sorted(self._graphs)
+        if self._sizes:
+            size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - begun
+            logger.info("%d CUDA graphs captured in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Compute a batch in host memory; the result is on the device, and valid until the next call."""
+        sequences = len(batch.attention.seq_lens)
+        decodes = sequences == len(batch.token_ids) == len(batch.logits_indices)
+        if decodes and batch.hidden_states is None and batch.export_places is None:
+            for size in self._sizes:
+                if size >= sequences:
+                    return self._graphs[size](batch)
+        return self._run(self._to_device(batch))
+
+    def _run(self, batch: Batch) -> Tensor:
+        """Compute a batch on the device."""
+        if self._sampled is not None:
+            count = len(batch.token_ids)
+            grid = (-(-count // RESOLVE_BLOCK),)
+            launch(resolve_tokens_kernel, grid, batch.token_ids, self._sampled, count, BLOCK=RESOLVE_BLOCK)
+        return self._forward(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        """The batch on the device, in one copy. ``export_places`` stay in host memory, as the transfer buffer does."""
+        given = _tensors(batch)
+        layout = Layout(given)
+        for view, tensor in zip(layout.views(self._staging.reserve(layout.size)), given, strict=True):
+            view.copy_(tensor)
+        memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
+        self._staging.send(layout.size, memory)
+        moved = _with_tensors(batch, layout.views(memory))
+        moved.hidden_states = None if batch.hidden_states is None else batch.hidden_states.to(self._device)
+        return moved
+
+
+class DecodeGraph:
+    """The CUDA graph of one number of sequences, each with one token.
+
+    Args:
+        run: computes a batch on the device.
+        padding: a batch in host memory of as many sequences, none of which has a token.
+        pool: memory that graphs share.
+    """
+
+    def __init__(self, run: ForwardFn, padding: Batch, staging: Staging, device: torch.device, pool: Any) -> None:
+        self._staging = staging
+        tensors = _tensors(padding)
+        self._layout = Layout(tensors)
+        self._padding = torch.zeros(self._layout.size, dtype=torch.uint8)
+        for view, tensor in zip(self._layout.views(self._padding), tensors, strict=True):
+            view.copy_(tensor)
+        self._memory = self._padding.to(device)
+
+        def batch() -> Batch:  # a new one for each run, since kernels leave their plan in it
+            return _with_tensors(padding, self._layout.views(self._memory))
+
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            run(batch())  # compiles and loads kernels, which a capture cannot
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._out = run(batch())
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Compute a batch in host memory of at most as many sequences."""
+        memory = self._staging.reserve(self._layout.size)
+        memory.copy_(self._padding)
+        for view, tensor in zip(self._layout.views(memory), _tensors(batch), strict=True):
+            if tensor.dim() == 2:
+                view[: tensor.shape[0], : tensor.shape[1]] = tensor
+            else:
+                view[: len(tensor)] = tensor
+                if len(tensor) == len(batch.token_ids) + 1:  # query_start_loc: no queries behind the last sequence
+                    view[len(tensor) :] = len(batch.token_ids)
+        self._staging.send(self._layout.size, self._memory)
+        self._graph.replay()
+        return self._out[: len(batch.token_ids)]
+
+
+def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
+    """A batch of padding: ``size`` sequences without a token."""
+    zeros, lengths = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int32)
+    starts, tables = torch.zeros(size + 1, dtype=torch.int32), torch.zeros(size, max_blocks, dtype=torch.int32)
+    metadata = AttentionMetadata(starts, lengths, tables)
+    slots = torch.full_like(lengths, -1) if use_lora else None
+    return Batch(zeros, zeros, zeros - 1, metadata, torch.arange(size), metadata, slots, slots)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch that travel; those of ``logits_attention`` and ``logits_lora_slots`` once where they are
+    the same."""
+    metadata = [batch.attention]
+    if batch.logits_attention is not batch.attention:
+        metadata.append(batch.logits_attention)
+    slots = [] if batch.lora_slots is None else [batch.lora_slots]
+    if batch.logits_lora_slots is not None and batch.logits_lora_slots is not batch.lora_slots:
+        slots.append(batch.logits_lora_slots)
+    each = [tensor for one in metadata for tensor in (one.query_start_loc, one.seq_lens, one.block_tables)]
+    return [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices, *each, *slots]
+
+
+def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
+    """A batch with other tensors, in the order of ``_tensors``."""
+    token_ids, positions, slot_mapping, logits_indices, starts, lengths, tables, *rest = tensors
+    attention = logits_attention = AttentionMetadata(starts, lengths, tables)
+    if batch.logits_attention is not batch.attention:
+        logits_attention, rest = AttentionMetadata(*rest[:3]), rest[3:]
+    lora_slots = logits_lora_slots = None
+    if batch.lora_slots is not None:
+        lora_slots, logits_lora_slots = rest[0], rest[-1]
+    return replace(
+        batch,
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        logits_indices=logits_indices,
+        attention=attention,
+        logits_attention=logits_attention,
+        lora_slots=lora_slots,
+        logits_lora_slots=logits_lora_slots,
+    )
+
+
+def capture(
+    forward: ForwardFn,
+    max_tokens: int,
+    max_sequences: int,
+    max_blocks: int,
+    use_lora: bool = False,
+    hidden_states: Tensor | None = None,
+    *,
+    device: torch.device = GPU,
+    graph_sizes: Sequence[int] = (),
+    sampled: Tensor | None = None,
+) -> ForwardFn:
+    """As ``reference.capture``."""
+    sizes = () if hidden_states is not None else graph_sizes
+    return CapturedForward(forward, max_sequences, max_blocks, use_lora, device, sizes, sampled)

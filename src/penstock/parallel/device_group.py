@@ -1,0 +1,89 @@
+"""A group of ranks that have a GPU of one machine each. What they gather travels by NCCL; on CPUs, for tests, by Gloo.
+
+Outputs are split among ranks as everywhere, so that results have the same bits at every size. What the ranks tell each
+other about failed steps goes over shared memory, as in a group on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import Group, Shard
+
+
+class DeviceGroup:
+    """A ``Group`` whose tensors are on devices.
+
+    Args:
+        control: of the same ranks, for ``step``.
+        device: of this rank.
+        meeting_point: a file that does not exist yet, by which the ranks find each other.
+    """
+
+    def __init__(self, control: Group, device: torch.device, meeting_point: Path) -> None:
+        self._control = control
+        self._device = device
+        store = dist.FileStore(str(meeting_point), control.size)  # type: ignore[attr-defined]
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size)
+        self._shards: dict[Shard, list[Shard]] = {}
+        """The shards of all ranks, by this rank's."""
+
+    @property
+    def rank(self) -> int:
+        return self._control.rank
+
+    @property
+    def size(self) -> int:
+        return self._control.size
+
+    def all_gather(
+        self, compute: Callable[[Tensor | None], Tensor], rows: int, shard: Shard, dtype: torch.dtype
+    ) -> Tensor:
+        shards = self._shards_of_all(shard)
+        widest = max(each.size for each in shards)
+        own = compute(None)
+        if shard.size < widest:
+            own = torch.nn.functional.pad(own, (0, widest - shard.size))
+        gathered = self._gather(own.contiguous())
+        if all(each.size == widest for each in shards):
+            return gathered.transpose(0, 1).reshape(rows, shard.total)
+        return torch.cat([part[:, : each.size] for part, each in zip(gathered, shards, strict=True)], 1)
+
+    def gather_rows(
+        self, compute: Callable[[Tensor | None], Tensor], ids: Tensor, shard: Shard, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        rows = len(ids)
+        own = torch.zeros(rows, width, dtype=dtype, device=ids.device)
+        compute(own)
+        gathered, merged = self._gather(own), own
+        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):  # without copies from the host
+            is_its = ((ids >= each.first) & (ids < each.end))[:, None]
+            merged = torch.where(is_its, part, merged)
+        return merged
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """As of the control group. A rank that fails while others wait for its outputs leaves them waiting in NCCL,
+        until the executor ends them."""
+        with self._control.step():
+            yield
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """``[ranks, *shape]`` of every rank's tensor of one shape."""
+        gathered = torch.empty((self.size, *own.shape), dtype=own.dtype, device=own.device)
+        dist.all_gather_into_tensor(gathered, own)
+        return gathered
+
+    def _shards_of_all(self, shard: Shard) -> list[Shard]:
+        """Each rank's shard; asked for once, since ranks make the same calls."""
+        if shard not in self._shards:
+            mine = torch.tensor([shard.first, shard.end], device=self._device)
+            self._shards[shard] = [Shard(first, end, shard.total) for first, end in self._gather(mine).tolist()]
+        return self._shards[shard]
