@@ -19,7 +19,6 @@ import statistics
 import time
 
 import numpy as np
-import torch
 
 from penstock.config.options import SchedulerOptions
 from penstock.core import EngineRequest, SamplingParams

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from .group import Group, Shard
 
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before PyTorch 2.13
+
 
 class DeviceGroup:
     """A ``Group`` whose tensors are on devices.
@@ -77,9 +81,9 @@ class DeviceGroup:
 
     def _gather(self, own: Tensor) -> Tensor:
         """``[ranks, *shape]`` of every rank's tensor of one shape."""
-        gathered = torch.empty((self.size, *own.shape), dtype=own.dtype, device=own.device)
-        dist.all_gather_into_tensor(gathered, own)
-        return gathered
+        gathered = torch.empty((self.size * len(own), *own.shape[1:]), dtype=own.dtype, device=own.device)
+        all_gather_single(gathered, own)
+        return gathered.view(self.size, *own.shape)
 
     def _shards_of_all(self, shard: Shard) -> list[Shard]:
         """Each rank's shard; asked for once, since ranks make the same calls."""

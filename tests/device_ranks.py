@@ -1,0 +1,49 @@
+"""A rank of ``test_device_group.py``: python device_ranks.py DESCRIPTOR RANK SIZE MEETING_POINT."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.parallel import Shard, shard_outputs
+from penstock.parallel.device_group import DeviceGroup
+from penstock.parallel.shared_memory import SharedMemoryGroup
+
+
+def main() -> None:
+    descriptor, rank, size = map(int, sys.argv[1:4])
+    control = SharedMemoryGroup(descriptor, rank, size)
+    group = DeviceGroup(control, torch.device("cpu"), Path(sys.argv[4]))
+    for rows in (1, 7):
+        for total, dtype in ((size, torch.float32), (130, torch.bfloat16), (64 * size, torch.float64)):
+            whole = torch.randn(rows, total, generator=torch.Generator().manual_seed(total)).to(dtype)
+            shard = shard_outputs(group, total)
+
+            def part(out: Tensor | None, whole: Tensor = whole, shard: Shard = shard) -> Tensor:
+                own = whole[:, shard.first : shard.end]
+                return own if out is None else out.copy_(own)
+
+            with group.step():
+                assert torch.equal(group.all_gather(part, rows, shard, dtype), whole)
+            table = torch.randn(total, 5, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            table[0] = -0.0
+            ids = torch.randint(total, (rows,), generator=torch.Generator().manual_seed(3))
+            ids[0] = 0
+
+            def write(out: Tensor | None, table: Tensor = table, ids: Tensor = ids, shard: Shard = shard) -> Tensor:
+                assert out is not None
+                own = (ids >= shard.first) & (ids < shard.end)
+                out[own] = table[ids[own]]
+                return out
+
+            with group.step():
+                found = group.gather_rows(write, ids, shard, 5, dtype)
+                assert torch.equal(found, table[ids]) and torch.equal(found.signbit(), table[ids].signbit())
+    print("gathered")
+
+
+if __name__ == "__main__":
+    main()
