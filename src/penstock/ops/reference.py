@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +22,7 @@ from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from .batch import AttentionMetadata, ForwardFn, QKNorms
 from .lora import LoRAWeights
+from .sampling import sample_random as sample_random
 
 NAME = "reference"
 BATCH_INVARIANT = False
@@ -194,10 +196,11 @@ def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Te
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """``[rows, outputs]`` with minus infinity where the bit in ``[rows, ceil(outputs / 32)]`` int32 is not set."""
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    bits = (bitmask[:, :, None] >> shifts) & 1
-    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+    """Set logits ``[rows, outputs]`` to minus infinity, in place, where the bit in ``[rows, ceil(outputs / 32)]`` int32
+    is not set. Returns them."""
+    packed = bitmask.numpy(force=True).view(np.uint8)
+    is_allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
+    return logits.masked_fill_(torch.from_numpy(is_allowed == 0).to(logits.device), float("-inf"))
 
 
 def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:

@@ -178,7 +178,7 @@ class ModelRunner:
             return self._argmax(hidden, grammar_bitmask)
         plain = [i for i, position in enumerate(positions) if position.is_plain_greedy]
         if not plain:
-            return sample(self.model.logits(hidden), positions, grammar_bitmask)
+            return sample(self.model.logits(hidden), positions, grammar_bitmask, self._ops)
         others = [i for i, position in enumerate(positions) if not position.is_plain_greedy]
         token_ids = torch.empty(len(positions), dtype=torch.int64, device=self._device)
         parts = []
@@ -188,7 +188,7 @@ class ModelRunner:
             if part is plain:
                 pending = self._argmax(hidden[rows], bitmask)
             else:
-                pending = sample(self.model.logits(hidden[rows]), [positions[i] for i in part], bitmask)
+                pending = sample(self.model.logits(hidden[rows]), [positions[i] for i in part], bitmask, self._ops)
             token_ids[rows] = pending.token_ids
             parts.append(pending)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.core import Code, Failure, Logprob, SamplingParams
+from penstock.ops import Ops, reference
+from penstock.ops.sampling import truncate
 
 from ..step import NO_TOKEN_ALLOWED, Candidates, SampledTokens
 from .host_copy import HostCopy, to_device
@@ -27,8 +29,6 @@ NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
 ROWS_AT_ONCE = 4
 """Number of rows that are sampled together. The distributions of more rows would not fit into the processor's caches,
 and their memory would be returned to the system after each step."""
-BIN_SHIFT = 20
-"""Low bits of a float32 that its bin (``_truncate``) leaves out: eight bins for each power of two."""
 
 
 class PendingSamples:
@@ -50,7 +50,9 @@ class PendingSamples:
         return self._finish()
 
 
-def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None) -> PendingSamples:
+def sample(
+    logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None, ops: Ops = reference
+) -> PendingSamples:
     """Sample the next token at each position.
 
     What is sampled depends on the position's logits, tokens, sampling parameters and seed, not on other positions.
@@ -60,6 +62,7 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.nd
         positions: where the tokens are sampled.
         grammar_bitmask: ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None allows
             all.
+        ops: the kernels.
 
     Returns:
         For each position a token, or for a beam its candidates; with logprobs and logits where its parameters ask for
@@ -67,17 +70,20 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.nd
         failure and nothing else.
     """
     device = logits.device
-    adjusted = process_logits(logits, positions, grammar_bitmask)
+    adjusted = process_logits(logits, positions, grammar_bitmask, ops)
     token_ids = adjusted.argmax(-1)  # a row with a NaN gets the index of the NaN
     largest = HostCopy(adjusted.gather(-1, token_ids[:, None])[:, 0])
     given = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))  # on a CPU only where needed
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
-    for start in range(0, len(random), ROWS_AT_ONCE):
-        some = random[start : start + ROWS_AT_ONCE]
+    columns = random_columns([positions[i] for i in random]) if random else np.zeros((5, 0))
+    at_once = ROWS_AT_ONCE if device.type == "cpu" else len(positions)
+    for start in range(0, len(random), at_once):
+        some = random[start : start + at_once]
         rows = to_device(some, device)
-        token_ids[rows] = sample_random(adjusted[rows], [positions[i] for i in some])
+        own = adjusted if len(some) == len(positions) else adjusted[rows]
+        token_ids[rows] = ops.sample_random(own, *to_device(columns[:, start : start + at_once], device))
     beams = [i for i, position in enumerate(positions) if position.row.num_candidates]
-    of_beams = {i: beam_candidates(logits, i, positions[i], grammar_bitmask) for i in beams}
+    of_beams = {i: beam_candidates(logits, i, positions[i], grammar_bitmask, ops) for i in beams}
     listed = [i for i, position in enumerate(positions) if position.params.logprobs is not None]
     of_listed: Callable[[], list[list[Logprob]]] = list
     if listed:
@@ -107,20 +113,20 @@ def sample(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.nd
 
 
 def beam_candidates(
-    logits: Tensor, index: int, position: Position, grammar_bitmask: np.ndarray | None
+    logits: Tensor, index: int, position: Position, grammar_bitmask: np.ndarray | None, ops: Ops
 ) -> Callable[[], Candidates]:
     """The ``num_candidates`` likeliest next tokens of a beam. As in transformers, it is their log probabilities that
     are adjusted, and not the logits.
 
     Args:
-        logits, grammar_bitmask: as in ``sample``.
+        logits, grammar_bitmask, ops: as in ``sample``.
         index: of the beam's position.
 
     Returns:
         A function that waits for the device, and returns them.
     """
     own = None if grammar_bitmask is None else grammar_bitmask[index : index + 1]
-    table = process_logits(logits[index : index + 1].log_softmax(-1), [position], own)[0]
+    table = process_logits(logits[index : index + 1].log_softmax(-1), [position], own, ops)[0]
     values, ids = (HostCopy(each) for each in table.topk(min(position.row.num_candidates, len(table))))
 
     def finish() -> Candidates:
@@ -133,155 +139,132 @@ def beam_candidates(
 # --- Logits processors ------------------------------------------------------------------------------------------------
 
 
-def process_logits(logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None) -> Tensor:
+def process_logits(
+    logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None, ops: Ops = reference
+) -> Tensor:
     """Logits after grammar bitmask, penalties, biases and excluded tokens; temperature and truncation come later.
 
     Args:
-        logits, positions, grammar_bitmask: as in ``sample``.
+        logits, positions, grammar_bitmask, ops: as in ``sample``.
 
     Returns:
         ``[positions, vocabulary]``: ``logits`` itself where nothing is adjusted, else a copy.
     """
     adjusted = logits
-    for i, position in enumerate(positions):
-        for needed, apply in LOGITS_PROCESSORS:
-            if needed(position.params):
-                if adjusted is logits:
-                    adjusted = logits.clone()
-                apply(adjusted[i], position)
-        if grammar_bitmask is not None and not (grammar_bitmask[i] == -1).all():
-            if adjusted is logits:
-                adjusted = logits.clone()
-            packed = grammar_bitmask[i].view(np.uint8)
-            is_allowed = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
-            adjusted[i].masked_fill_(to_device(is_allowed == 0, logits.device), EXCLUDED)
+    for needed, entries, apply in LOGITS_PROCESSORS:
+        if not (rows := [i for i, position in enumerate(positions) if needed(position.params)]):
+            continue
+        if adjusted is logits:
+            adjusted = logits.clone()
+        own = [entries(positions[i], logits.shape[1]) for i in rows]
+        counts = [len(token_ids) for token_ids, _ in own]
+        places = np.stack((np.repeat(rows, counts), np.concatenate([token_ids for token_ids, _ in own])))
+        values = np.concatenate([np.broadcast_to(np.float32(value), len(token_ids)) for token_ids, value in own])
+        device = logits.device
+        row, token = to_device(places, device)
+        apply(adjusted, to_device(rows, device), row, token, to_device(values, device))
+    if grammar_bitmask is not None and len(rows := np.flatnonzero((grammar_bitmask != -1).any(1)).tolist()):
+        if adjusted is logits:
+            adjusted = logits.clone()
+        for part in [slice(i, i + 1) for i in rows] if logits.device.type == "cpu" else [slice(None)]:
+            ops.apply_bitmask(adjusted[part], to_device(grammar_bitmask[part], logits.device))
     return adjusted
 
 
-def _allowed_token_ids(row: Tensor, position: Position) -> None:
-    allowed = _index(position.params.allowed_token_ids or (), row)
-    kept = row[allowed]
-    row.fill_(EXCLUDED)
-    row[allowed] = kept
+Entries = tuple[np.ndarray, np.ndarray | float]
+"""Tokens whose logits of a row are changed, int64, and a value for each or for all."""
 
 
-def _bad_words(row: Tensor, position: Position) -> None:
-    """Exclude the last token of each bad word whose other tokens were just generated."""
+def _allowed_token_ids(position: Position, vocabulary: int) -> Entries:
+    return _ids(position.params.allowed_token_ids or ()), 0
+
+
+def _bad_words(position: Position, vocabulary: int) -> Entries:
+    """The last token of each bad word whose other tokens were just generated."""
 
     def has_begun(beginning: list[int]) -> bool:
         end = position.row.tokens[position.length - len(beginning) : position.length]
         return position.num_output_tokens >= len(beginning) and end.tolist() == beginning
 
-    last_ids = [last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]
-    row.index_fill_(0, _index(last_ids, row), EXCLUDED)
+    return _ids([last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]), 0
 
 
-def _min_tokens(row: Tensor, position: Position) -> None:
-    if position.num_output_tokens < position.params.min_tokens:
-        stop_token_ids = [token for token in position.row.stop_token_ids if token < len(row)]
-        row.index_fill_(0, _index(stop_token_ids, row), EXCLUDED)
+def _min_tokens(position: Position, vocabulary: int) -> Entries:
+    reached = position.num_output_tokens >= position.params.min_tokens
+    return _ids([] if reached else [token for token in position.row.stop_token_ids if token < vocabulary]), 0
 
 
-def _logit_bias(row: Tensor, position: Position) -> None:
+def _logit_bias(position: Position, vocabulary: int) -> Entries:
     biases = position.params.logit_bias
-    row[_index(biases, row)] += to_device(list(biases.values()), row.device)
+    return _ids(biases), np.fromiter(biases.values(), np.float32)
 
 
-def _repetition(row: Tensor, position: Position) -> None:
-    """The repetition penalty of Keskar et al., 2019: logits of tokens in prompt and output are divided by it where they
-    are positive, and multiplied where they are negative."""
-    seen = _index(position.counts.token_ids, row)
-    penalty, logits = position.params.repetition_penalty, row[seen]
-    row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
+def _repetition(position: Position, vocabulary: int) -> Entries:
+    return position.counts.token_ids, position.params.repetition_penalty
 
 
-def _frequency_and_presence(row: Tensor, position: Position) -> None:
+def _frequency_and_presence(position: Position, vocabulary: int) -> Entries:
     """OpenAI's frequency and presence penalties, over the output."""
     params, counts = position.params, position.counts
-    seen, times = _index(counts.output_ids, row), to_device(counts.output_counts, row.device)
-    row[seen] -= params.frequency_penalty * times + params.presence_penalty
+    frequencies = np.float32(params.frequency_penalty) * counts.output_counts.astype(np.float32)
+    return counts.output_ids, -(frequencies + np.float32(params.presence_penalty))
 
 
-def _index(token_ids: Iterable[int] | np.ndarray, row: Tensor) -> Tensor:
-    """An index of a row's logits, on its device."""
-    ids = token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, np.int64)
-    return to_device(ids, row.device)
+def _ids(token_ids: Iterable[int]) -> np.ndarray:
+    return np.fromiter(token_ids, np.int64)
 
 
-LogitsProcessor = tuple[Callable[[SamplingParams], bool], Callable[[Tensor, Position], None]]
+def _exclude_others(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    kept = logits[row, token]
+    logits.index_fill_(0, rows, EXCLUDED)
+    logits[row, token] = kept
+
+
+def _exclude(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    logits[row, token] = EXCLUDED
+
+
+def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    logits[row, token] += value
+
+
+def _penalize(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
+    """The repetition penalty of Keskar et al., 2019: logits of tokens in prompt and output are divided by it where they
+    are positive, and multiplied where they are negative."""
+    own = logits[row, token]
+    logits[row, token] = torch.where(own > 0, own / value, own * value)
+
+
+LogitsProcessor = tuple[
+    Callable[[SamplingParams], bool],
+    Callable[[Position, int], Entries],
+    Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
+]
 LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (
-    (lambda p: p.allowed_token_ids is not None, _allowed_token_ids),
-    (lambda p: bool(p.bad_word_ids), _bad_words),
-    (lambda p: p.min_tokens > 0, _min_tokens),
-    (lambda p: bool(p.logit_bias), _logit_bias),
-    (lambda p: p.repetition_penalty != 1, _repetition),
-    (lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence),
+    (lambda p: p.allowed_token_ids is not None, _allowed_token_ids, _exclude_others),
+    (lambda p: bool(p.bad_word_ids), _bad_words, _exclude),
+    (lambda p: p.min_tokens > 0, _min_tokens, _exclude),
+    (lambda p: bool(p.logit_bias), _logit_bias, _add),
+    (lambda p: p.repetition_penalty != 1, _repetition, _penalize),
+    (lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence, _add),
 )
 """The logits processors in the order in which they are applied: each is a predicate whether the sampling parameters
-need it, and a function that changes a row of logits in place."""
+need it, a function that lists a position's entries for a vocabulary of that size, and one that changes the logits of
+all rows at once: ``rows`` that need it, and row, token and value of each entry."""
 
 
 # --- Random sampling --------------------------------------------------------------------------------------------------
 
 
-def sample_random(logits: Tensor, positions: Sequence[Position]) -> Tensor:
-    """Sample with temperature, min-p, top-k and top-p.
-
-    A random number is mapped to a token by the inverse of the cumulative distribution in the order of token ids, summed
-    in float64.
-
-    Args:
-        logits: ``[positions, vocabulary]`` float32, adjusted.
-
-    Returns:
-        Token ids, ``[positions]`` int64; undefined where no token is allowed, or a logit is not finite.
-    """
+def random_columns(positions: Sequence[Position]) -> np.ndarray:
+    """Arguments of ``Ops.sample_random`` after the logits: ``[5, positions]`` float64."""
     params = [position.params for position in positions]
-    column = torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
-    scaled = logits / column.clamp(min=1e-5)
-    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
-    if any(p.min_p > 0 for p in params):
-        weights.masked_fill_(weights < torch.tensor([p.min_p for p in params], device=logits.device)[:, None], 0)
-    valid = weights.sum(-1).isfinite().tolist()  # False where no token is allowed, or a logit is NaN or infinite
-    for i, p in enumerate(params):
-        if not valid[i]:
-            continue
-        if 0 < p.top_k < logits.shape[-1]:
-            _truncate(weights[i], torch.ones_like(weights[i], dtype=torch.float64), p.top_k)
-        if p.top_p < 1:
-            mass = weights[i].double()
-            _truncate(weights[i], mass, p.top_p * mass.sum().item())
-    cumulative = weights.double().cumsum(-1)
     random = uniform(
         np.array([row.seed & (2**64 - 1) for row, *_ in positions], np.uint64),
         np.array([length for _, length, *_ in positions], np.uint32),
         np.array([row.index for row, *_ in positions], np.uint32),
     )
-    thresholds = torch.from_numpy(random).to(logits.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
-
-
-def _truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:
-    """Truncate a distribution in place: keep the likeliest tokens until their ``amounts`` reach ``limit``, and set the
-    weights of the others to 0. Of equal weights, that of the lower token id comes first.
-
-    Only a part is sorted: tokens are counted into bins by the leading bits of their weights, and those of the bin in
-    which the limit is reached are sorted.
-
-    Args:
-        weights: ``[vocabulary]`` float32, none negative.
-        amounts: ``[vocabulary]`` float64: ones for top-k, the weights for top-p.
-    """
-    bins = weights.view(torch.int32) >> BIN_SHIFT  # floats that are not negative sort as their bits do
-    held = torch.bincount(bins, amounts).cumsum(0)
-    above = held[-1] - held
-    edge = int((above < limit).nonzero()[0])
-    members = (bins == edge).nonzero()[:, 0]
-    members = members[weights[members].argsort(descending=True, stable=True)]
-    own = amounts[members]
-    before = above[edge] + own.cumsum(0) - own
-    weights[members[before >= limit]] = 0
-    weights.masked_fill_(bins < edge, 0)
+    return np.array([*zip(*((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), strict=True), random])
 
 
 # --- Log probabilities ------------------------------------------------------------------------------------------------
@@ -303,7 +286,7 @@ def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         if p.top_p_normalized_logprobs and p.top_p < 1:
             weights = row.softmax(-1)
             mass = weights.double()
-            _truncate(weights, mass, p.top_p * mass.sum().item())
+            truncate(weights, mass, p.top_p * mass.sum().item())
             row.copy_(weights.log())
     return logits
 

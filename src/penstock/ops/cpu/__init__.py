@@ -6,6 +6,7 @@ Kernels take addresses and sizes. These modules check what the kernels trust, an
 from __future__ import annotations
 
 from .. import _kernels, native
+from ..reference import apply_bitmask, sample_random
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
@@ -24,6 +25,7 @@ __all__ = [
     "add_lora",
     "add_residual",
     "add_rms_norm",
+    "apply_bitmask",
     "argmax",
     "attention",
     "capture",
@@ -47,6 +49,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_and_store",
+    "sample_random",
     "set_lora",
     "set_threads",
     "silu_and_mul",
