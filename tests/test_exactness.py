@@ -29,8 +29,6 @@ from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, T
 from penstock.engine.engine import Engine
 from penstock.ops import reference
 
-cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-
 SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
 LARGEST = 64 if SCHEDULES >= 1000 else 32
 """Requests to draw from, and in the largest schedules."""
@@ -68,6 +66,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GUESSING = {"num_speculative_tokens": 2, "adaptive": False}
 NGRAM = json.dumps(GUESSING | {"method": "ngram", "prompt_lookup_min": 1})
 
+OPS = os.environ.get("PENSTOCK_EXACTNESS_OPS", "auto")
+"""Kernels to draw for: with ``cuda``, those of a GPU, in the engine's own process."""
+cpu: Any = None
+if OPS != "cuda":
+    cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
+
 KINDS = [
     "float32 none auto",
     "bfloat16 none auto",
@@ -85,6 +89,7 @@ OF_EACH = -(-SCHEDULES // len(KINDS))
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
     dtype, quantization, kept = kind.split()
     fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept}
+    fixed |= {"ops": OPS, "device": "cuda" if OPS == "cuda" else "auto"}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
     fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
     engine = Engine(EngineOptions(**{"num_gpu_blocks_override": 400} | fixed | options))
@@ -252,6 +257,7 @@ def differing(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = T
     requests = [draw_request(rng, number) for number in range(LARGEST)]
     lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone: dict[str, Result] = {}
+    processes_share = 0.0 if OPS == "cuda" else PROCESSES
     wrong = total = preempted = preemptions = sequences = over_ranks = left = 0
     for number in tqdm(range(schedules), desc=f"{kind} schedules", unit="schedule", disable=schedules < 1000):
         chosen = rng.sample(requests, rng.choice((2, 4, 8, 16, rng.randint(2, LARGEST))))
@@ -259,7 +265,7 @@ def differing(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = T
             if request.request_id not in alone:
                 alone |= run(lone, [request])
         if not left:
-            processes = (ranks_first and not number) or rng.random() < PROCESSES
+            processes = (ranks_first and not number and OPS != "cuda") or rng.random() < processes_share
             left = min(MANY if processes else 1, schedules - number)
             grid = rng.choice(GRIDS) if number else GRIDS[KINDS.index(kind)]
             grid = grid if processes else (1, 1)
@@ -294,6 +300,8 @@ def test_enough_is_preempted(checkpoint: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_reordered_sum_is_noticed(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers that sum in two parts whenever there is more than one row, as a batched library might."""
+    if cpu is None:
+        pytest.skip("the CPU kernels are what is replaced")
     whole = cpu.linear
 
     def parted(x: torch.Tensor, matrix: Any, out_float32: bool = False, out: None = None) -> torch.Tensor:

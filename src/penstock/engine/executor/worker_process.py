@@ -8,8 +8,10 @@ import logging
 import os
 import select
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -74,6 +76,9 @@ class WorkerProcess:
         self._writer = Writer(start.outbox, poller)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """``eventfd`` that is readable once an adapter has been read."""
+        self._running: deque[Callable[[], StepOutput]] = deque()
+        """Steps that are submitted and not answered; where the worker is ``asynchronous``, one may wait for its device
+        while the next is submitted."""
         self._poll = select.poll()
         for descriptor in (self._reader.descriptor, parent, self._wake):
             self._poll.register(descriptor, select.POLLIN)
@@ -82,15 +87,22 @@ class WorkerProcess:
         """Answer messages until ``Close``, or until the executor's process ends."""
         while True:
             while not self._reader.has_message():
+                if self._running:
+                    self._answer_step()
+                    continue
                 self._poll.poll()
                 if self._woken():
                     self._worker.poll()
                 if not self._reader.has_message() and self._parent_ended():
                     return
             message = to_worker.decode(self._reader.receive())
+            while self._running and not isinstance(message, ExecuteStep):
+                self._answer_step()
             if isinstance(message, Close):
                 return
             self._answer(message)
+            while len(self._running) > self._worker.asynchronous:
+                self._answer_step()
 
     def _answer(self, message: ToWorker) -> None:
         worker = self._worker
@@ -109,13 +121,7 @@ class WorkerProcess:
 
                 self._reply(init, InitReply())
             case ExecuteStep(step):
-                if self._replies:
-                    self._reply(lambda: StepReply(self._execute(step)), StepReply())
-                    return
-                try:  # the rank that replies has the same output, or fails with this rank
-                    self._execute(step)
-                except Exception as error:
-                    _failed(error)
+                self._running.append(self._submit(step))
             case Call(number, op):
                 try:
                     future = worker.call(op)
@@ -128,13 +134,27 @@ class WorkerProcess:
                 for reading in worker.pending_loads:
                     reading.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
 
-    def _execute(self, step: StepInput) -> StepOutput:
+    def _submit(self, step: StepInput) -> Callable[[], StepOutput]:
+        """Submit a step. Returns the function that waits for its output, or raises its error."""
         grammar_bitmask = _IncomingBitmask(self._reader) if step.has_grammar_bitmask else None
         try:
-            return self._worker.execute(step, grammar_bitmask)
+            return self._worker.submit(step, grammar_bitmask)
+        except Exception as error:
+            return partial(_raise, error)
         finally:
             if grammar_bitmask:
                 grammar_bitmask.result()  # a step that failed before reading it must not leave it in the ring
+
+    def _answer_step(self) -> None:
+        """Wait for the oldest submitted step, and answer it if this rank does."""
+        result = self._running.popleft()
+        if self._replies:
+            self._reply(lambda: StepReply(result()), StepReply())
+            return
+        try:  # the rank that replies has the same output, or fails with this rank
+            result()
+        except Exception as error:
+            _failed(error)
 
     def _reply(self, make: Callable[[], FromWorker], otherwise: FromWorker) -> None:
         """Send the message that ``make`` returns. Where it cannot be made, or not be encoded since a value in it has
@@ -202,6 +222,10 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
 
     name = f"penstock-ranks-{start.parent}-{os.fstat(start.memory).st_ino}-{rank_info.stage}"
     return options, DeviceGroup(group, torch.device(device), Path("/dev/shm") / name)
+
+
+def _raise(error: Exception) -> StepOutput:
+    raise error
 
 
 def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:

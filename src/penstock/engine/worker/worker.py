@@ -80,7 +80,8 @@ class Worker:
         self._adapter_loader = ThreadPoolExecutor(1, "read-adapter")
         self._pending_loads: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
         self._adapters: dict[int, LoRAAdapter] = {}
-        self._asynchronous = False
+        self.asynchronous = False
+        """Whether ``submit`` returns before the device has computed the step."""
         self._in_flight: deque[PendingStep] = deque()
         """Steps that may not be complete, the oldest first; where the workers are ``asynchronous``."""
         self._exports: list[LayerExport] = []
@@ -121,9 +122,8 @@ class Worker:
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.mtp_heads:
             self._drafter = MTPDrafter(self._runner, self._batch)
-        single = self._group.size == self._stage.size == 1
-        self._asynchronous = loaded.ops.ASYNCHRONOUS and single and not self._drafter
-        return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self._asynchronous)
+        self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not self._drafter
+        return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
 
     def profile(self) -> MemoryProfile:
         """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
@@ -175,7 +175,7 @@ class Worker:
         Returns:
             Waits for the step and returns its output, or raises its error.
         """
-        if not self._asynchronous:
+        if not self.asynchronous:
             with self._stage.step(), self._step():
                 output, verified = self._start(step, grammar_bitmask)()
             if verified:
@@ -396,7 +396,7 @@ class Worker:
         if states != list(range(len(hidden))):
             hidden = hidden[to_device(states, hidden.device)]
         samples = self._runner.sample(hidden, positions, grammar_bitmask)
-        if self._asynchronous and not len(step.drafts):
+        if self.asynchronous and not len(step.drafts):
             self._runner.keep_sampled(samples.token_ids)
             self._batch.set_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
         return lambda: self._record(sampling, samples.result())
@@ -418,7 +418,7 @@ class Worker:
             tokens[row_number, length : length + len(result.token_ids)] = result.token_ids
             by_row[row_number] = result
             at += drafted + 1
-        if self._asynchronous:
+        if self.asynchronous:
             self._batch.clear_in_flight([row for row, _, _ in sampling], [length for _, length, _ in sampling])
         return by_row
 

@@ -104,10 +104,9 @@ class CapturedForward:
         self._staging = Staging(device)
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
-        if device.type != "cuda":
-            return
-        begun, before = time.monotonic(), torch.cuda.memory_reserved(device)
-        pool = torch.cuda.graph_pool_handle()
+        on_gpu, begun = device.type == "cuda", time.monotonic()
+        before = torch.cuda.memory_reserved(device) if on_gpu else 0
+        pool = torch.cuda.graph_pool_handle() if on_gpu else None
         try:
             for size in sorted({min(size, max_sequences) for size in graph_sizes}, reverse=True):
                 batch = _decode_batch(size, max_blocks, use_lora)
@@ -116,7 +115,7 @@ class CapturedForward:
             logger.warning("CUDA graphs are not used, since one could not be captured: %s", error)
             self._graphs.clear()
         self._sizes = sorted(self._graphs)
-        if self._sizes:
+        if self._sizes and on_gpu:
             size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - begun
             logger.info("%d CUDA graphs captured in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
 
@@ -152,7 +151,8 @@ class CapturedForward:
 
 
 class DecodeGraph:
-    """The CUDA graph of one number of sequences, each with one token.
+    """The CUDA graph of one number of sequences, each with one token. On a CPU there is none, and the padded batch is
+    computed as it is.
 
     Args:
         run: computes a batch on the device.
@@ -162,24 +162,25 @@ class DecodeGraph:
 
     def __init__(self, run: ForwardFn, padding: Batch, staging: Staging, device: torch.device, pool: Any) -> None:
         self._staging = staging
+        self._run = run
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._template = padding
         tensors = _tensors(padding)
         self._layout = Layout(tensors)
         self._padding = torch.zeros(self._layout.size, dtype=torch.uint8)
         for view, tensor in zip(self._layout.views(self._padding), tensors, strict=True):
             view.copy_(tensor)
-        self._memory = self._padding.to(device)
-
-        def batch() -> Batch:  # a new one for each run, since kernels leave their plan in it
-            return _with_tensors(padding, self._layout.views(self._memory))
-
+        self._memory = self._padding.to(device, copy=True)
+        if device.type != "cuda":
+            return
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            run(batch())  # compiles and loads kernels, which a capture cannot
+            run(self._batch())  # compiles and loads kernels, which a capture cannot
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self._out = run(batch())
+            self._out = run(self._batch())
 
     def __call__(self, batch: Batch) -> Tensor:
         """Compute a batch in host memory of at most as many sequences."""
@@ -193,8 +194,15 @@ class DecodeGraph:
                 if len(tensor) == len(batch.token_ids) + 1:  # query_start_loc: no queries behind the last sequence
                     view[len(tensor) :] = len(batch.token_ids)
         self._staging.send(self._layout.size, self._memory)
-        self._graph.replay()
+        if self._graph:
+            self._graph.replay()
+        else:
+            self._out = self._run(self._batch())
         return self._out[: len(batch.token_ids)]
+
+    def _batch(self) -> Batch:
+        """The batch over the graph's memory: a new one for each run, since kernels leave their plan in it."""
+        return _with_tensors(self._template, self._layout.views(self._memory))
 
 
 def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
