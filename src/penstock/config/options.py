@@ -127,7 +127,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0.0
-    device: Annotated[str, option("cpu, cuda or cuda:N; auto is a GPU where there is one.")] = "auto"
+    device: Annotated[
+        str, option("cpu, cuda or cuda:N, of several ranks the first one's GPU; auto is a GPU where there is one.")
+    ] = "auto"
     ops: Annotated[
         Literal["auto", "reference", "cpu", "cuda"],
         option("Kernels: cpu, cuda (Triton) or plain PyTorch (reference); auto is the fastest available."),

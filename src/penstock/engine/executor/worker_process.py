@@ -216,7 +216,8 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     if (device := gpu_of_rank(options.device, rank_info)) is None:
         return options, group
     options = msgspec.structs.replace(options, device=device)
-    if rank_info.size == 1 or links or rank_info.local_size > torch.cuda.device_count():
+    last = int(device.removeprefix("cuda:")) + rank_info.local_size - 1 - rank_info.local_rank
+    if rank_info.size == 1 or links or last >= torch.cuda.device_count():
         return options, group  # of one, or one that loading the model refuses
     from penstock.parallel.device_group import DeviceGroup
 
@@ -229,9 +230,14 @@ def _raise(error: Exception) -> StepOutput:
 
 
 def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:
-    """The GPU of one of several ranks, ``cuda:N``, whether it is there or not; None where they compute on CPUs."""
+    """The GPU of one of several ranks, ``cuda:N``, whether it is there or not; None where they compute on CPUs.
+
+    Args:
+        device: the option; ``cuda:N`` is the GPU of the first rank.
+    """
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return f"cuda:{rank_info.local_rank}"
+        first = device.partition(":")[2]
+        return f"cuda:{(int(first) if first.isdecimal() else 0) + rank_info.local_rank}"
     return None
 
 

@@ -130,6 +130,8 @@ class EngineServer:
 
             if self._options.data_parallel_size > 1 or _is_bound(self._options):
                 self._options = _share_cores(self._options, self._replica)
+            if self._options.data_parallel_size > 1:
+                self._options = _choose_gpus(self._options, self._replica)
             self._engine = Engine(self._options, self._logs)
             self._engine.before_step = self._before_step
             if connector := self._engine.kv_connector:
@@ -475,6 +477,16 @@ def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
     if not options.threads:  # a list may give this replica fewer cores than an even share
         threads = max(1, min(threads, usable_cores() // ranks))
     return msgspec.structs.replace(options, cpu_binding=binding, threads=threads)
+
+
+def _choose_gpus(options: EngineOptions, replica: int) -> EngineOptions:
+    """The options with the first GPU of a replica, whose ranks have one each, behind those of the replicas before."""
+    import torch
+
+    if options.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return options
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    return msgspec.structs.replace(options, device=f"cuda:{replica * ranks}")
 
 
 def _resident_bytes() -> int:

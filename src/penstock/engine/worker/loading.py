@@ -50,7 +50,7 @@ def load_models(
         from penstock.parallel.device_group import DeviceGroup
 
         if not isinstance(group, DeviceGroup):
-            words = f"several ranks compute on CPUs, or on GPUs of one machine, and the device is {device}"
+            words = f"several ranks compute on CPUs, or on GPUs of one machine, one for each; the device is {device}"
             raise invalid("tensor_parallel_size", words, 1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
