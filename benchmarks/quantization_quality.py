@@ -30,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "demo_model"))
 import evaluate
 
 BLOCK = 64
+ON_CPUS = [name for name, scheme in SCHEMES.items() if not scheme.layers.floating]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quantization", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="(default: all)")
+    parser.add_argument("--quantization", nargs="+", choices=ON_CPUS, default=ON_CPUS, help="(default: all)")
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=["auto", "int8"], default=["auto", "int8"])
     parser.add_argument("--texts", type=int, default=8, help="held-out answers a skill for the divergence (default: 8)")
     parser.add_argument("--questions", type=int, default=48, help="questions a skill; 0 asks none (default: 48)")

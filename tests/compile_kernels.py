@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +35,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from penstock.core import Code, PenstockError
+from penstock.core.quantization import SCHEMES, Format
+from penstock.ops.cuda import matrix
 from penstock.ops.cuda.launch import ARCHITECTURES, Launch, record_launches
 
 PROCESSES = 2
@@ -60,6 +64,8 @@ MODELS = (
 )
 TOKENS = (1, 8, 17, 64, 100, 200, 500, 2048, 8192)
 """Tokens of a step: each op chooses its tile by them, and all its choices are met."""
+SOME_TOKENS = (1, 64, 8192)
+"""Those of which the suite has time."""
 
 
 @dataclass
@@ -92,20 +98,56 @@ class Compiled:
 Calls = Iterator[tuple[str, Callable[[], object]]]
 
 
-def embeddings(whole: bool) -> Calls:
-    from penstock.ops.cuda import matrix
+FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
+    "fp8 blocks": Format(8, 128, 8, floating=True, rows_per_scale=128)
+}
 
-    for model in MODELS:
-        table = matrix.pack([torch.empty(model.vocab, model.hidden, dtype=torch.bfloat16)])
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any:
+    """A matrix that takes no time to pack."""
+    shapes = matrix.packed_shapes(inputs, outputs, torch.bfloat16, format)
+    tensors = {name: empty(*shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    given = empty(outputs) if bias else None
+    return matrix.from_packed(tensors, inputs, outputs, torch.bfloat16, given, format)
+
+
+def products(whole: bool) -> Calls:
+    """All products of the models: for some tokens in the suite, each choice of tile anew with ``whole``."""
+    for name, format in FORMATS.items():
+        for model in MODELS if whole else MODELS[1:]:
+            heads = model.heads + 2 * model.kv_heads
+            layers = [
+                ("qkv", packed(heads * model.head_dim, model.hidden, format, bias=whole)),
+                ("o", packed(model.hidden, model.heads * model.head_dim, format)),
+                ("down", packed(model.hidden, model.inter, format)),
+            ]
+            gate_up = packed(2 * model.inter, model.hidden, format)
+            for tokens in TOKENS if whole else SOME_TOKENS:
+                x = empty(tokens, model.hidden)
+                for layer, weights in layers if whole else layers[1:2]:
+                    given = empty(tokens, weights.inputs)
+                    yield f"{name} {layer}", partial(matrix.linear, given, weights)
+                if whole or name in ("none", "fp8"):
+                    yield f"{name} gate_up", partial(matrix.linear_silu_and_mul, x, gate_up)
+    for model in MODELS if whole else ():
+        head = packed(model.vocab, model.hidden, Format())
         for tokens in TOKENS:
-            yield "embedding", lambda table=table, tokens=tokens: matrix.embedding(torch.empty(tokens).long(), table)
+            yield "head", partial(matrix.linear, empty(tokens, model.hidden), head, out_float32=True)
+
+
+def embeddings(whole: bool) -> Calls:
+    for format in FORMATS.values() if whole else (Format(), Format(8)):
+        for model in MODELS:
+            table = packed(model.vocab, model.hidden, format)
+            yield f"embedding{' fp8' * format.floating}", partial(matrix.embedding, empty(8).long(), table)
 
 
 def rows(whole: bool) -> Calls:
     from penstock.ops.cuda import elementwise
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16)
 
     for model in MODELS:
         x, weight = empty(8, model.hidden), empty(model.hidden)
@@ -157,7 +199,7 @@ def kv_caches(whole: bool) -> Calls:
             )
 
 
-OPS: tuple[Callable[[bool], Calls], ...] = (embeddings, rows, kv_caches)
+OPS: tuple[Callable[[bool], Calls], ...] = (products, embeddings, rows, kv_caches)
 """Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
 
 
@@ -184,8 +226,12 @@ def jobs(target: int, ops: list[Callable[[bool], Calls]], whole: bool) -> tuple[
     skipped: set[str] = set()
     for op in ops:
         for label, call in op(whole):
-            with record_launches(ARCHITECTURES[target]) as launches:
-                call()
+            try:
+                with record_launches(ARCHITECTURES[target]) as launches:
+                    call()
+            except PenstockError as error:
+                assert error.code is Code.UNSUPPORTED
+                skipped.add(label)
             for launch in launches:
                 if target < MIN_FP8 and any(
                     isinstance(arg, torch.Tensor) and arg.dtype == torch.float8_e4m3fn for arg in launch.args

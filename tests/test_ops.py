@@ -25,7 +25,7 @@ kernels: Any = cpu._kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-FORMATS = sorted({scheme.layers for scheme in SCHEMES.values()} - {Format()}, key=str)
+FORMATS = sorted({scheme.layers for scheme in SCHEMES.values() if not scheme.layers.floating} - {Format()}, key=str)
 KEPT = ("", "int8")
 """What the kernels keep keys and values in."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -622,6 +622,8 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         cpu.new_kv_cache([KVSpec(1, 64, "float32", 20)], 1, torch.device("cpu"))
     with pytest.raises(PenstockError, match="fp8 is not supported on CPUs"):
         cpu.new_kv_cache([KVSpec(1, 64, "float32", 16, "fp8")], 1, torch.device("cpu"))
+    with pytest.raises(PenstockError, match=r"compute capability 8\.9"):
+        cpu.pack([torch.zeros(4, 4)], None, SCHEMES["fp8"].layers)
     with pytest.raises(PenstockError, match="bfloat16 or float32"):
         cpu.pack([torch.zeros(4, 4, dtype=torch.float16)])
     with pytest.raises(ValueError, match="no kernels for avx9000, but for"):

@@ -108,7 +108,8 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
         QuantizationName,
         option(
             "Quantization of the weights at load: w and int give their bits, a8 quantizes activations to 8 bits, too, "
-            "g32 has a scale for 32 weights, not 128 (4 bits) or a whole row (8 bits)."
+            "g32 has a scale for 32 weights, not 128 (4 bits) or a whole row (8 bits); fp8 has weights and activations "
+            "in floating point, on GPUs."
         ),
     ] = "none"
     weight_cache_dir: Annotated[

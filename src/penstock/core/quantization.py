@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True)
 class Format:
-    """Integer quantization of a matrix with one scale a group of inputs and output; or none.
+    """Quantization of a matrix with one scale a group of inputs and output; or none.
 
-    Weights are rounded to nearest. 8-bit values lie in [-127, 127], the largest magnitude of a group being 127; 4-bit
-    values lie in [-8, 7], the largest magnitude being -8.
+    Weights are rounded to nearest. 8-bit integers lie in [-127, 127], the largest magnitude of a group being 127; 4-bit
+    integers lie in [-8, 7], the largest magnitude being -8; of 8-bit floating-point numbers it is ``MAX_FP8``.
     """
 
     bits: int = 0
@@ -19,13 +19,24 @@ class Format:
     group_size: int = 0
     """Inputs that share a scale, a multiple of 8; 0 is one scale for all inputs of an output (per channel)."""
     activation_bits: int = 0
-    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token); 0 does not."""
+    """8 quantizes the input of the product, too, with one scale a row (dynamic, per token), or, where weights are
+    floating-point numbers in groups, one a row and group; 0 does not."""
+    floating: bool = False
+    """Whether 8 bits are floating-point numbers (e4m3) in place of integers."""
+    rows_per_scale: int = 1
+    """Outputs that share a scale; 0 is one scale for the matrix (per tensor). Other than 1 with ``floating`` only."""
 
     def __post_init__(self) -> None:
         if self.group_size % 8:
             raise ValueError(f"group_size {self.group_size} is not a multiple of 8")
+        if self.floating and self.bits != 8:
+            raise ValueError("floating-point weights have 8 bits")
+        if self.rows_per_scale != 1 and not self.floating:
+            raise ValueError("integers have a scale an output")
 
 
+MAX_FP8 = 448.0
+"""The largest 8-bit floating-point number (e4m3)."""
 UNQUANTIZED = Format()
 
 
@@ -39,8 +50,9 @@ class Scheme:
     and much of the quality."""
 
 
-QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32"]
-"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); ``-g32``: groups of 32."""
+QuantizationName = Literal["none", "w8a8", "w4a8", "w4a8-g32", "wint8", "wint4", "wint4-g32", "fp8"]
+"""Values of ``quantization``: bits of weights (``w``, ``wint``) and activations (``a``); ``-g32``: groups of 32;
+``fp8``: floating-point weights and activations, on GPUs, with an unquantized head, as in vLLM."""
 
 _W8A8, _WINT8 = Format(8, activation_bits=8), Format(8)
 SCHEMES: dict[str, Scheme] = {
@@ -51,6 +63,7 @@ SCHEMES: dict[str, Scheme] = {
     "wint8": Scheme(_WINT8, _WINT8),
     "wint4": Scheme(Format(4, 128), _WINT8),
     "wint4-g32": Scheme(Format(4, 32), _WINT8),
+    "fp8": Scheme(Format(8, activation_bits=8, floating=True)),
 }
 """The scheme of each name."""
 assert set(SCHEMES) == set(get_args(QuantizationName))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.core import Code, PenstockError
-from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from .batch import AttentionMetadata, ForwardFn, QKNorms
@@ -92,7 +92,9 @@ def from_packed(
 
 
 def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
-    """Round to integers times scales; float32."""
+    """Round to integers or 8-bit floating-point numbers, times scales; float32."""
+    if format.floating:
+        return _round_fp8(weight, format.rows_per_scale, format.group_size)
     groups = weight.split(format.group_size or weight.shape[1], 1)
     if len(groups) > 1:
         return torch.cat([_quantize_dequantize(group, replace(format, group_size=0)) for group in groups], 1)
@@ -104,10 +106,22 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
     return (weight * inverse).round().clamp(max=7 if format.bits == 4 else 127) * scale
 
 
+def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
+    """Round to 8-bit floating-point numbers (e4m3) times a scale for each so many rows and columns, 0 being all."""
+    (height, width), rows, columns = x.shape, rows or len(x), columns or x.shape[1]
+    blocks = F.pad(x, (0, -width % columns, 0, -height % rows)).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    maximum = blocks.abs().amax((1, 3), keepdim=True)
+    scale = maximum / MAX_FP8
+    inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, MAX_FP8) / maximum, 0)
+    rounded: Tensor = (blocks * inverse).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(2).flatten(0, 1)[:height, :width]
+
+
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
     """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
-    Where the format quantizes activations, each row is divided by its largest magnitude over 127 and rounded.
+    Where the format quantizes activations, each row is divided by its largest magnitude over 127 and rounded; or each
+    row, or row and group, to 8-bit floating-point numbers.
 
     Args:
         out: where to write the result, which is returned; its rows are contiguous, and may lie apart. This holds for
@@ -117,7 +131,9 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
         product = F.linear(x, matrix.weight, matrix.bias)
         return _write(product.float() if out_float32 else product, out)
     given = x.float()
-    if matrix.format.activation_bits:
+    if matrix.format.floating:
+        given = _round_fp8(given, columns=matrix.format.group_size)
+    elif matrix.format.activation_bits:
         maximum = given.abs().amax(1, keepdim=True)
         inverse = torch.full_like(maximum, 127) / maximum  # a Python number over a tensor would be rounded twice
         given = (given * torch.where(maximum > MIN_MAGNITUDE, inverse, 0)).round() * (maximum / 127)

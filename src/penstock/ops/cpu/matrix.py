@@ -86,6 +86,8 @@ def make_matrix(
     format: Format,
 ) -> Matrix:
     """A matrix over packed tensors, or over new memory that the caller fills."""
+    if format.floating:
+        raise PenstockError(Code.UNSUPPORTED, "fp8 needs an NVIDIA GPU of compute capability 8.9", "quantization")
     code, format_code = dtype_code(dtype), FORMAT_CODES[format.bits, format.activation_bits]
     if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
         raise PenstockError(Code.UNSUPPORTED, "weight-only quantization computes in bfloat16", "quantization")

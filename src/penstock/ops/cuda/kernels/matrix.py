@@ -1,15 +1,344 @@
-"""Kernels of products with matrices, and of embeddings."""
+"""Kernels of products with matrices, and of embeddings.
+
+Weights are the rows of the matrix instruction (``acc[BN, BT] += weights[BN, BK] @ inputs[BT, BK].T``), tokens its
+columns: so one token and thousands take the same instruction (on Hopper ``wgmma`` of 64 rows), which sums over the
+inputs in ascending order into one accumulator, and a token's bits depend on none of BN, BT, BK. A program has the first
+ROWS of the BN rows; the others are zeros that are not read, so that small matrices occupy all multiprocessors, too.
+
+Packed weights lie in panels of 64 outputs, and in those in blocks of 64 outputs: what a program reads next follows what
+it read last.
+"""
 
 import triton
 import triton.language as tl
 
+PANEL = tl.constexpr(64)
+"""Outputs of a panel."""
+BLOCK = tl.constexpr(128)
+"""Inputs of a block of 8-bit weights: 128 bytes a row."""
+
 
 @triton.jit
-def gather_rows(ids, weight, out, first, rows, size, out_stride, BLOCK: tl.constexpr):
-    """Row ``ids[program]`` of an unquantized matrix; nothing is written for ids of none of its rows."""
+def _tile(tokens, outputs, SHARE: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr):
+    """First output, of SHARE, and first token of this program. GROUP tiles of tokens follow each other over the same
+    weights, so that programs that run together read few of either."""
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(outputs, SHARE)
+    first = program // (GROUP * row_tiles) * GROUP
+    size = tl.minimum(tl.cdiv(tokens, BT) - first, GROUP)
+    within = program % (GROUP * row_tiles)
+    return within // size * SHARE, (first + within % size) * BT
+
+
+@triton.jit
+def _weight_rows(first, size, ROWS: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the matrix that are a program's, and which of them it has. With GATED, ``first`` counts outputs, each is
+    of two rows, and every eight rows of the first half are followed by the eight of the second: one thread has both."""
+    row = tl.arange(0, BN)
+    if GATED:
+        output = first + row // 16 * 8 + row % 8
+        return output + row // 8 % 2 * size, (row < ROWS) & (output < size)
+    return first + row, (row < ROWS) & (first + row < size)
+
+
+@triton.jit
+def _finish(
+    acc,
+    bias,
+    out,
+    rows,
+    own,
+    first_output,
+    token,
+    tokens,
+    outputs,
+    out_stride,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Bias, gate, and the store of a tile. A product is rounded to DTYPE before it is gated."""
+    if bias is not None:
+        acc += tl.load(bias + rows, mask=own, other=0.0)[:, None]
+    SIZE: tl.constexpr = BN // 2 if GATED else BN
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BT)), (0, 2, 3, 1)))
+        gate = gate.to(DTYPE).to(tl.float32)
+        up = up.to(DTYPE).to(tl.float32)
+        acc = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (SIZE, BT))
+    at = tl.arange(0, SIZE)
+    column = first_output + at
+    inside = (column < outputs)[None, :] & (token < tokens)[:, None]
+    if ROWS < BN:
+        inside = inside & (at < ROWS * SIZE // BN)[None, :]
+    values = tl.trans(acc).to(out.dtype.element_ty)
+    tl.store(out + token.to(tl.int64)[:, None] * out_stride + column[None, :], values, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    tokens,
+    outputs,
+    inputs,
+    x_stride,
+    out_stride,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Products whose weights have at most one scale an output.
+
+    Weights are ``[outputs, inputs]``, or with GATED ``[2 * outputs, inputs]``: row-major and of the inputs' dtype where
+    ``scales`` is None; else 8 bits packed, and the inputs either 8 bits with a scale a token, padded to whole blocks,
+    or of DTYPE, to which weights are widened. EVEN: BK divides the inputs that ``x`` has.
+    """
+    first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
+    rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
+    token = first_token + tl.arange(0, BT)
+    k = tl.arange(0, BK)
+    if scales is None:
+        weight_at = weight + rows.to(tl.int64)[:, None] * inputs + k[None, :]
+    else:
+        panel = (rows // PANEL).to(tl.int64) * (tl.cdiv(inputs, BLOCK) * PANEL * BLOCK)
+        weight_at = weight + (panel + rows % PANEL * BLOCK)[:, None]
+        weight_at += (k // BLOCK * (PANEL * BLOCK) + k % BLOCK)[None, :]
+    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    WIDEN: tl.constexpr = x.dtype.element_ty != weight.dtype.element_ty
+    INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
+    acc = tl.zeros((BN, BT), tl.int32 if INTEGERS else tl.float32)
+    for start in range(0, inputs, BK):
+        own_weights, own_inputs = own[:, None], (token < tokens)[:, None]
+        if not EVEN:
+            inside = (k < inputs - start)[None, :]
+            own_inputs = own_inputs & inside
+            if scales is None:
+                own_weights = own_weights & inside
+            elif BK > BLOCK:  # a packed matrix ends with a block
+                own_weights = own_weights & (k < tl.cdiv(inputs, BLOCK) * BLOCK - start)[None, :]
+        weights = tl.load(weight_at, mask=own_weights, other=0.0)
+        values = tl.load(x_at, mask=own_inputs, other=0.0)
+        if WIDEN:
+            weights = weights.to(x.dtype.element_ty)
+        acc = tl.dot(weights, tl.trans(values), acc, input_precision="ieee", out_dtype=acc.dtype)
+        weight_at += BK if scales is None else BK * PANEL
+        x_at += BK
+    acc = acc.to(tl.float32)
+    if scales is not None:
+        acc *= tl.load(scales + rows, mask=own, other=0.0)[:, None]
+    if x_scales is not None:
+        acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
+    _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_int4(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    tokens,
+    outputs,
+    inputs,
+    x_stride,
+    out_stride,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Products whose weights are 4 bits with a scale an output and SIZE inputs.
+
+    A block has two groups of inputs: one in the low halves of its bytes, the other in the high ones. In an 8-bit
+    integer a weight stands in the high half, sixteenfold, which takes one instruction for four weights and has a sign;
+    scales are a sixteenth. UNROLL blocks are read at a time. EVEN: they divide the inputs that ``x`` has.
+    """
+    first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
+    rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
+    token = first_token + tl.arange(0, BT)
+    k = tl.arange(0, SIZE)
+    blocks = tl.cdiv(inputs, 2 * SIZE)
+    panel = (rows // PANEL).to(tl.int64) * blocks
+    weight_at = weight + (panel * (PANEL * SIZE) + rows % PANEL * SIZE)[:, None] + k[None, :]
+    scales_at = scales + panel * (2 * PANEL) + rows % PANEL
+    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
+    SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
+    acc = tl.zeros((BN, BT), tl.float32)
+    for first in range(0, blocks, UNROLL):
+        for i in tl.static_range(UNROLL):
+            own_weights, own_low, own_high = own, (token < tokens)[:, None], (token < tokens)[:, None]
+            if not EVEN:
+                left = inputs - (first + i) * (2 * SIZE)
+                own_low = own_low & (k < left)[None, :]
+                own_high = own_high & (k < left - SIZE)[None, :]
+                if i > 0:
+                    own_weights = own_weights & (tl.zeros((BN,), tl.int32) < left)
+            weights = tl.load(weight_at + i * (PANEL * SIZE), mask=own_weights[:, None], other=0)
+            low_scales = tl.load(scales_at + 2 * i * PANEL, mask=own_weights, other=0.0)
+            high_scales = tl.load(scales_at + (2 * i + 1) * PANEL, mask=own_weights, other=0.0)
+            low = tl.load(x_at + 2 * i * SIZE, mask=own_low, other=0.0)
+            high = tl.load(x_at + (2 * i + 1) * SIZE, mask=own_high, other=0.0)
+            low_weights = (weights << 4).to(x.dtype.element_ty)
+            high_weights = (weights & -16).to(x.dtype.element_ty)
+            zero = tl.zeros((BN, BT), SUM)
+            part = tl.dot(low_weights, tl.trans(low), zero, input_precision="ieee", out_dtype=SUM)
+            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(low_scales[:, None], (BN, BT)), acc)
+            part = tl.dot(high_weights, tl.trans(high), zero, input_precision="ieee", out_dtype=SUM)
+            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(high_scales[:, None], (BN, BT)), acc)
+        weight_at += UNROLL * PANEL * SIZE
+        scales_at += UNROLL * 2 * PANEL
+        x_at += UNROLL * 2 * SIZE
+    if x_scales is not None:
+        acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
+    _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_fp8_blocks(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    tokens,
+    outputs,
+    inputs,
+    x_stride,
+    out_stride,
+    DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Products of 8-bit floating-point numbers with a scale each 128 x 128 weights, and each token and 128 inputs. A
+    block of inputs is summed by the matrix instructions alone, and joins the outputs in float32."""
+    first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
+    rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
+    token = first_token + tl.arange(0, BT)
+    own_tokens = token < tokens
+    k = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(inputs, BLOCK)
+    weight_at = weight + ((rows // PANEL).to(tl.int64) * (blocks * PANEL * BLOCK) + rows % PANEL * BLOCK)[:, None]
+    weight_at += k[None, :]
+    scales_at = scales + rows // BLOCK * blocks
+    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_scales_at = x_scales + token * blocks
+    acc = tl.zeros((BN, BT), tl.float32)
+    for _ in range(blocks):
+        weights = tl.load(weight_at, mask=own[:, None], other=0.0)
+        values = tl.load(x_at, mask=own_tokens[:, None], other=0.0)
+        row_scales = tl.load(scales_at, mask=own, other=0.0)
+        token_scales = tl.load(x_scales_at, mask=own_tokens, other=0.0)
+        part = tl.dot(weights, tl.trans(values), out_dtype=tl.float32)
+        acc = tl.fma(part, row_scales[:, None] * token_scales[None, :], acc)
+        weight_at += PANEL * BLOCK
+        x_at += BLOCK
+        scales_at += 1
+        x_scales_at += 1
+    _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
+
+
+@triton.jit
+def quantize_rows(
+    x,
+    values,
+    scales,
+    inputs,
+    padded,
+    x_stride,
+    MAX: tl.constexpr,
+    MIN: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SIZE: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    """A row of activations in 8 bits, zeros up to ``padded``: its largest magnitude, or that of each ITEMS with
+    GROUPED, is MAX. ``values`` are integers or floating-point numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)[:, None] * ITEMS + tl.arange(0, ITEMS)[None, :]
+    given = tl.load(x + row * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+    # Rows with what is no number get an infinite scale, and so no finite product.
+    magnitude = tl.where(given == given, tl.abs(given), float("inf"))
+    maximum = tl.max(magnitude, 1)
+    if not GROUPED:
+        maximum = tl.max(maximum, 0) + tl.zeros((SIZE,), tl.float32)
+    largest = tl.full((SIZE,), MAX, tl.float32)
+    usable = (maximum > MIN) & (maximum < float("inf"))
+    inverse = tl.where(usable, tl.div_rn(largest, tl.where(usable, maximum, 1.0)), 0.0)
+    scaled = tl.where(usable[:, None], given * inverse[:, None], 0.0)
+    if values.dtype.element_ty == tl.int8:
+        scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds to nearest, ties to even
+    else:
+        scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
+    tl.store(values + row * padded + at, scaled.to(values.dtype.element_ty), mask=at < padded)
+    scale = tl.div_rn(maximum, largest)
+    if GROUPED:
+        group = tl.arange(0, SIZE)
+        tl.store(scales + row * (padded // ITEMS) + group, scale, mask=group * ITEMS < padded)
+    else:
+        tl.store(scales + row + tl.zeros((SIZE,), tl.int32), scale, mask=tl.arange(0, SIZE) == 0)
+
+
+@triton.jit
+def gather_rows(
+    ids,
+    weight,
+    scales,
+    out,
+    first,
+    rows,
+    size,
+    out_stride,
+    GROUP_SIZE: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Row ``ids[program]`` of a matrix; nothing is written for ids of none of its rows. BITS is 0 where it is
+    row-major."""
     token = tl.program_id(0)
     row = tl.load(ids + token) - first
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row >= 0) & (row < rows) & (columns < size)
-    values = tl.load(weight + row.to(tl.int64) * size + columns, mask=inside)
-    tl.store(out + token.to(tl.int64) * out_stride + columns, values, mask=inside)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows_of = row + tl.zeros((COLUMNS,), tl.int64)
+    inside = (rows_of >= 0) & (rows_of < rows) & (column < size)
+    if BITS == 0:
+        values = tl.load(weight + row * size + column, mask=inside)
+    elif BITS == 8:
+        blocks = tl.cdiv(size, BLOCK)
+        at = (row // PANEL * blocks + column // BLOCK) * (PANEL * BLOCK) + row % PANEL * BLOCK + column % BLOCK
+        values = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        if GROUP_SIZE:
+            values *= tl.load(scales + row // ROWS_PER_SCALE * blocks + column // GROUP_SIZE, mask=inside, other=0.0)
+        else:
+            values *= tl.load(scales + rows_of, mask=inside, other=0.0)
+    else:
+        block = row // PANEL * tl.cdiv(size, 2 * GROUP_SIZE) + column // (2 * GROUP_SIZE)
+        at = block * (PANEL * GROUP_SIZE) + row % PANEL * GROUP_SIZE + column % GROUP_SIZE
+        group = block * 2 + column // GROUP_SIZE % 2
+        pair = tl.load(weight + at, mask=inside, other=0)
+        values = tl.where(column // GROUP_SIZE % 2 == 0, pair << 4, pair & -16).to(tl.float32)
+        values *= tl.load(scales + group * PANEL + row % PANEL, mask=inside, other=0.0)
+    tl.store(out + token.to(tl.int64) * out_stride + column, values.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,47 @@
+"""Triton's interpreter in place of a GPU: to be imported before ``penstock.ops.cuda``.
+
+It has NumPy multiply matrices, which sums in an order that depends on the shapes. Here products are summed as matrix
+instructions do: some inputs at a time in ascending order into the accumulator, of which each sum is exact, so that rows
+have the same bits in any tile exactly where kernels are to be thanked for it. Numbers must have no more than 24 bits in
+a product (float16, or float32 numbers that float16 holds).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+STEP = 16
+"""Inputs of a matrix instruction."""
+
+
+def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    left, right = (_values(operand) for operand in (a, b))
+    if d.data.dtype == np.int32:
+        exact = np.matmul(left.astype(np.float64), right.astype(np.float64)).astype(np.int64)
+        return interpreter.TensorHandle((exact + d.data).astype(np.int32), d.dtype.scalar)
+    left, right, total = left.astype(np.float64), right.astype(np.float64), d.data
+    for at in range(0, left.shape[1], STEP):
+        total = (left[:, at : at + STEP] @ right[at : at + STEP] + total).astype(np.float32)
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+def _values(operand: Any) -> Any:
+    assert operand.dtype.scalar != tl.bfloat16, "the interpreter multiplies the bits of bfloat16 as integers"
+    if operand.dtype.primitive_bitwidth == 8 and operand.dtype.is_floating():
+        return interpreter._convert_float(operand.data, operand.dtype, tl.float16, None).view(np.float16)
+    return operand.data
+
+
+interpreter.InterpreterBuilder.create_dot = create_dot

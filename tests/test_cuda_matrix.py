@@ -1,0 +1,109 @@
+"""Products, embeddings and adapters of the CUDA backend in Triton's interpreter: against the reference, and bit by bit
+in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import interpreted  # noqa: F401  first: it says how kernels run
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.core import PenstockError
+from penstock.core.quantization import SCHEMES
+from penstock.ops import Format, reference
+from penstock.ops.cuda import launch, matrix
+
+FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
+    "fp8 per tensor": Format(8, activation_bits=8, floating=True, rows_per_scale=0),
+    "fp8 blocks": Format(8, 128, 8, floating=True, rows_per_scale=128),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So that small matrices get large tiles, too."""
+    matrix._tile.cache_clear()
+    monkeypatch.setattr(launch, "DEFAULT_SM_COUNT", 3)
+    launch.sm_count.cache_clear()
+    yield
+    launch.sm_count.cache_clear()
+    matrix._tile.cache_clear()
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that float16 holds, whatever the dtype."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().to(dtype)
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    error = (got.double() - expected.double()).abs().max() / expected.abs().max()
+    assert error < tolerance, error
+
+
+def tolerance(format: Format, dtype: torch.dtype) -> float:
+    """As a share of the largest output. In the interpreter 8-bit floating-point numbers are rounded otherwise."""
+    return 0.1 if format.floating else 2e-3 if dtype is torch.float16 else 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, torch.float16) for name in FORMATS] + [("none", torch.float32), ("wint8", torch.float32)]
+)
+def test_products(name: str, dtype: torch.dtype) -> None:
+    """Any sizes, rows that lie apart, a bias, float32 outputs, a gate, and embeddings, against the reference."""
+    format = FORMATS[name]
+    for seed, (tokens, outputs, inputs) in enumerate([(1, 64, 256), (5, 70, 301), (33, 130, 60)]):
+        x = randn(seed, tokens, inputs + 16, dtype=dtype)[:, :inputs]
+        weight, bias = randn(seed + 1, outputs, inputs, dtype=dtype), randn(seed + 2, outputs, dtype=dtype)
+        parts = [weight[: outputs // 3], weight[outputs // 3 :]]
+        given = bias if seed % 2 else None
+        packed, expected = matrix.pack(parts, given, format), reference.pack(parts, given, format)
+        out = torch.full((tokens, outputs + 9), 7, dtype=dtype)
+        assert matrix.linear(x, packed, out=out[:, :outputs]) is not None and bool((out[:, outputs:] == 7).all())
+        assert_close(out[:, :outputs], reference.linear(x, expected), tolerance(format, dtype))
+        product = matrix.linear(x, packed, out_float32=True)
+        if not format.bits:
+            exact = x.double() @ weight.double().T + (0 if given is None else given.double())
+            assert_close(product, exact.float(), 1e-6)
+        assert torch.equal(product.to(dtype), out[:, :outputs])
+        gated = matrix.linear_silu_and_mul(x, packed)
+        assert_close(gated, reference.silu_and_mul(out[:, :outputs]), 1e-6 if dtype is torch.float32 else 2e-3)
+        ids = torch.tensor([outputs - 1, 0, outputs // 2])
+        assert torch.equal(matrix.embedding(ids, packed), reference.embedding(ids, expected))
+        shard = torch.full((3, inputs), 5, dtype=dtype)
+        matrix.embedding(ids + 90, packed, first=91, out=shard)
+        assert torch.equal(shard[[0, 2]], reference.embedding(ids[[0, 2]] - 1, expected))
+        assert bool((shard[1] == 5).all())
+        tensors = matrix.packed_tensors(packed)
+        if format.bits:
+            again = matrix.from_packed(tensors, inputs, outputs, dtype, given, format)
+            assert torch.equal(matrix.linear(x, again), out[:, :outputs])
+            with pytest.raises(PenstockError, match="another size"):
+                matrix.from_packed(tensors, inputs, outputs + 64, dtype, given, format)
+
+
+BUCKETS = (1, 3, 17, 40, 65, 130)
+"""Numbers of tokens that take different tiles."""
+
+
+def rows_differ(format: Format, dtype: torch.dtype, gated: bool) -> list[int]:
+    """Numbers of tokens with which any row has other bits than among all of them."""
+    inputs, outputs, tokens = 260, 70, max(BUCKETS)
+    packed = matrix.pack([randn(1, outputs, inputs, dtype=dtype)], None, format)
+    x = randn(2, tokens, inputs, dtype=dtype)
+    op = matrix.linear_silu_and_mul if gated else matrix.linear
+    together = op(x, packed)
+    shuffled = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
+    return [count for count in BUCKETS if not torch.equal(op(x[shuffled[:count]], packed), together[shuffled[:count]])]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_the_same_in_any_batch(name: str) -> None:
+    assert not rows_differ(FORMATS[name], torch.float16, gated=False)
+
+
+def test_gated_rows_are_the_same_in_any_batch() -> None:
+    assert not rows_differ(Format(), torch.float16, gated=True)
+    assert not rows_differ(Format(), torch.float32, gated=False)
