@@ -199,7 +199,19 @@ def kv_caches(whole: bool) -> Calls:
             )
 
 
-OPS: tuple[Callable[[bool], Calls], ...] = (products, embeddings, rows, kv_caches)
+def sampling(whole: bool) -> Calls:
+    from penstock.ops.cuda import sampling
+
+    for model in MODELS:
+        logits, bitmask = torch.empty(4, model.vocab), torch.empty(4, model.vocab // 32, dtype=torch.int32)
+        columns = [torch.empty(4, dtype=torch.float64)] * 5
+        yield "argmax", lambda logits=logits: sampling.argmax_of_logits(logits)
+        yield "argmax", lambda logits=logits, bitmask=bitmask: sampling.argmax_of_logits(logits, bitmask)
+        yield "apply_bitmask", lambda logits=logits, bitmask=bitmask: sampling.apply_bitmask(logits, bitmask)
+        yield "sample_random", lambda logits=logits, columns=columns: sampling.sample_random(logits, *columns)
+
+
+OPS: tuple[Callable[[bool], Calls], ...] = (products, embeddings, rows, kv_caches, sampling)
 """Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
 
 

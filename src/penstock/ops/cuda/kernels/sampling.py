@@ -1,0 +1,276 @@
+"""Sampling: the largest logit of a row, grammar bitmasks, and random sampling without a sort.
+
+Weights of random sampling are float32 between 0 and 1, and compare as their bits do. Two numbers say what top-k and
+top-p keep of a row: tokens whose bits are above ``edge``, and of those with exactly these bits the ones whose id is not
+above ``last``.
+"""
+
+import triton
+import triton.language as tl
+
+ONE = tl.constexpr(0x3F800000)
+"""Bits of the weight 1, the largest."""
+FIRST_BOUNDS = tl.constexpr((1, 0x3A800000, 0x3D800000))
+"""Bits of the smallest weight, of 1/1024 and of 1/16: where a search begins."""
+
+
+@triton.jit
+def is_allowed(bitmask, columns, inside):
+    """Whether the bits of some columns are set in a row's bitmask."""
+    words = tl.load(bitmask + columns // 32, mask=inside, other=0)
+    return ((words >> (columns % 32)) & 1) != 0
+
+
+@triton.jit
+def apply_bitmask(logits, bitmask, columns_count, stride, words, BLOCK: tl.constexpr):
+    """Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < columns_count
+    forbidden = inside & (is_allowed(bitmask + row * words, columns, inside) == 0)
+    tl.store(logits + row * stride + columns, tl.full((BLOCK,), float("-inf"), tl.float32), mask=forbidden)
+
+
+@triton.jit
+def first_of_largest(values, indices):
+    """The largest of some values, NaN if there is one, and the lowest index among those that have it."""
+    is_nan = values != values
+    largest = tl.max(tl.where(is_nan, float("-inf"), values), 0)
+    if tl.max(is_nan.to(tl.int32), 0) != 0:
+        largest = float("nan")
+        found = tl.min(tl.where(is_nan, indices, 0x7FFFFFFF), 0)
+    else:
+        found = tl.min(tl.where(values == largest, indices, 0x7FFFFFFF), 0)
+    return largest, found
+
+
+@triton.jit
+def argmax_blocks(logits, bitmask, values, indices, columns_count, stride, words, BLOCK: tl.constexpr):
+    """Program (row, block of columns): the block's largest logit, and its column."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < columns_count
+    given = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
+    if bitmask is not None:
+        given = tl.where(is_allowed(bitmask + row * words, columns, inside), given, float("-inf"))
+    largest, found = first_of_largest(given, columns)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(values + place, largest)
+    tl.store(indices + place, found)
+
+
+@triton.jit
+def argmax_rows(values, indices, out_values, out_indices, blocks, BLOCKS: tl.constexpr):
+    """One row a program: the first of its blocks' largest."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)
+    inside = at < blocks
+    given = tl.load(values + row * blocks + at, mask=inside, other=float("-inf"))
+    places = tl.load(indices + row * blocks + at, mask=inside, other=0x7FFFFFFF)
+    largest, found = first_of_largest(given, places)
+    tl.store(out_values + row, largest)
+    tl.store(out_indices + row, found.to(tl.int64))
+
+
+# --- Random sampling --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_entries(row, start, BLOCK: tl.constexpr):
+    """Weights and token ids of a block of a row's entries: of its tokens, or of those that ``list_entries`` listed.
+
+    Returns weights, 0 where they are not kept; token ids; and which entries there are.
+    """
+    logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
+    at = start + tl.arange(0, BLOCK)
+    inside = at < count
+    if is_listed:
+        weights = tl.load(listed_weights + at, mask=inside, other=0.0)
+        token_ids = tl.load(listed_ids + at, mask=inside, other=0)
+    else:
+        given = tl.load(logits + at, mask=inside, other=float("-inf"))
+        weights = tl.exp(tl.div_rn(given, temperature) - largest)
+        weights = tl.where(weights < min_p, 0.0, weights)
+        token_ids = at
+    bits = weights.to(tl.int32, bitcast=True)
+    is_kept = inside & ((bits > edge) | ((bits == edge) & (token_ids <= last)))
+    return tl.where(is_kept, weights, 0.0), token_ids, inside
+
+
+@triton.jit
+def sum_fours(x):
+    """Sums of four neighbours, which are one thread's."""
+    return tl.sum(x.reshape(x.shape[0] // 4, 4), 1)
+
+
+@triton.jit
+def measure(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of a row's entries whose bits are not below each of three bounds, and their sums in float64."""
+    counts0 = tl.zeros((BLOCK // 4,), tl.int32)
+    counts1 = tl.zeros((BLOCK // 4,), tl.int32)
+    counts2 = tl.zeros((BLOCK // 4,), tl.int32)
+    sums0 = tl.zeros((BLOCK // 4,), tl.float64)
+    sums1 = tl.zeros((BLOCK // 4,), tl.float64)
+    sums2 = tl.zeros((BLOCK // 4,), tl.float64)
+    for start in range(0, row[4], BLOCK):
+        weights, _, _ = load_entries(row, start, BLOCK)
+        bits = weights.to(tl.int32, bitcast=True)
+        counts0 += sum_fours((bits >= low).to(tl.int32))
+        counts1 += sum_fours((bits >= middle).to(tl.int32))
+        counts2 += sum_fours((bits >= high).to(tl.int32))
+        if BY_MASS:
+            sums0 += sum_fours(tl.where(bits >= low, weights, 0.0).to(tl.float64))
+            sums1 += sum_fours(tl.where(bits >= middle, weights, 0.0).to(tl.float64))
+            sums2 += sum_fours(tl.where(bits >= high, weights, 0.0).to(tl.float64))
+    count0, count1, count2 = tl.sum(counts0, 0), tl.sum(counts1, 0), tl.sum(counts2, 0)
+    if BY_MASS:
+        return count0, count1, count2, tl.sum(sums0, 0), tl.sum(sums1, 0), tl.sum(sums2, 0)
+    else:
+        return count0, count1, count2, count0.to(tl.float64), count1.to(tl.float64), count2.to(tl.float64)
+
+
+@triton.jit
+def list_entries(row, low, BLOCK: tl.constexpr):
+    """List the entries of a row whose bits are not below ``low``, in the order of token ids, so that what follows reads
+    only them. Returns their number."""
+    listed_weights, listed_ids = row[1], row[2]
+    listed = 0
+    for start in range(0, row[4], BLOCK):
+        weights, token_ids, inside = load_entries(row, start, BLOCK)
+        chosen = (inside & (weights.to(tl.int32, bitcast=True) >= low)).to(tl.int32)
+        places = listed + tl.cumsum(chosen, 0) - 1
+        tl.store(listed_weights + places, weights, mask=chosen != 0)
+        tl.store(listed_ids + places, token_ids, mask=chosen != 0)
+        listed += tl.sum(chosen, 0)
+    tl.debug_barrier()  # other threads read it
+    return listed
+
+
+@triton.jit
+def nth_of_equal(row, edge, n, BLOCK: tl.constexpr):
+    """Token id of the ``n``-th entry (from 1) whose bits are ``edge``."""
+    before = 0
+    found = 0x7FFFFFFF
+    for start in range(0, row[4], BLOCK):
+        weights, token_ids, _ = load_entries(row, start, BLOCK)
+        is_equal = (weights.to(tl.int32, bitcast=True) == edge).to(tl.int32)
+        places = before + tl.cumsum(is_equal, 0)
+        found = tl.minimum(found, tl.min(tl.where((is_equal != 0) & (places == n), token_ids, 0x7FFFFFFF), 0))
+        before += tl.sum(is_equal, 0)
+    return found
+
+
+@triton.jit
+def truncate(row, top, MAX_LISTED: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Keep the likeliest entries until their number reaches ``top``, or with ``BY_MASS`` their sum the part ``top`` of
+    the whole. Returns what has changed in the row: whether entries are listed, their number, and what is kept.
+
+    The edge is the largest weight of which, and above which, there is enough. It is searched by its bits: each pass
+    over the row leaves a quarter of them. Once few entries are left that are not below it, they are listed.
+    """
+    logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
+    low, high = 0, ONE + 1
+    count_low, count_high = count, 0
+    above = tl.zeros((), tl.float64)  # amount of entries that are not below ``high``
+    limit = top
+    bound0, bound1, bound2 = FIRST_BOUNDS[0], FIRST_BOUNDS[1], FIRST_BOUNDS[2]
+    is_first = True
+    while high - low > 1:
+        if not is_first:
+            bound1 = low + (high - low) // 2
+            bound0 = low + (bound1 - low) // 2
+            bound2 = bound1 + (high - bound1) // 2
+        now = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
+        count0, count1, count2, amount0, amount1, amount2 = measure(now, bound0, bound1, bound2, BY_MASS, BLOCK)
+        if BY_MASS and is_first:
+            limit = top * amount0
+        is_first = False
+        if amount2 >= limit:
+            low, count_low = bound2, count2
+        elif amount1 >= limit:
+            low, count_low, high, count_high, above = bound1, count1, bound2, count2, amount2
+        elif amount0 >= limit:
+            low, count_low, high, count_high, above = bound0, count0, bound1, count1, amount1
+        else:
+            high, count_high, above = bound0, count0, amount0
+        if (not is_listed) & (count_low <= MAX_LISTED):
+            now = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
+            count = list_entries(now, low, BLOCK)
+            is_listed = True
+    if low > 0:
+        kept = limit - above
+        if BY_MASS:
+            kept = tl.ceil(kept / tl.cast(low, tl.float32, bitcast=True).to(tl.float64))
+        now = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
+        if low > edge:
+            last = 0x7FFFFFFF
+        if kept < (count_low - count_high).to(tl.float64):
+            last = nth_of_equal(now, low, kept.to(tl.int32), BLOCK)
+        edge = low
+    return is_listed, count, edge, last
+
+
+@triton.jit
+def sample_random(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    uniforms,
+    listed_weights,
+    listed_ids,
+    block_sums,
+    out,
+    vocabulary,
+    stride,
+    MAX_LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One row a program.
+
+    Args:
+        listed_weights, listed_ids: ``[rows, MAX_LISTED]``, memory for ``list_entries``.
+        block_sums: ``[rows, BLOCKS]`` float64, memory for the sums of blocks.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    logits += index * stride
+    listed_weights += index * MAX_LISTED
+    listed_ids += index * MAX_LISTED
+    block_sums += index * BLOCKS
+    temperature = tl.maximum(tl.load(temperatures + index).to(tl.float32), 1e-5)
+    min_p = tl.load(min_ps + index).to(tl.float32)
+    lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        lanes = tl.maximum(lanes, tl.load(logits + at, mask=at < vocabulary, other=float("-inf")))
+    largest = tl.div_rn(tl.max(lanes, 0), temperature)
+    is_listed, count, edge, last = False, vocabulary, 0, -1
+    top_k = tl.load(top_ks + index)
+    if (top_k > 0) & (top_k < vocabulary):
+        row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
+        is_listed, count, edge, last = truncate(row, top_k, MAX_LISTED, False, BLOCK)
+    top_p = tl.load(top_ps + index)
+    if top_p < 1:
+        row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
+        is_listed, count, edge, last = truncate(row, top_p, MAX_LISTED, True, BLOCK)
+
+    # The inverse of the cumulative distribution: first the block, by the sums of blocks, then the entry in it.
+    row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
+    for start in range(0, count, BLOCK):
+        weights, _, _ = load_entries(row, start, BLOCK)
+        tl.store(block_sums + start // BLOCK, tl.sum(weights.to(tl.float64), 0))
+    tl.debug_barrier()
+    blocks = tl.arange(0, BLOCKS)
+    sums = tl.load(block_sums + blocks, mask=blocks * BLOCK < count, other=0.0)
+    ends = tl.cumsum(sums, 0)
+    threshold = tl.load(uniforms + index) * tl.max(ends, 0)
+    block = tl.min(tl.where((ends > threshold) & (sums > 0), blocks, BLOCKS), 0)
+    block = tl.minimum(block, tl.max(tl.where(sums > 0, blocks, 0), 0))  # where rounding leaves none
+    before = tl.sum(tl.where(blocks == block, ends - sums, 0.0), 0)
+    weights, token_ids, _ = load_entries(row, block * BLOCK, BLOCK)
+    cumulative = before + tl.cumsum(weights.to(tl.float64), 0)
+    found = tl.min(tl.where((cumulative > threshold) & (weights > 0), token_ids, 0x7FFFFFFF), 0)
+    found = tl.minimum(found, tl.max(tl.where(weights > 0, token_ids, 0), 0))
+    tl.store(out + index, found.to(tl.int64))

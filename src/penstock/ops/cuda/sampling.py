@@ -1,0 +1,76 @@
+"""Sampling: the argmax of a product, grammar bitmasks, and random sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .elementwise import power_of_two
+from .kernels import sampling as kernels
+from .launch import launch
+from .matrix import Matrix, linear
+
+COLUMNS = 4096
+"""Columns of a row that a program has at once."""
+RANDOM_COLUMNS = 2048
+"""Likewise, in random sampling: with 16 warps, no register is spilled."""
+MAX_LISTED = 16384
+"""Tokens of a row that random sampling lists, once it knows that no others can be sampled."""
+
+
+def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As ``reference.argmax``."""
+    return argmax_of_logits(linear(x, matrix, out_float32=True), bitmask)
+
+
+def argmax_of_logits(logits: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Index of the largest of each row ``[rows, outputs]`` float32, and that value, as ``argmax``."""
+    rows, columns = logits.shape
+    blocks = -(-columns // COLUMNS)
+    values, largest = logits.new_empty(rows, blocks), logits.new_empty(rows)
+    indices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    index = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    words = 0 if bitmask is None else bitmask.stride(0)
+    sizes = (columns, logits.stride(0), words)
+    launch(kernels.argmax_blocks, (rows, blocks), logits, bitmask, values, indices, *sizes, BLOCK=COLUMNS, num_warps=8)
+    launch(kernels.argmax_rows, (rows,), values, indices, largest, index, blocks, BLOCKS=power_of_two(blocks))
+    return index, largest
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """As ``reference.apply_bitmask``."""
+    rows, columns = logits.shape
+    grid = (rows, -(-columns // COLUMNS))
+    sizes = (columns, logits.stride(0), bitmask.stride(0))
+    launch(kernels.apply_bitmask, grid, logits, bitmask, *sizes, BLOCK=COLUMNS, num_warps=8)
+    return logits
+
+
+def sample_random(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """As ``reference.sample_random``. Bits of a row do not depend on other rows."""
+    rows, vocabulary = logits.shape
+    device, blocks = logits.device, power_of_two(-(-vocabulary // RANDOM_COLUMNS))
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    launch(
+        kernels.sample_random,
+        (rows,),
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        uniform,
+        torch.empty(rows, MAX_LISTED, device=device),
+        torch.empty(rows, MAX_LISTED, dtype=torch.int32, device=device),
+        torch.empty(rows, blocks, dtype=torch.float64, device=device),
+        out,
+        vocabulary,
+        logits.stride(0),
+        MAX_LISTED=MAX_LISTED,
+        BLOCK=RANDOM_COLUMNS,
+        BLOCKS=blocks,
+        num_warps=16,
+    )
+    return out

@@ -1,0 +1,129 @@
+"""Sampling kernels of the CUDA backend, in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from penstock.ops import reference
+from penstock.ops.cuda import matrix, sampling
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN and infinity
+
+SIZES = (1, 33, 2048, 2049, 6007)
+"""Vocabularies of a block or several, and odd ones."""
+
+
+def random_bitmask(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (rows, -(-columns // 32)), dtype=torch.int32, generator=generator)
+
+
+def float64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random_columns(rows: int, vocabulary: int, rng: Random) -> list[torch.Tensor]:
+    """Arguments of ``sample_random`` after the logits."""
+
+    def draw(*values: float) -> torch.Tensor:
+        return float64(*(rng.choice(values) for _ in range(rows)))
+
+    return [
+        draw(0.3, 0.7, 1.0, 2.0),
+        draw(0, 0, -1, 1, 5, 40, vocabulary - 1, vocabulary),
+        draw(1.0, 1.0, 0.999, 0.9, 0.5, 1e-9),
+        draw(0.0, 0.0, 0.01, 0.3),
+        float64(*(rng.choice((0.0, rng.random(), rng.random(), 1 - 2**-53)) for _ in range(rows))),
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_argmax_is_the_first_of_the_largest(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randint(-4, 5, (6, size), generator=generator).float()
+    logits[1, size // 2] = float("nan")
+    logits[2] = float("-inf")
+    logits[3, size - 1] = float("inf")
+    bitmask = random_bitmask(6, size, generator)
+    bitmask[4] = 0
+    for allowed in (None, bitmask):
+        expected = logits.clone() if allowed is None else reference.apply_bitmask(logits.clone(), allowed)
+        index, largest = sampling.argmax_of_logits(logits, allowed)
+        assert index.tolist() == expected.max(-1)[1].tolist()
+        assert torch.equal(largest.nan_to_num(7), expected.max(-1)[0].nan_to_num(7))
+        assert index.dtype == torch.int64
+    excluded = sampling.apply_bitmask(logits.clone(), bitmask)
+    assert torch.equal(excluded.nan_to_num(7), reference.apply_bitmask(logits.clone(), bitmask).nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_argmax_of_a_product(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    head, x = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (333, 5))
+    bitmask = random_bitmask(5, 333, generator)
+    for allowed in (None, bitmask):
+        index, largest = sampling.argmax(x, matrix.pack([head]), allowed)
+        expected = reference.argmax(x.float(), reference.pack([head.float()]), allowed)
+        assert torch.equal(index, expected[0])
+        torch.testing.assert_close(largest, expected[1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_sampling_is_the_references(size: int) -> None:
+    """With weights that differ, and with few different ones, of which there are many each: which of equal ones top-k
+    and top-p keep decides, and float64 sums are exact."""
+    rng, generator = Random(size), torch.Generator().manual_seed(size)
+    different = torch.randn(5, size, generator=generator) * 3
+    equal = torch.randint(-3, 1, (5, size), generator=generator) * 0.5
+    equal[:, ::3] = float("-inf")
+    equal[:, 0] = 0
+    for logits in (different, equal):
+        columns = random_columns(5, size, rng)
+        assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
+
+
+def assert_truncated(size: int, top_k: int, top_p: float) -> None:
+    """A row of which more tokens than are listed may be sampled."""
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+    columns = [float64(value) for value in (2.0, top_k, top_p, 0.0, 0.4)]
+    assert top_k > sampling.MAX_LISTED
+    assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
+
+
+def test_more_tokens_than_are_listed() -> None:
+    assert_truncated(20_001, 19_000, 1.0)
+
+
+@pytest.mark.thorough
+def test_a_large_vocabulary() -> None:
+    assert_truncated(151_936, 90_000, 0.95)
+
+
+def test_a_row_is_sampled_as_if_alone() -> None:
+    """Also beside rows that have no distribution, whose result is some token."""
+    size, rng = 2500, Random(0)
+    logits = torch.randn(7, size, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1] = float("-inf")
+    logits[3, 5] = float("nan")
+    logits[5] = float("nan")
+    columns = random_columns(7, size, rng)
+    together = sampling.sample_random(logits, *columns)
+    assert ((together >= 0) & (together < size)).all()
+    for i in range(7):
+        alone = sampling.sample_random(logits[i : i + 1], *(column[i : i + 1] for column in columns))
+        assert alone[0] == together[i]
+
+
+def test_logits_whose_rows_lie_apart() -> None:
+    wide = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
+    logits, columns = wide[:, :50], random_columns(3, 50, Random(1))
+    assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
+    assert torch.equal(sampling.argmax_of_logits(logits)[0], logits.argmax(-1))
