@@ -37,7 +37,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import SCHEMES, Format
-from penstock.ops.cuda import matrix
+from penstock.ops.cuda import lora, matrix
 from penstock.ops.cuda.launch import ARCHITECTURES, Launch, record_launches
 
 PROCESSES = 2
@@ -211,7 +211,24 @@ def sampling(whole: bool) -> Calls:
         yield "sample_random", lambda logits=logits, columns=columns: sampling.sample_random(logits, *columns)
 
 
-OPS: tuple[Callable[[bool], Calls], ...] = (products, embeddings, rows, kv_caches, sampling)
+def adapters(whole: bool) -> Calls:
+    model = MODELS[1]
+    outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
+    slots = lora.new_lora_slots(1, model.hidden, outputs, 3 * 16, torch.bfloat16, torch.device("meta"))
+    slots = lora.LoRASlots(*(empty(*each.shape, dtype=each.dtype) for each in vars(slots).values()))
+    for tokens in TOKENS if whole else SOME_TOKENS:
+        out, x, rows = empty(tokens, outputs), empty(tokens, model.hidden), empty(tokens, dtype=torch.int32)
+        yield "adapters", partial(lora.add_lora, out, x, slots, rows)
+
+
+OPS: tuple[Callable[[bool], Calls], ...] = (
+    products,
+    adapters,
+    embeddings,
+    rows,
+    kv_caches,
+    sampling,
+)
 """Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
 
 

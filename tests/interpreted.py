@@ -22,8 +22,10 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-STEP = 16
-"""Inputs of a matrix instruction."""
+
+def step(columns: int) -> int:
+    """Inputs of a matrix instruction, whose tile has so many columns."""
+    return 16
 
 
 def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
@@ -32,8 +34,9 @@ def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_
         exact = np.matmul(left.astype(np.float64), right.astype(np.float64)).astype(np.int64)
         return interpreter.TensorHandle((exact + d.data).astype(np.int32), d.dtype.scalar)
     left, right, total = left.astype(np.float64), right.astype(np.float64), d.data
-    for at in range(0, left.shape[1], STEP):
-        total = (left[:, at : at + STEP] @ right[at : at + STEP] + total).astype(np.float32)
+    size = step(right.shape[1])
+    for at in range(0, left.shape[1], size):
+        total = (left[:, at : at + size] @ right[at : at + size] + total).astype(np.float32)
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 

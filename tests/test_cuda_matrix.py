@@ -4,16 +4,18 @@ in any batch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
+from typing import Any
 
-import interpreted  # noqa: F401  first: it says how kernels run
+import interpreted  # first: it says how kernels run
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
-from penstock.ops import Format, reference
-from penstock.ops.cuda import launch, matrix
+from penstock.ops import Format, LoRAWeights, reference
+from penstock.ops.cuda import launch, lora, matrix
 
 FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
     "fp8 per tensor": Format(8, activation_bits=8, floating=True, rows_per_scale=0),
@@ -107,3 +109,63 @@ def test_rows_are_the_same_in_any_batch(name: str) -> None:
 def test_gated_rows_are_the_same_in_any_batch() -> None:
     assert not rows_differ(Format(), torch.float16, gated=True)
     assert not rows_differ(Format(), torch.float32, gated=False)
+
+
+def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of many tokens that took another matrix instruction, or summed another way, would not go unseen."""
+    monkeypatch.setattr(interpreted, "step", lambda columns: 32 if columns > 32 else 16)
+    assert rows_differ(Format(), torch.float16, gated=False)
+
+
+def test_what_there_are_no_kernels_for_is_refused() -> None:
+    weight = torch.zeros(128, 128, dtype=torch.bfloat16)
+    with launch.record_launches(launch.ARCHITECTURES[80]), pytest.raises(PenstockError, match=r"capability 8\.9"):
+        matrix.pack([weight], None, FORMATS["fp8"])
+    with pytest.raises(PenstockError, match="no CUDA kernels"):
+        matrix.pack([weight], None, Format(4, 24))
+    with pytest.raises(PenstockError, match="float64"):
+        matrix.pack([weight.double()])
+
+
+def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:
+    """A layer's adapters, of some or all of its matrices: the kernels' and the reference's."""
+    given = slots, inputs, sum(sizes), 40 * len(sizes), dtype, torch.device("cpu")
+    ours, theirs = lora.new_lora_slots(*given), reference.new_lora_slots(*given)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for slot in range(slots):
+        parts = [
+            LoRAWeights(
+                randn(rng.getrandbits(31), rank, inputs, dtype=dtype) / 16,
+                randn(rng.getrandbits(31), size, rank, dtype=dtype),
+                first,
+                rng.choice((0.5, 1.7)),
+            )
+            for first, size in zip(firsts, sizes, strict=True)
+            if rng.random() < 0.8
+            for rank in [rng.randint(1, 40)]
+        ]
+        if parts:
+            lora.set_lora(ours, slot, lora.pack_lora(parts))
+            reference.set_lora(theirs, slot, reference.pack_lora(parts))
+    return ours, theirs
+
+
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float16), (1, torch.float32), (2, torch.float16)])
+def test_adapters(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several adapters and of none, in any order: each as if it were alone."""
+    monkeypatch.setattr(lora, "FEW", 20)
+    monkeypatch.setattr(lora, "SPLIT", 128)
+    rng = Random(seed)
+    rows, inputs, sizes = 40, rng.randint(100, 300), [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]
+    ours, theirs = draw_adapters(rng, inputs, sizes, dtype, 3)
+    x, out = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, rows, sum(sizes), dtype=dtype)
+    slots = torch.tensor([rng.randint(-1, 2) for _ in range(rows)], dtype=torch.int32)
+    got = lora.add_lora(out.clone(), x, ours, slots)
+    assert_close(got, reference.add_lora(out.clone(), x, theirs, slots), 2e-3 if dtype is torch.float16 else 1e-5)
+    assert torch.equal(got[slots < 0], out[slots < 0])
+    shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    for chosen in (shuffled[:11], shuffled[11:]):
+        alone = lora.add_lora(out[chosen].clone(), x[chosen], ours, slots[chosen])
+        assert torch.equal(alone, got[chosen])
+    lora.set_lora(ours, 0, None)
+    assert torch.equal(lora.add_lora(out.clone(), x, ours, slots)[slots == 0], out[slots == 0])

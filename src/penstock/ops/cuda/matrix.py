@@ -161,13 +161,13 @@ def from_packed(
 
 def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Rows ``[tokens, in]`` in 8 bits, padded with zeros to whole blocks of inputs, and their scales: ``[tokens]``, or
-    ``[tokens, blocks]`` where the format has one scale a token and block."""
+    ``[blocks, tokens]`` where the format has one scale a block and token."""
     tokens, inputs = x.shape
     padding = max(BLOCK, 2 * format.group_size if format.bits == 4 else 0)
     padded = -(-inputs // padding) * padding
     grouped = bool(format.floating and format.group_size)
     values = x.new_empty((tokens, padded), dtype=FP8 if format.floating else torch.int8)
-    scales = x.new_empty((tokens, padded // BLOCK) if grouped else (tokens,), dtype=torch.float32)
+    scales = x.new_empty((padded // BLOCK, tokens) if grouped else (tokens,), dtype=torch.float32)
     size = 1 << (padded // BLOCK - 1).bit_length()
     arguments = x, values, scales, inputs, padded, x.stride(0)
     launch(
@@ -230,7 +230,8 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
     constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated, "ROWS": tile.rows, "BN": tile.bn, "BT": tile.bt}
     if format.bits == 4:
         kernel, size = kernels.product_int4, format.group_size
-        constants |= {"SIZE": size, "UNROLL": tile.bk // (2 * size), "EVEN": width % tile.bk == 0}
+        unroll = tile.bk // (2 * size)
+        constants |= {"SIZE": size, "UNROLL": unroll, "EVEN": width % tile.bk == 0}
     elif format.group_size:
         kernel = kernels.product_fp8_blocks
     else:

@@ -117,8 +117,8 @@ def _candidates(
 def _inputs_at_a_time(bt: int, x_bytes: int, format: Format) -> int:
     """Few tokens: 256 bytes of each row of weights, which memory gives faster than less of more rows, and a barrier for
     many bytes. Many tokens: as little as instructions are long enough to hide, for more stages."""
-    if format.bits == 4:
-        return 256
+    if format.bits == 4:  # two groups of inputs at least
+        return 512 if bt <= 32 and format.group_size > 32 else 256
     if x_bytes == 4:
         return 128 if format.bits else 32
     if format.bits == 8:

@@ -171,6 +171,9 @@ def product_int4(
     A block has two groups of inputs: one in the low halves of its bytes, the other in the high ones. In an 8-bit
     integer a weight stands in the high half, sixteenfold, which takes one instruction for four weights and has a sign;
     scales are a sixteenth. UNROLL blocks are read at a time. EVEN: they divide the inputs that ``x`` has.
+
+    Triton reads ahead what matrix instructions take. Scales, which they do not, are read here in the iteration before;
+    from two before on, Triton would read nothing ahead.
     """
     first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
     rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
@@ -184,7 +187,14 @@ def product_int4(
     INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
     SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     acc = tl.zeros((BN, BT), tl.float32)
+    ahead = ()
+    for i in tl.static_range(2 * UNROLL):
+        ahead += (tl.load(scales_at + i * PANEL, mask=own & (rows * 0 + i < 2 * blocks), other=0.0),)  # type: ignore[assignment]
     for first in range(0, blocks, UNROLL):
+        for i in tl.static_range(2 * UNROLL):
+            group = 2 * UNROLL + i
+            there = own & (rows * 0 + group < 2 * (blocks - first))
+            ahead += (tl.load(scales_at + group * PANEL, mask=there, other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             own_weights, own_low, own_high = own, (token < tokens)[:, None], (token < tokens)[:, None]
             if not EVEN:
@@ -194,17 +204,16 @@ def product_int4(
                 if i > 0:
                     own_weights = own_weights & (tl.zeros((BN,), tl.int32) < left)
             weights = tl.load(weight_at + i * (PANEL * SIZE), mask=own_weights[:, None], other=0)
-            low_scales = tl.load(scales_at + 2 * i * PANEL, mask=own_weights, other=0.0)
-            high_scales = tl.load(scales_at + (2 * i + 1) * PANEL, mask=own_weights, other=0.0)
             low = tl.load(x_at + 2 * i * SIZE, mask=own_low, other=0.0)
             high = tl.load(x_at + (2 * i + 1) * SIZE, mask=own_high, other=0.0)
             low_weights = (weights << 4).to(x.dtype.element_ty)
             high_weights = (weights & -16).to(x.dtype.element_ty)
             zero = tl.zeros((BN, BT), SUM)
             part = tl.dot(low_weights, tl.trans(low), zero, input_precision="ieee", out_dtype=SUM)
-            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(low_scales[:, None], (BN, BT)), acc)
+            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(ahead[2 * i][:, None], (BN, BT)), acc)
             part = tl.dot(high_weights, tl.trans(high), zero, input_precision="ieee", out_dtype=SUM)
-            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(high_scales[:, None], (BN, BT)), acc)
+            acc = tl.fma(part.to(tl.float32), tl.broadcast_to(ahead[2 * i + 1][:, None], (BN, BT)), acc)
+        ahead = ahead[2 * UNROLL :]  # type: ignore[assignment]
         weight_at += UNROLL * PANEL * SIZE
         scales_at += UNROLL * 2 * PANEL
         x_at += UNROLL * 2 * SIZE
@@ -233,8 +242,9 @@ def product_fp8_blocks(
     BT: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Products of 8-bit floating-point numbers with a scale each 128 x 128 weights, and each token and 128 inputs. A
-    block of inputs is summed by the matrix instructions alone, and joins the outputs in float32."""
+    """Products of 8-bit floating-point numbers with a scale each 128 x 128 weights, and each 128 inputs and token
+    (``x_scales`` is ``[blocks, tokens]``). A block of inputs is summed by the matrix instructions alone, and joins the
+    outputs in float32. Scales are read as in ``product_int4``."""
     first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
     rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
     token = first_token + tl.arange(0, BT)
@@ -245,19 +255,20 @@ def product_fp8_blocks(
     weight_at += k[None, :]
     scales_at = scales + rows // BLOCK * blocks
     x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
-    x_scales_at = x_scales + token * blocks
     acc = tl.zeros((BN, BT), tl.float32)
-    for _ in range(blocks):
+    row_scales = tl.load(scales_at, mask=own, other=0.0)
+    token_scales = tl.load(x_scales + token, mask=own_tokens, other=0.0)
+    for block in range(blocks):
+        there = tl.minimum(block + 1, blocks - 1)
+        next_row_scales = tl.load(scales_at + there, mask=own, other=0.0)
+        next_token_scales = tl.load(x_scales + there * tokens + token, mask=own_tokens, other=0.0)
         weights = tl.load(weight_at, mask=own[:, None], other=0.0)
         values = tl.load(x_at, mask=own_tokens[:, None], other=0.0)
-        row_scales = tl.load(scales_at, mask=own, other=0.0)
-        token_scales = tl.load(x_scales_at, mask=own_tokens, other=0.0)
         part = tl.dot(weights, tl.trans(values), out_dtype=tl.float32)
         acc = tl.fma(part, row_scales[:, None] * token_scales[None, :], acc)
+        row_scales, token_scales = next_row_scales, next_token_scales
         weight_at += PANEL * BLOCK
         x_at += BLOCK
-        scales_at += 1
-        x_scales_at += 1
     _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
 
 
@@ -297,7 +308,7 @@ def quantize_rows(
     scale = tl.div_rn(maximum, largest)
     if GROUPED:
         group = tl.arange(0, SIZE)
-        tl.store(scales + row * (padded // ITEMS) + group, scale, mask=group * ITEMS < padded)
+        tl.store(scales + group * tl.num_programs(0) + row, scale, mask=group * ITEMS < padded)
     else:
         tl.store(scales + row + tl.zeros((SIZE,), tl.int32), scale, mask=tl.arange(0, SIZE) == 0)
 
