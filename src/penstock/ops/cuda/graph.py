@@ -175,12 +175,17 @@ class DecodeGraph:
             return
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             run(self._batch())  # compiles and loads kernels, which a capture cannot
+            stream.synchronize()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may use the GPU
+            try:
+                self._out = run(self._batch())
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._out = run(self._batch())
+        self._graph = graph
 
     def __call__(self, batch: Batch) -> Tensor:
         """Compute a batch in host memory of at most as many sequences."""
