@@ -100,7 +100,7 @@ def _candidates(
     if x_bytes == 4:
         sizes = [(64, 32), (64, 16)]
     elif format.group_size:
-        sizes = [(128, 64), (64, 64), (64, 32), (64, 16)]
+        sizes = [(128, 64)] * hopper + [(64, 64), (64, 32), (64, 16)]
     elif weight_only or not hopper:
         sizes = [(128, 128), (64, 128), (64, 64), (64, 32), (64, 16)]
     else:
