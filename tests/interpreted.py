@@ -31,8 +31,9 @@ def step(columns: int) -> int:
 def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     left, right = (_values(operand) for operand in (a, b))
     if d.data.dtype == np.int32:
-        exact = np.matmul(left.astype(np.float64), right.astype(np.float64)).astype(np.int64)
-        return interpreter.TensorHandle((exact + d.data).astype(np.int32), d.dtype.scalar)
+        assert left.shape[1] <= 1024  # sums of products of 8 bits are exact in float32
+        exact = np.matmul(left.astype(np.float32), right.astype(np.float32)).astype(np.int32)
+        return interpreter.TensorHandle(exact + d.data, d.dtype.scalar)
     left, right, total = left.astype(np.float64), right.astype(np.float64), d.data
     size = step(right.shape[1])
     for at in range(0, left.shape[1], size):
