@@ -1,0 +1,162 @@
+"""Everything of the CUDA backend that needs a GPU: whether it is right, and how near the roofline it is.
+
+    python benchmarks/gpu [--out FOLDER] [--parts NAME,…] [--minutes 8] [--tune]
+
+Runs from the repository, installed or not, without a network and without the compiled CPU kernels. Each part has a
+process of its own, so that one that fails takes no other with it. Writes results.json, results.md and, where matplotlib
+is installed, results.png. Exits 1 where a part failed or was wrong, 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shapes import FULL, INTERPRETED, Scale
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent.parent / "src"
+MISSING = "msgspec and xxhash are needed; where there is no network, see --packages in benchmarks/gpu/README.md"
+SHARES = {
+    "facts": 30,
+    "ops": 100,
+    "models": 60,
+    "graphs": 50,
+    "contract": 110,
+    "roofline": 120,
+    "counterparts": 110,
+}
+"""Parts, and the most seconds that each may take; ``roofline`` and ``counterparts`` for each model."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="(default: gpu-results)")
+    parser.add_argument("--parts", help=f"of {', '.join(SHARES)}, tuning (default: all but tuning)")
+    parser.add_argument("--minutes", type=float, default=8, help="no part starts or goes on after them (default: 8)")
+    parser.add_argument("--tune", action="store_true", help="try other tiles of products, too; 4 minutes more")
+    parser.add_argument("--interpret", action="store_true", help="a tiny version in Triton's interpreter, on a CPU")
+    parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # reference: tries the script alone
+    parser.add_argument("--packages", type=Path, help="folder of unpacked wheels that are not installed here")
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # a part, in its own process
+    args = parser.parse_args()
+    if args.packages:
+        sys.path.append(str(args.packages.resolve()))
+    sys.path.insert(0, str(SOURCE))
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if args.run:
+        return run_part(args.out, scale_of(args), *args.run)
+    try:
+        import msgspec  # noqa: F401
+        import torch
+        import xxhash  # noqa: F401
+    except ImportError as error:
+        print(f"{error}: {MISSING}", file=sys.stderr)
+        return 2
+    if not args.interpret and not torch.cuda.is_available():
+        print(
+            "No GPU is here, or this PyTorch cannot use it; --interpret tries the script without one.", file=sys.stderr
+        )
+        return 2
+    return run_all(args)
+
+
+def run_all(args: argparse.Namespace) -> int:
+    scale = scale_of(args)
+    wanted = args.parts.split(",") if args.parts else [*SHARES, *(["tuning"] if args.tune else [])]
+    parts = []
+    for name in wanted:
+        by_model = name in ("roofline", "counterparts")
+        parts += [f"{name} {model.name}" for model in scale.models] if by_model else [name]
+    args.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + 60 * args.minutes
+    results: dict[str, Any] = {}
+    for part in parts:
+        own = 300 if part == "tuning" else SHARES[part.split()[0]]
+        left = own if part == "tuning" else min(own, ends - time.monotonic())
+        begun = time.monotonic()
+        results[part] = in_a_process(args, part, left) if left > 5 else {"failure": "no time was left"}
+        results[part]["seconds"] = time.monotonic() - begun
+        print(f"{part}: {summary(results[part])} ({results[part]['seconds']:.0f} s)", flush=True)
+        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    from report import draw, markdown
+
+    (args.out / "results.md").write_text(markdown(results))
+    drawn = draw(args.out / "results.png", results)
+    print(f"Results are in {args.out}{'' if drawn else '; no picture was drawn'}.")
+    return int(any(not is_right(part) for part in results.values()))
+
+
+def scale_of(args: argparse.Namespace) -> Scale:
+    return replace(INTERPRETED if args.interpret else FULL, ops=args.ops)
+
+
+def in_a_process(args: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
+    """What a part found. What it said goes to a file of its name."""
+    result, log = args.out / "part.json", args.out / f"{part.replace(' ', '-')}.log"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, str(HERE), "--out", str(args.out)]
+    command += ["--ops", args.ops, *["--interpret"] * args.interpret]
+    command += ["--packages", str(args.packages)] if args.packages else []
+    with log.open("w") as file:
+        try:
+            subprocess.run([*command, "--run", *part.split()], stdout=file, stderr=file, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failure": f"it took more than {seconds:.0f} seconds"}
+    if not result.exists():
+        said = log.read_text().strip().splitlines()
+        return {"failure": f"its process ended without a result: {' / '.join(said[-3:])}"}
+    found: dict[str, Any] = json.loads(result.read_text())
+    result.unlink()
+    return found
+
+
+def run_part(out: Path, scale: Scale, part: str, *models: str) -> int:
+    """Run a part, and write what it found to a file."""
+    try:
+        limits = {}
+        if part in ("roofline", "counterparts"):
+            known = json.loads((out / "results.json").read_text()) if (out / "results.json").exists() else {}
+            limits = known.get("facts", {}).get("limits") or importlib.import_module("facts").run(scale)["limits"]
+        match part:
+            case "ops":
+                found = importlib.import_module("op_checks").run(scale)
+            case "models" | "graphs" | "contract":
+                found = getattr(importlib.import_module("invariance"), part)(scale)
+            case "roofline" | "counterparts":
+                found = importlib.import_module(part).run(scale, limits, *models)
+            case _:
+                found = importlib.import_module(part).run(scale)
+    except Exception:
+        traceback.print_exc()
+        found = {"failure": traceback.format_exc()[-3000:]}
+    (out / "part.json").write_text(json.dumps(found))
+    return 0
+
+
+def summary(part: dict[str, Any]) -> str:
+    if "failure" in part:
+        return f"FAILED: {part['failure'].strip().splitlines()[-1]}"
+    if "checks" in part:
+        return f"{part['count'] - len(part['wrong'])} of {part['count']} right"
+    failures = [row for row in part.get("rows", []) if "failure" in row]
+    return f"{len(failures)} of {len(part['rows'])} FAILED" if failures else "done" if is_right(part) else "WRONG"
+
+
+def is_right(part: dict[str, Any]) -> bool:
+    rows = [part, *part.get("rows", []), *(value for value in part.values() if isinstance(value, dict))]
+    return not part.get("wrong") and all("failure" not in row and row.get("right", True) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Every op of the CUDA backend against the definition, computed in float32 on the same device."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from shapes import Scale
+from torch import Tensor
+
+from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format
+from penstock.ops import AttentionMetadata, KVSpec, QKNorms, backend, reference
+
+TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+"""Root mean square of errors over that of the result: about one and a half roundings to the dtype."""
+QUANTIZED = 2e-2
+"""Likewise of 8 bits and fewer, where an activation close to the middle may be rounded to the other side."""
+Check = tuple[str, Callable[[], tuple[float, float]]]
+"""What is checked, and a function that returns an error and what is allowed."""
+
+
+def run(scale: Scale) -> dict[str, Any]:
+    device = torch.device(scale.device)
+    ops = backend(device, scale.ops)
+    dtypes = [torch.float32, torch.float16] if scale.interpret else [torch.bfloat16, torch.float16, torch.float32]
+    rows: list[dict[str, Any]] = []
+    for name, check in checks(ops, device, scale, dtypes):
+        try:
+            error, allowed = check()
+            rows.append({"op": name, "error": error, "allowed": allowed, "right": bool(error <= allowed)})
+        except Exception as failure:
+            said = "".join(traceback.format_exception_only(failure)).strip()
+            rows.append({"op": name, "right": False, "failure": said[-1500:]})
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    wrong = [row["op"] for row in rows if not row["right"]]
+    return {"checks": rows, "count": len(rows), "wrong": wrong}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the errors over that of what is expected; infinite where anything is not finite."""
+    if found.shape != expected.shape or not found.isfinite().all():
+        return float("inf")
+    difference, size = found.double() - expected.double(), expected.double().square().mean().sqrt()
+    return float(difference.square().mean().sqrt() / size.clamp(min=1e-30))
+
+
+class Draw:
+    """Random tensors on a device."""
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self._generator, device=self._device) * scale).to(dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(low, high, shape, generator=self._generator, device=self._device, dtype=dtype)
+
+
+def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtype]) -> Iterator[Check]:
+    small = scale.interpret
+    draw = Draw(device)
+    tokens = (1, 3, 33) if small else (1, 2, 17, 64, 130, 513, 2048)
+    matrices = ((72, 100),) if small else ((1024, 3072), (4096, 4096), (1000, 333), (14336, 4096))
+    formats = [("", UNQUANTIZED)] + [(name, scheme.layers) for name, scheme in SCHEMES.items() if scheme.layers.bits]
+    formats.append(("fp8 blocks", Format(8, 128, 8, floating=True, rows_per_scale=128)))
+    for dtype, (inputs, outputs), (name, format) in product(dtypes, matrices, formats):
+        if small and dtype == torch.float16 and name not in ("", "w8a8"):
+            continue
+        yield (
+            f"linear {name} {dtype} {inputs} x {outputs}",
+            lambda i=inputs, o=outputs, d=dtype, f=format: products(ops, draw, tokens, i, o, d, f),
+        )
+    for dtype in dtypes:
+        for name, check in rowwise(ops, draw, dtype, small).items():
+            yield f"{name} {dtype}", check
+        for quantization in ("", "int8", "fp8"):
+            for window, (heads, kv_heads, dim) in product(
+                (0,) if small else (0, 700), ((4, 2, 16),) if small else ((32, 8, 128), (16, 8, 128), (4, 4, 80))
+            ):
+                label = f"attention {quantization} {dtype} heads {heads}/{kv_heads} of {dim} window {window}"
+                yield (
+                    label,
+                    lambda d=dtype, q=quantization, w=window, h=heads, k=kv_heads, n=dim: attention(
+                        ops, draw, device, d, q, w, h, k, n, small
+                    ),
+                )
+        yield f"add_lora {dtype}", lambda d=dtype: lora(ops, draw, device, d, small)
+    for vocab in (301,) if small else (151936, 128256, 50257):
+        yield f"sampling of {vocab}", lambda v=vocab: sampling(ops, draw, device, v, 3 if small else 64)
+
+
+def products(
+    ops: Any, draw: Draw, tokens: tuple[int, ...], inputs: int, outputs: int, dtype: torch.dtype, format: Format
+) -> tuple[float, float]:
+    """All three kinds of products, for several numbers of tokens; each row has the same bits in any of them."""
+    weight = draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+    bias = draw.normal(outputs, dtype=dtype)
+    packed, plain = ops.pack([weight], bias, format), reference.pack([weight.float()], bias.float(), format)
+    x = draw.normal(max(tokens), inputs, dtype=dtype)
+    whole, worst = ops.linear(x, packed, True), 0.0
+    for count in tokens:
+        found = ops.linear(x[:count].clone(), packed, True)
+        if not torch.equal(found, whole[:count]):
+            raise AssertionError(f"a row has other bits among {count} tokens than among {max(tokens)}")
+        worst = max(worst, relative(found, reference.linear(x[:count].float(), plain, True)))
+        if outputs % 2 == 0:
+            gated = ops.linear_silu_and_mul(x[:count].clone(), packed)
+            worst = max(worst, relative(gated, reference.linear_silu_and_mul(x[:count].float(), plain)))
+    return worst, QUANTIZED if format.bits else TOLERANCE[dtype]
+
+
+def rowwise(ops: Any, draw: Draw, dtype: torch.dtype, small: bool) -> dict[str, Callable[[], tuple[float, float]]]:
+    tokens, size, dim = (5, 48, 16) if small else (777, 4096, 128)
+    x, residual = draw.normal(tokens, size, dtype=dtype), draw.normal(tokens, size, dtype=dtype)
+    weight, heads = draw.normal(size, dtype=dtype), draw.normal(tokens, 4, dim, dtype=dtype)
+    positions, table = draw.integers(0, 999, tokens), draw.normal(1000, dim)
+    vocabulary = draw.normal(301, size, dtype=dtype)
+    ids, allowed = draw.integers(0, 301, tokens), TOLERANCE[dtype]
+
+    def compared(found: Tensor, expected: Tensor) -> tuple[float, float]:
+        return relative(found, expected), allowed
+
+    return {
+        "rms_norm": lambda: compared(
+            ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x.float(), weight.float(), 1e-6)
+        ),
+        "add_rms_norm": lambda: compared(
+            torch.cat(ops.add_rms_norm(x, residual.clone(), weight, 1e-6)),
+            torch.cat(reference.add_rms_norm(x.float(), residual.float(), weight.float(), 1e-6)),
+        ),
+        "add_residual": lambda: compared(ops.add_residual(x, residual.clone()), x.float() + residual.float()),
+        "rope": lambda: compared(ops.rope(heads, positions, table), reference.rope(heads.float(), positions, table)),
+        "silu_and_mul": lambda: compared(ops.silu_and_mul(x), reference.silu_and_mul(x.float())),
+        "embedding": lambda: compared(ops.embedding(ids, ops.pack([vocabulary])), vocabulary[ids]),
+        "index_select": lambda: compared(ops.index_select(x, positions % tokens), x[positions % tokens]),
+    }
+
+
+def attention(
+    ops: Any,
+    draw: Draw,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str,
+    window: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    small: bool,
+) -> tuple[float, float]:
+    """``rope_and_store`` and ``attention`` of a batch of decodes, chunks and a prompt, over scattered blocks; and the
+    same bits of each sequence alone."""
+    size = 16 if small else 64
+    batch = (
+        [(1, 3), (1, 40), (9, 30), (20, 20)]
+        if small
+        else [(1, 1), (1, 64), (1, 1025), (1, 5000), (100, 900), (700, 700)]
+    )
+    dtype_name = str(dtype).removeprefix("torch.")
+    spec = KVSpec(kv_heads, dim, dtype_name, size)
+    if quantization:
+        spec = replace(spec, quantization=quantization)
+    blocks = sum(-(-length // size) for _, length in batch)
+    (cache,) = ops.new_kv_cache([spec], blocks, device)
+    (plain,) = reference.new_kv_cache([replace(spec, dtype="float32")], blocks, device)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    width = max(-(-length // size) for _, length in batch)
+    tables = torch.zeros(len(batch), width, dtype=torch.int32)
+    table = draw.normal(6000, dim)
+    for i, (_, length) in enumerate(batch):
+        own = [order.pop() for _ in range(-(-length // size))]
+        tables[i, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    tables = tables.to(device)
+    norms = QKNorms(draw.normal(dim, dtype=dtype), draw.normal(dim, dtype=dtype), 1e-6)
+    wide_norms = QKNorms(norms.q_weight.float(), norms.k_weight.float(), 1e-6)
+    queries, expected_queries = [], []
+    for i, (count, length) in enumerate(batch):
+        positions = torch.arange(length, device=device)
+        slots = tables[i, positions // size].long() * size + positions % size
+        q, k, v = (draw.normal(length, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+        queries.append(ops.rope_and_store(q, k, v, positions, table, cache, slots, norms)[-count:])
+        wide = (each.float() for each in (q, k, v))
+        expected = reference.rope_and_store(*wide, positions, table, plain, slots, wide_norms)
+        expected_queries.append(expected[-count:])
+    counts, lengths = ([pair[i] for pair in batch] for i in (0, 1))
+
+    def metadata(rows: slice) -> AttentionMetadata:
+        starts = torch.tensor([0, *counts[rows]]).cumsum(0).to(device, torch.int32)
+        return AttentionMetadata(starts, torch.tensor(lengths[rows], dtype=torch.int32, device=device), tables[rows])
+
+    whole = slice(0, len(batch))
+    found = ops.attention(torch.cat(queries), cache, metadata(whole), dim**-0.5, window)
+    expected = reference.attention(torch.cat(expected_queries), plain, metadata(whole), dim**-0.5, window)
+    at = 0
+    for i, own_queries in enumerate(queries):
+        alone = ops.attention(own_queries.contiguous(), cache, metadata(slice(i, i + 1)), dim**-0.5, window)
+        if not torch.equal(alone, found[at : at + counts[i]]):
+            raise AssertionError(f"sequence {i} has other bits alone")
+        at += counts[i]
+    allowed = TOLERANCE[dtype] * (6 if dtype != torch.float32 else 20)  # of what is rounded into the cache, too
+    return relative(found, expected), {"": allowed, "int8": 0.05, "fp8": 0.15}[quantization]
+
+
+def lora(ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, small: bool) -> tuple[float, float]:
+    from penstock.ops import LoRAWeights
+
+    inputs, outputs, tokens = (40, 56, 7) if small else (1024, 3072, 300)
+    own, plain = (each.new_lora_slots(4, inputs, outputs, 32, dtype, device) for each in (ops, reference))
+    for slot, rank in ((0, 8), (2, 16), (3, 32)):
+        a, b = draw.normal(rank, inputs, dtype=dtype, scale=inputs**-0.5), draw.normal(outputs, rank, dtype=dtype)
+        parts = [LoRAWeights(a, b, 0.5, 0)]
+        ops.set_lora(own, slot, ops.pack_lora(parts))
+        reference.set_lora(plain, slot, reference.pack_lora(parts))
+    x, out = draw.normal(tokens, inputs, dtype=dtype), draw.normal(tokens, outputs, dtype=dtype)
+    row_slots = torch.tensor([-1, 0, 2, 3], dtype=torch.int32, device=device).repeat(tokens)[:tokens]
+    found = ops.add_lora(out.clone(), x, own, row_slots)
+    return relative(found, reference.add_lora(out.clone(), x, plain, row_slots)), TOLERANCE[dtype] * 2
+
+
+def sampling(ops: Any, draw: Draw, device: torch.device, vocab: int, rows: int) -> tuple[float, float]:
+    """Share of rows in which another token is chosen than by the reference, which rounding may decide."""
+    logits = draw.normal(rows, vocab, scale=3.0)
+    bitmask = draw.integers(-(2**31), 2**31, rows, -(-vocab // 32), dtype=torch.int32)
+    expected = reference.apply_bitmask(logits.clone(), bitmask)
+    assert torch.equal(ops.apply_bitmask(logits.clone(), bitmask), expected)
+
+    def column(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device).repeat(rows)[:rows]
+
+    columns = [column(1.0, 0.7), column(0, 50, 5), column(1.0, 0.9, 0.95, 1.0, 0.5), column(0.0, 0.0, 0.0, 0.05)]
+    columns.append(torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device))
+    found = ops.sample_random(logits, *columns)
+    alone = torch.cat([ops.sample_random(logits[i : i + 1], *(c[i : i + 1] for c in columns)) for i in range(rows)])
+    assert torch.equal(found, alone), "a row is sampled differently alone"
+    differ = (found != reference.sample_random(logits, *columns)).double().mean().item()
+    return differ, 0.02

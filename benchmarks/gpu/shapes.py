@@ -1,0 +1,150 @@
+"""Models of the benchmark by their shapes alone, and what their steps read and compute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMATS = {"bf16": "none", "fp8": "fp8", "int8": "w8a8", "int4": "wint4"}
+"""Values of the option ``quantization`` by what tables call them."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder. Weights are random (``load_format="dummy"``), since no figure depends on them."""
+
+    name: str
+    kind: str
+    hidden: int
+    inter: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    theta: float
+
+    def config(self) -> dict[str, Any]:
+        """Its ``config.json``."""
+        return {
+            "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[self.kind]],
+            "model_type": self.kind,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inter,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.tied,
+            "rope_theta": self.theta,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+
+    def save(self, folder: Path) -> Path:
+        """Write its ``config.json`` to a folder, which is returned."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config()))
+        return folder
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.inter
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    def weight_bytes(self, format: str) -> float:
+        """Bytes of the matrices that a step reads, scales included."""
+        from penstock.core.quantization import SCHEMES
+
+        def each(format: Any) -> float:
+            """Bytes of a weight; a scale an output is nothing beside its inputs."""
+            scale = 4 / format.group_size if format.group_size and format.rows_per_scale == 1 else 0
+            return format.bits / 8 + scale if format.bits else 2
+
+        scheme = SCHEMES[FORMATS[format]]
+        return self.layers * self.layer_weights * each(scheme.layers) + self.head_weights * each(scheme.head)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of keys and values of tokens, in 16 bits."""
+        return 2 * 2 * tokens * self.layers * self.kv_heads * self.head_dim
+
+    def flops(self, tokens: int, contexts: int, sampled: int) -> float:
+        """Floating-point operations of a step.
+
+        Args:
+            tokens: computed.
+            contexts: sum over these tokens of how many each attends to.
+            sampled: tokens that logits are computed of.
+        """
+        products = 2 * tokens * self.layers * self.layer_weights + 2 * sampled * self.head_weights
+        return products + 4 * contexts * self.layers * self.heads * self.head_dim
+
+
+QWEN3 = Model("Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 1e6)
+LLAMA = Model("Llama-3.1-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 5e5)
+TINY = Model("tiny", "qwen3", 64, 96, 2, 4, 2, 16, 301, False, 1e4)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is: on a GPU, or in Triton's interpreter."""
+
+    interpret: bool = False
+    models: tuple[Model, ...] = (QWEN3, LLAMA)
+    dtype: str = "bfloat16"
+    """Of the computation. The interpreter multiplies bfloat16 wrongly."""
+    formats: tuple[str, ...] = ("bf16", "fp8", "int8", "int4")
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    context: int = 1024
+    steps: int = 32
+    """Decode steps that are timed, at least."""
+    prompts: tuple[int, ...] = (2048, 8192)
+    probe: int = 230
+    """Prompt of the sequence whose bits are compared; with its output it crosses 256 tokens."""
+    probe_output: int = 60
+    others: tuple[int, ...] = (1, 6, 30, 62, 254)
+    """Sequences beside it and its twin, which is sampled otherwise."""
+    other_tokens: int = 300
+    chunks: tuple[int, ...] = (8192, 160)
+    """Tokens of a step, of the engines that compute it."""
+    ops: str = "cuda"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of all engines."""
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.interpret else "cuda"
+
+
+FULL = Scale()
+INTERPRETED = Scale(
+    interpret=True,
+    models=(TINY,),
+    dtype="float32",
+    formats=("bf16", "int8"),
+    batches=(1, 2),
+    context=17,
+    steps=2,
+    prompts=(33,),
+    probe=20,
+    probe_output=4,
+    others=(2,),
+    other_tokens=20,
+    chunks=(64, 9),
+    options={"block_size": 16, "num_gpu_blocks_override": 64, "max_model_len": 512},
+)

@@ -1,0 +1,83 @@
+"""Tries tiles of products that the table does not choose, and says where one is faster."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from shapes import FORMATS, Scale
+from timing import seconds_of_many
+
+from penstock.core.quantization import SCHEMES
+from penstock.ops.cuda import matrix, tiles
+from penstock.ops.cuda.launch import architecture, sm_count
+
+TOKENS = (1, 8, 64, 256, 2048)
+
+
+def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
+    """For each product of the largest model and each number of tokens: the time of the chosen tile, and of the fastest
+    other. Ends after ``seconds``."""
+    device, model = torch.device(scale.device), scale.models[-1]
+    dtype = getattr(torch, scale.dtype)
+    shapes = {
+        "qkv": (model.hidden, (model.heads + 2 * model.kv_heads) * model.head_dim, False),
+        "o": (model.heads * model.head_dim, model.hidden, False),
+        "gate_up": (model.hidden, 2 * model.inter, True),
+        "down": (model.inter, model.hidden, False),
+        "head": (model.hidden, model.vocab, False),
+    }
+    rows: list[dict[str, Any]] = []
+    ends = time.monotonic() + seconds
+    choose, count = matrix._tile, 1 if scale.interpret else 10
+    try:
+        for format, (name, (inputs, outputs, gated)) in product(scale.formats, shapes.items()):
+            layer = SCHEMES[FORMATS[format]].layers
+            weight = torch.randn(outputs, inputs, device=device, dtype=torch.float32).to(dtype)
+            packed = matrix.pack([weight], None, layer)
+            for tokens in TOKENS[:2] if scale.interpret else TOKENS:
+                x = torch.randn(tokens, inputs, device=device).to(dtype)
+                call = partial(matrix.linear_silu_and_mul if gated else matrix.linear, x, packed)
+                x_bytes = 1 if layer.activation_bits else x.itemsize
+                chosen = tiles.choose_tile(
+                    architecture(device), sm_count(device), tokens, outputs, inputs, x_bytes, layer, gated
+                )
+                matrix._tile = choose
+                expected = call()
+                row = {"format": format, "matrix": name, "tokens": tokens, "chosen": asdict(chosen)}
+                row["microseconds"] = seconds_of_many(call, device, count) * 1e6
+                best, least = None, float("inf")
+                for tile in _others(chosen, tiles._candidates(architecture(device), tokens, x_bytes, layer, gated)):
+                    if time.monotonic() > ends:
+                        return {"rows": rows, "ended": "no time left"}
+                    matrix._tile = lambda *_, tile=tile: tile
+                    try:
+                        same = torch.equal(call(), expected)
+                        taken = seconds_of_many(call, device, count) * 1e6
+                    except Exception:
+                        continue  # too much shared memory
+                    if not same:
+                        row.setdefault("other bits", []).append(asdict(tile))
+                    if taken < least:
+                        best, least = tile, taken
+                if best:
+                    row |= {"fastest other": asdict(best), "its microseconds": least}
+                rows.append(row)
+    finally:
+        matrix._tile = choose
+    return {"rows": rows}
+
+
+def _others(chosen: tiles.Tile, candidates: list[tuple[int, int, int]]) -> list[tiles.Tile]:
+    """Tiles with other sizes and the chosen one's depth, and with its sizes and other depths."""
+    found = [
+        replace(chosen, bn=bn, bt=bt, rows=rows, num_warps=bn // 16, num_stages=stages)
+        for bn, bt, rows in candidates
+        for stages in (chosen.num_stages, 3)
+    ]
+    found += [replace(chosen, num_stages=stages) for stages in (2, 3, 4, 5, 6, 8)]
+    return [tile for tile in dict.fromkeys(found) if tile != chosen]
