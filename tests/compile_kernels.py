@@ -223,12 +223,37 @@ def adapters(whole: bool) -> Calls:
         yield "adapters", partial(lora.add_lora, out, x, slots, rows)
 
 
+def attentions(whole: bool) -> Calls:
+    from penstock.ops import AttentionMetadata, KVSpec
+    from penstock.ops.cuda import attention, kv_cache
+
+    shapes = [(model.heads, model.kv_heads, model.head_dim, 64, 0) for model in MODELS]
+    if whole:
+        shapes += [(32, 8, 128, 16, 0), (32, 8, 128, 64, 4096), (28, 4, 128, 64, 0), (32, 8, 64, 64, 0)]
+        shapes += [(32, 32, 96, 64, 0), (8, 4, 256, 64, 0), (8, 4, 256, 32, 1024), (71, 1, 64, 64, 0)]
+    for (heads, kv_heads, dim, block_size, window), quantization in product(shapes, KV_CACHES):
+        spec = KVSpec(kv_heads, dim, "bfloat16", block_size, quantization)
+        cache = kv_cache.new_kv_cache([spec] * 2, 2, CPU)[1]
+        for tokens, rows in ((8, 8), (2048, 8)):
+            q = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+
+            def call(
+                q: torch.Tensor = q, cache: Any = cache, window: int = window, rows: int = rows, dim: int = dim
+            ) -> None:
+                starts, lengths = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+                metadata = AttentionMetadata(starts, lengths, torch.zeros(rows, 100, dtype=torch.int32))
+                attention.attention(q, cache, metadata, dim**-0.5, window)
+
+            yield f"attention {heads} {kv_heads} {dim} {block_size} {window} {quantization}", call
+
+
 OPS: tuple[Callable[[bool], Calls], ...] = (
     products,
     adapters,
     embeddings,
     rows,
     kv_caches,
+    attentions,
     sampling,
 )
 """Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
