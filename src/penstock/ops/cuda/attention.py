@@ -54,7 +54,9 @@ class Plan:
     programs: int
 
 
-def choose(decode: bool, item_bytes: int, quantization: str, dim: int, capability: tuple[int, int]) -> Variant:
+def choose(
+    decode: bool, item_bytes: int, quantization: str, group: int, dim: int, capability: tuple[int, int]
+) -> Variant:
     """The variant for a step: tiles as large as registers allow without spilling, which the compiler has told.
 
     Decoding reads keys and values for a few rows, and is bound by memory: two programs on a multiprocessor, so that one
@@ -64,8 +66,10 @@ def choose(decode: bool, item_bytes: int, quantization: str, dim: int, capabilit
     Args:
         decode: whether sequences have few queries.
         item_bytes: of a number in queries.
+        group: heads that share keys and values.
         dim: of a head, as a power of two.
     """
+    odd = group & (group - 1)  # rows are then divided by no power of two, which takes a few registers more
     if item_bytes == 4:  # float32 is for checks: it has no matrix instructions
         return Variant(32, 64, 8, 1, 1, True)
     if dim > 128:
@@ -75,8 +79,9 @@ def choose(decode: bool, item_bytes: int, quantization: str, dim: int, capabilit
     if capability >= (10, 0):
         return Variant(64, 64, 4, 4 if quantization else 6, 2, True)
     if decode:
-        return Variant(64, 64, 4, 5 if quantization == "int8" else 3, 2, True)
-    return Variant(64, 128, 8, 5, 1, True)
+        stages = 5 if quantization == "int8" else 2 if quantization and odd else 3
+        return Variant(64, 64, 4, stages, 2, True)
+    return Variant(64, 128, 8, 5, 1, True) if quantization or odd else Variant(64, 128, 8, 3, 1, False)
 
 
 @cached
@@ -110,6 +115,7 @@ def attention(
         tokens * min(group, 64) <= sequences * 64,
         q.itemsize,
         spec.quantization,
+        group,
         padded,
         architecture(q.device).capability,
     )
