@@ -210,6 +210,8 @@ def sampling(whole: bool) -> Calls:
         yield "argmax", lambda logits=logits: sampling.argmax_of_logits(logits)
         yield "argmax", lambda logits=logits, bitmask=bitmask: sampling.argmax_of_logits(logits, bitmask)
         yield "apply_bitmask", lambda logits=logits, bitmask=bitmask: sampling.apply_bitmask(logits, bitmask)
+        yield "log_softmax", lambda logits=logits: sampling.log_softmax(logits)
+        yield "topk", lambda logits=logits: sampling.topk(logits, 20)
         yield "sample_random", lambda logits=logits, columns=columns: sampling.sample_random(logits, *columns)
 
 

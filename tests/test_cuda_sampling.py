@@ -122,6 +122,27 @@ def test_a_row_is_sampled_as_if_alone() -> None:
         assert alone[0] == together[i]
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_log_probabilities(size: int) -> None:
+    """Also of rows at other addresses than alone."""
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 5
+    table = sampling.log_softmax(logits)
+    torch.testing.assert_close(table, reference.log_softmax(logits))
+    assert torch.equal(sampling.log_softmax(logits[2:].clone()), table[2:])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_largest_are_found_in_order(size: int) -> None:
+    """Of equal values, the lowest index first; where few are possible, all of them."""
+    values = torch.randint(-3, 4, (3, size), generator=torch.Generator().manual_seed(size)).float()
+    values[1, 1:] = float("-inf")
+    for k in {1, min(size, 20), min(size, sampling.MAX_K), min(size, sampling.MAX_K + 1)}:
+        found, indices = sampling.topk(values, k)
+        assert torch.equal(found, reference.topk(values, k)[0])
+        if k <= sampling.MAX_K:
+            assert torch.equal(indices, values.sort(dim=-1, descending=True, stable=True)[1][:, :k])
+
+
 def test_logits_whose_rows_lie_apart() -> None:
     wide = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
     logits, columns = wide[:, :50], random_columns(3, 50, Random(1))

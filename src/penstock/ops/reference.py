@@ -219,6 +219,17 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     return logits.masked_fill_(torch.from_numpy(is_allowed == 0).to(logits.device), float("-inf"))
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log probabilities of logits ``[rows, outputs]`` float32."""
+    return logits.log_softmax(-1)
+
+
+def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of each row of ``[rows, outputs]``, and their indices (int64), largest first."""
+    found = values.topk(k, -1)
+    return found.values, found.indices
+
+
 def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:
     """Rows ``token_ids`` (``[tokens]`` int64) of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``.
 

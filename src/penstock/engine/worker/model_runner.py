@@ -227,7 +227,7 @@ class ModelRunner:
         for start in range(0, len(token_ids), TOKENS_AT_ONCE):
             logits = self.model.logits(hidden[start : start + TOKENS_AT_ONCE])
             chosen = torch.from_numpy(token_ids[start : start + TOKENS_AT_ONCE].astype(np.int64)).to(logits.device)
-            listed += logprobs(logits, chosen, [alternatives] * len(chosen))()
+            listed += logprobs(logits, chosen, [alternatives] * len(chosen), self._ops)()
         return listed
 
     def logits_bytes(self, hidden: Tensor) -> Iterator[bytes]:

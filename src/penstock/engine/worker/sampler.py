@@ -89,7 +89,7 @@ def sample(
     if listed:
         rows = to_device(listed, device)
         scaled = logprob_logits(logits[rows], [positions[i].params for i in listed])
-        of_listed = logprobs(scaled, token_ids[rows], [positions[i].params.logprobs or 0 for i in listed])
+        of_listed = logprobs(scaled, token_ids[rows], [positions[i].params.logprobs or 0 for i in listed], ops)
     raw = {i: HostCopy(logits[i]) for i, position in enumerate(positions) if position.params.return_generation_logits}
     sampled = HostCopy(token_ids)
 
@@ -126,8 +126,9 @@ def beam_candidates(
         A function that waits for the device, and returns them.
     """
     own = None if grammar_bitmask is None else grammar_bitmask[index : index + 1]
-    table = process_logits(logits[index : index + 1].log_softmax(-1), [position], own, ops)[0]
-    values, ids = (HostCopy(each) for each in table.topk(min(position.row.num_candidates, len(table))))
+    table = process_logits(ops.log_softmax(logits[index : index + 1]), [position], own, ops)
+    largest = ops.topk(table, min(position.row.num_candidates, table.shape[1]))
+    values, ids = (HostCopy(each[0]) for each in largest)
 
     def finish() -> Candidates:
         possible = values.get() > EXCLUDED
@@ -291,22 +292,25 @@ def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return logits
 
 
-def logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> Callable[[], list[list[Logprob]]]:
+def logprobs(
+    logits: Tensor, token_ids: Tensor, counts: Sequence[int], ops: Ops = reference
+) -> Callable[[], list[list[Logprob]]]:
     """Log probabilities of sampled tokens and their alternatives.
 
     Args:
         logits: ``[rows, vocabulary]`` float32.
         token_ids: ``[rows]`` int64, the sampled tokens.
         counts: number of likeliest tokens to list for each row.
+        ops: the kernels.
 
     Returns:
         A function that waits for the device, and returns for each row the sampled token, followed by the ``counts``
         likeliest.
     """
-    table = logits.log_softmax(-1)
+    table = ops.log_softmax(logits)
     own = table.gather(-1, token_ids[:, None])
     ranks = (table > own).sum(-1) + 1
-    values, ids = table.topk(max(counts), -1) if max(counts, default=0) else (table[:, :0], table[:, :0])
+    values, ids = ops.topk(table, max(counts)) if max(counts, default=0) else (table[:, :0], table[:, :0])
     copies = [HostCopy(column) for column in (token_ids, own[:, 0], ranks, ids, values)]
 
     def finish() -> list[list[Logprob]]:

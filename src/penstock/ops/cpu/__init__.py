@@ -6,7 +6,7 @@ Kernels take addresses and sizes. These modules check what the kernels trust, an
 from __future__ import annotations
 
 from .. import _kernels, native
-from ..reference import apply_bitmask, sample_random
+from ..reference import apply_bitmask, log_softmax, sample_random, topk
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
@@ -39,6 +39,7 @@ __all__ = [
     "index_select",
     "linear",
     "linear_silu_and_mul",
+    "log_softmax",
     "measure_limits",
     "new_kv_cache",
     "new_lora_slots",
@@ -54,6 +55,7 @@ __all__ = [
     "set_threads",
     "silu_and_mul",
     "store_kv",
+    "topk",
 ]
 
 NAME = "cpu"

@@ -14,6 +14,8 @@ COLUMNS = 4096
 """Columns of a row that a program has at once."""
 RANDOM_COLUMNS = 2048
 """Likewise, in random sampling: with 16 warps, no register is spilled."""
+MAX_K = 64
+"""Largest values that ``topk`` finds itself."""
 MAX_LISTED = 16384
 """Tokens of a row that random sampling lists, once it knows that no others can be sampled."""
 
@@ -44,6 +46,28 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     sizes = (columns, logits.stride(0), bitmask.stride(0))
     launch(kernels.apply_bitmask, grid, logits, bitmask, *sizes, BLOCK=COLUMNS, num_warps=8)
     return logits
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """As ``reference.log_softmax``. Bits of a row depend neither on other rows nor on its address."""
+    rows, columns = logits.shape
+    out = logits.new_empty(rows, columns)
+    launch(kernels.log_softmax, (rows,), logits, out, columns, logits.stride(0), BLOCK=COLUMNS, num_warps=16)
+    return out
+
+
+def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``reference.topk``, the lowest index first among equal values."""
+    rows, columns = values.shape
+    if k > MAX_K:
+        return torch.topk(values, k, -1)
+    blocks = -(-columns // COLUMNS)
+    parts = values.new_empty(rows, blocks * k), torch.empty(rows, blocks * k, dtype=torch.int32, device=values.device)
+    found = values.new_empty(rows, k), torch.empty(rows, k, dtype=torch.int32, device=values.device)
+    launch(kernels.topk, (rows, blocks), values, None, *parts, columns, values.stride(0), k, BLOCK=COLUMNS, num_warps=8)
+    block = power_of_two(blocks * k)
+    launch(kernels.topk, (rows, 1), *parts, *found, blocks * k, blocks * k, k, BLOCK=block, num_warps=8)
+    return found[0], found[1].long()
 
 
 def sample_random(

@@ -72,6 +72,56 @@ def argmax_rows(values, indices, out_values, out_indices, blocks, BLOCKS: tl.con
     tl.store(out_indices + row, found.to(tl.int64))
 
 
+@triton.jit
+def log_softmax(logits, out, columns_count, stride, BLOCK: tl.constexpr):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, columns_count, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        given = tl.load(logits + row * stride + columns, mask=columns < columns_count, other=float("-inf"))
+        lanes = tl.maximum(lanes, given)
+    largest = tl.max(lanes, 0)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns_count, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        given = tl.load(logits + row * stride + columns, mask=columns < columns_count, other=float("-inf"))
+        sums += tl.exp(given - largest)
+    log_sum = tl.log(tl.sum(sums, 0))
+    for start in range(0, columns_count, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < columns_count
+        given = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
+        tl.store(out + row * columns_count + columns, given - largest - log_sum, mask=inside)
+
+
+@triton.jit
+def topk(values, ids, out_values, out_ids, count, stride, k, BLOCK: tl.constexpr):
+    """Program (row, block): the ``k`` largest of the block's values, the lowest id first among equal ones.
+
+    Args:
+        ids: of the values; None where they are their columns.
+        out_values, out_ids: ``[rows, blocks, k]``. Where a block has fewer, ids are past all others.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    own = tl.load(values + row * stride + at, mask=inside, other=float("-inf"))
+    own_ids = at
+    if ids is not None:
+        own_ids = tl.load(ids + row * stride + at, mask=inside, other=0x7FFFFFFF)
+    own_ids = tl.where(inside, own_ids, 0x7FFFFFFF)
+    place = (row * tl.num_programs(1) + tl.program_id(1)) * k
+    for i in range(k):
+        largest = tl.max(own, 0)
+        found = tl.min(tl.where(own == largest, own_ids, 0x7FFFFFFF), 0)
+        tl.store(out_values + place + i, largest)
+        tl.store(out_ids + place + i, found)
+        is_found = own_ids == found
+        own = tl.where(is_found, float("-inf"), own)
+        own_ids = tl.where(is_found, 0x7FFFFFFF, own_ids)
+
+
 # --- Random sampling --------------------------------------------------------------------------------------------------
 
 
