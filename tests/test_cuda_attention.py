@@ -80,7 +80,7 @@ def test_rope_and_store(kept: str, seed: int) -> None:
     writes nothing."""
     rng = Random(seed)
     dtype, heads, group, dim = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 5), rng.choice((16, 32, 80, 128))
-    spec, blocks, tokens = KVSpec(heads, dim, NAMES[dtype], 16 * rng.randint(1, 5), kept), 3, rng.randint(1, 12)
+    spec, blocks, tokens = KVSpec(heads, dim, NAMES[dtype], 16 * rng.randint(1, 5), kept), 3, rng.randint(1, 6)
     qkv = randn(rng, tokens, (group + 2) * heads * dim + 16, dtype=dtype)[:, 16:]
     q, k, v = (part.unflatten(-1, (-1, dim)) for part in qkv.split([n * heads * dim for n in (group, 1, 1)], -1))
     k[rng.randrange(tokens)] = 0
@@ -188,7 +188,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
     monkeypatch.setattr(attention, "WORKSPACE_BYTES", rng.choice((1, 64)) << 20)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
     cut(monkeypatch, rng)
@@ -290,7 +290,7 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
         rng.choice((16, 48)),
         rng.randint(1, 3),
     )
-    dim, block_size, blocks, tokens = rng.choice((16, 80, 128)), 16 * rng.randint(1, 8), 4, rng.randint(1, 20)
+    dim, block_size, blocks, tokens = rng.choice((16, 80, 128)), 16 * rng.randint(1, 8), 4, rng.randint(1, 8)
     spec, other = KVSpec(heads, dim, NAMES[dtype], block_size, kept), KVSpec(3, 32, "float16", block_size)
     layout = transfer_layouts([other, replace(spec, kv_heads=heads + 2), other], slot_tokens)[1]
     layout = replace(layout, first_head=rng.randint(0, 2))
