@@ -60,3 +60,30 @@ def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> A
 _create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 interpreter.InterpreterBuilder.create_dot = create_dot
 interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+# The interpreter patches Triton's language anew for each call of a device function, which takes most of its time. Once
+# while a kernel runs is enough.
+_patch_lang = interpreter._patch_lang
+_patched: set[str] = set()
+
+
+class _Scope:
+    """What a patch has changed; undone by ``restore``."""
+
+    def __init__(self, modules: set[str], scope: Any) -> None:
+        self._modules = modules
+        self._scope = scope
+
+    def restore(self) -> None:
+        if self._modules:
+            _patched.difference_update(self._modules)
+            self._scope.restore()
+
+
+def patch_lang(function: Any) -> _Scope:
+    modules = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core} - _patched
+    _patched.update(modules)
+    return _Scope(modules, _patch_lang(function) if modules else None)
+
+
+interpreter._patch_lang = patch_lang

@@ -142,8 +142,8 @@ def backend(device: torch.device, name: Literal["auto", "reference", "cpu", "cud
     """
     if name == "reference":
         return reference
-    if name == "auto" and device.type != "cpu":
-        return reference
+    if name == "cuda" or (name == "auto" and device.type == "cuda"):
+        return _cuda(device, name)
     if device.type != "cpu":
         raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels do not run on {device}", "ops")
     try:
@@ -163,3 +163,23 @@ def backend(device: torch.device, name: Literal["auto", "reference", "cpu", "cud
         )
         return reference
     return cpu
+
+
+def _cuda(device: torch.device, name: str) -> Ops:
+    try:
+        from . import cuda
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        if name == "cuda":
+            raise PenstockError(
+                Code.UNSUPPORTED, "the CUDA kernels need Triton: install penstock-llm[cuda]", "ops"
+            ) from error
+        logger.warning(
+            "Triton is not installed, so plain PyTorch computes on %s: slowly, and not batch-invariant. Install "
+            "penstock-llm[cuda].",
+            device,
+        )
+        return reference
+    cuda.check(device)
+    return cuda

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.planning.cuda_graphs import CANDIDATES
+from penstock.config.cuda_graphs import CANDIDATES
 
 
 def sizes(text: str) -> tuple[int, ...]:

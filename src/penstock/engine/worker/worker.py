@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
 from penstock.models import LoRAAdapter, Model, load_lora
 from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
-from penstock.planning.cuda_graphs import capture_sizes
 from penstock.planning.host_memory import free_host_bytes
 from penstock.planning.kv_spec import KV_QUANTIZATION
 

@@ -1,1 +1,96 @@
-"""The CUDA backend: Triton kernels, batch-invariant for one GPU architecture and version of Triton."""
+"""The CUDA backend: Triton kernels, batch-invariant for one GPU architecture and version of Triton.
+
+Modules here launch the kernels of ``kernels``, and own the memory. No op waits for the GPU, and none reads a value from
+it, so that steps can be captured as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from penstock.core import Code, PenstockError
+
+from .attention import attention
+from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
+from .graph import capture
+from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
+from .launch import INTERPRETED
+from .lora import add_lora, new_lora_slots, pack_lora, set_lora
+from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors
+from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
+
+__all__ = [
+    "ASYNCHRONOUS",
+    "BATCH_INVARIANT",
+    "LAYOUT",
+    "NAME",
+    "add_lora",
+    "add_residual",
+    "add_rms_norm",
+    "apply_bitmask",
+    "argmax",
+    "attention",
+    "capture",
+    "check",
+    "clone",
+    "copy_blocks",
+    "embedding",
+    "export_kv",
+    "fingerprint",
+    "from_packed",
+    "import_kv",
+    "index_select",
+    "linear",
+    "linear_silu_and_mul",
+    "log_softmax",
+    "new_kv_cache",
+    "new_lora_slots",
+    "pack",
+    "pack_lora",
+    "packed_tensors",
+    "rms_norm",
+    "rope",
+    "rope_and_store",
+    "sample_random",
+    "set_lora",
+    "set_threads",
+    "silu_and_mul",
+    "store_kv",
+    "topk",
+]
+
+NAME = "cuda"
+BATCH_INVARIANT = True
+ASYNCHRONOUS = True
+NUMERICS = 1
+"""Version of the kernels' results: raised with every change that changes the bits of any of them."""
+MIN_CAPABILITY = (8, 0)
+"""Compute capability of the oldest GPUs that the kernels are compiled for, Ampere."""
+
+
+def check(device: torch.device) -> None:
+    """Raise ``PenstockError`` (``unsupported``) where the kernels cannot run on a device."""
+    if device.type != "cuda":
+        if INTERPRETED:
+            return
+        message = (
+            f"the CUDA kernels do not run on {device}: give device cuda (TRITON_INTERPRET=1 interprets them, for tests)"
+        )
+        raise PenstockError(Code.UNSUPPORTED, message, "ops")
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        needed, own = (".".join(map(str, each)) for each in (MIN_CAPABILITY, capability))
+        message = (
+            f"the CUDA kernels need compute capability {needed} (Ampere), and {device} has {own}: give ops reference"
+        )
+        raise PenstockError(Code.UNSUPPORTED, message, "ops")
+
+
+def set_threads(count: int) -> None:
+    """The host only launches kernels."""
+
+
+def fingerprint() -> str:
+    """Backend, GPU architecture, and versions of the compiler and the kernels, which decide results' bits."""
+    where = "interpreted" if INTERPRETED else "sm{}{}".format(*torch.cuda.get_device_capability())
+    return f"{NAME}-{where}-triton{triton.__version__}-{NUMERICS}"

@@ -16,7 +16,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when this module was imported): on CPU tensors,
 for tests. It multiplies bfloat16 wrongly, so tests compute in float32 and float16."""
 DEFAULT_SM_COUNT = 132
-"""Multiprocessors that grids are sized for where there is no GPU."""
+"""Multiprocessors that grids are sized for where launches are recorded: an H100's."""
+INTERPRETED_SM_COUNT = 2
+"""Where they are interpreted, one program after the other."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,15 @@ def launch(
     kernel[tuple(grid)](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
 
 
-@cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a GPU, by which grids of persistent kernels are sized. Results do not depend on it."""
     if device.type != "cuda":
-        return DEFAULT_SM_COUNT
+        return INTERPRETED_SM_COUNT if _recorded is None else DEFAULT_SM_COUNT
+    return _sm_count(device)
+
+
+@cache
+def _sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -1,0 +1,161 @@
+"""The CUDA backend end to end: a small model in Triton's interpreter, on the CPU. Its tokens are the reference's, and a
+request gives the same bits whatever it shares the engine with, and however many steps are in flight."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import interpreted  # noqa: F401 - before the kernels are
+import pytest
+from checkpoints import SMALL, save
+from test_exactness import Result, run
+from transformers import LlamaConfig, Qwen3Config
+
+from penstock import LLM, SamplingParams
+from penstock.config.options import EngineOptions
+from penstock.core import EngineRequest
+from penstock.engine.engine import Engine
+
+TINY = SMALL | {
+    "max_position_embeddings": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+KINDS = ["float16 none int8", "float16 w8a8 auto"]
+MORE_KINDS = [
+    "float16 none auto",
+    "float16 w4a8 int8",
+    "float16 wint8 auto",
+    "float16 wint4-g32 auto",
+    "float16 fp8 fp8",
+]
+"""What is computed in, and what weights and the cache are rounded to."""
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(Qwen3Config(**TINY, sliding_window=None), folder)
+    return folder
+
+
+def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
+    dtype, quantization, kept = kind.split()
+    fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept}
+    fixed |= {"device": "cpu", "ops": "cuda", "cudagraph_capture_sizes": (4,), "block_size": 16}
+    fixed |= {"max_model_len": 320, "weight_cache_dir": "none", "num_gpu_blocks_override": 100}
+    return Engine(EngineOptions(**fixed | options))
+
+
+def draw_requests(rng: Random, long: int) -> list[EngineRequest]:
+    """Few and short ones, since the interpreter is slow; one of ``long`` tokens."""
+    return [
+        EngineRequest(
+            request_id=str(number),
+            prompt=[2, 3, 4] * 3 + [rng.randrange(2, 300) for _ in range(length)],
+            sampling=SamplingParams(
+                temperature=(0.0, 0.9)[number % 2],
+                n=1 + (number == 1),
+                top_p=0.9,
+                top_k=20,
+                seed=number,
+                logprobs=number % 3,
+                prompt_logprobs=1 if number == 2 else None,
+                repetition_penalty=1.1 if number == 3 else 1.0,
+                max_tokens=6,
+                ignore_eos=True,
+            ),
+        )
+        for number, length in enumerate((1, 6, 12, long))
+    ]
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 0, "preemption_mode": "swap", "swap_space": 0.001},
+    {"max_concurrent_batches": 3, "max_num_seqs": 3, "block_size": 32, "speculative_config": NGRAM},
+]
+"""Two steps in flight by default; 0 blocks are as few as the longest sequence takes."""
+
+
+def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long: int) -> list[tuple[int, str]]:
+    """Number of the schedule and name of each request whose results are not those that it has alone, one step at a
+    time, without graphs and prefix cache."""
+    rng, wrong = Random(kind), []
+    drawn = draw_requests(rng, long)
+    lone = start(checkpoint, kind, enable_prefix_caching=False, max_concurrent_batches=1, enforce_eager=True)
+    alone: dict[str, Result] = {}
+    for request in drawn:
+        alone |= run(lone, [request])
+    for number, options in enumerate(schedules):
+        max_len = 128 if long < 100 else 320
+        blocks = options.get("num_gpu_blocks_override", 100) or max_len // 16
+        engine = start(checkpoint, kind, **options | {"max_model_len": max_len, "num_gpu_blocks_override": blocks})
+        assert engine.info.asynchronous
+        together = run(engine, drawn, rng)
+        engine.close()
+        wrong += [(number, name) for name in together if together[name] != alone[name]]
+    return wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
+    """Nor on chunks, prefix hits, padding, preemption, drafts, and steps in flight."""
+    assert differing(checkpoint, kind, SCHEDULES[KINDS.index(kind) :][:2], 70) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS + MORE_KINDS)
+def test_nor_across_spans_of_attention(checkpoint: Path, kind: str) -> None:
+    assert differing(checkpoint, kind, SCHEDULES, 240) == []
+
+
+def test_over_ranks(checkpoint: Path) -> None:
+    """Worker processes, which submit a step before they wait for the one before. Tokens alone are compared: NumPy
+    multiplies there, whose sums depend on shapes."""
+    drawn = draw_requests(Random(0), 20)[:2]
+    found = []
+    for size, backend in ((1, "uni"), (2, "mp")):
+        engine = start(checkpoint, "float32 none auto", tensor_parallel_size=size, distributed_executor_backend=backend)
+        assert engine.info.asynchronous
+        found.append({name: [tokens for tokens, _ in own.values()] for name, own in run(engine, drawn).items()})
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
+def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
+    more = {"sliding_window": None} if family is Qwen3Config else {"attention_bias": True}
+    save(family(**TINY | more), tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+    prompts = [[5, 6, 7], [*range(2, 80)]]
+    fixed = {"device": "cpu", "dtype": "float32", "weight_cache_dir": "none", "num_gpu_blocks_override": 64}
+    fixed |= {"cudagraph_capture_sizes": (4,), "max_model_len": 128}
+    found = {}
+    for ops in ("reference", "cuda"):
+        llm = LLM(tmp_path, ops=ops, **fixed)
+        found[ops] = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm.engine.info.fingerprint.startswith(ops)
+    for ours, theirs in zip(found["cuda"], found["reference"], strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+
+
+def test_it_is_refused_where_there_is_no_gpu() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for flags, words in (
+        ("--device cuda", "device: no GPU is here"),
+        ("--ops cuda --device cpu", "ops: the CUDA kernels do not run on cpu: give device cuda"),
+    ):
+        command = [sys.executable, "-m", "penstock.cli.main", "generate", *flags.split(), "Hello"]
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert said.returncode != 0
+        assert words in said.stderr.splitlines()[-1]
