@@ -140,20 +140,23 @@ def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
     fixed = {"device": "cpu", "dtype": "float32", "weight_cache_dir": "none", "num_gpu_blocks_override": 64}
     fixed |= {"cudagraph_capture_sizes": (4,), "max_model_len": 128}
     found = {}
-    for ops in ("reference", "cuda"):
-        llm = LLM(tmp_path, ops=ops, **fixed)
-        found[ops] = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        assert llm.engine.info.fingerprint.startswith(ops)
-    for ours, theirs in zip(found["cuda"], found["reference"], strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    for ops, invariant in (("reference", True), ("cuda", True), ("cuda", False)):
+        llm = LLM(tmp_path, ops=ops, batch_invariant=invariant, **fixed)
+        found[ops, invariant] = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        info = llm.engine.info
+        assert info.fingerprint.startswith(ops) and info.batch_invariant == (ops == "cuda" and invariant)
+        assert ("cublas" in info.fingerprint) == (not invariant)
+    for (ops, _), outputs in found.items():
+        for ours, theirs in zip(outputs, found["reference", True], strict=True):
+            assert ours.token_ids == theirs.token_ids, ops
+            assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
 
 
 def test_it_is_refused_where_there_is_no_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     for flags, words in (
         ("--device cuda", "device: no GPU is here"),
-        ("--ops cuda --device cpu", "ops: the CUDA kernels do not run on cpu: give device cuda"),
+        ("--ops cuda --device cpu", "the CUDA kernels do not run on cpu: give device cuda"),
     ):
         command = [sys.executable, "-m", "penstock.cli.main", "generate", *flags.split(), "Hello"]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

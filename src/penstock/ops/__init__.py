@@ -135,15 +135,20 @@ class Ops(Protocol):
     ) -> ForwardFn: ...
 
 
-def backend(device: torch.device, name: Literal["auto", "reference", "cpu", "cuda"] = "auto") -> Ops:
+def backend(
+    device: torch.device, name: Literal["auto", "reference", "cpu", "cuda"] = "auto", batch_invariant: bool = True
+) -> Ops:
     """The fastest backend for a device, or the one of that name.
+
+    Args:
+        batch_invariant: False allows the CUDA backend of this process what is faster and not batch-invariant.
 
     Raises ``PenstockError`` (``unsupported``) where that one cannot run here.
     """
     if name == "reference":
         return reference
     if name == "cuda" or (name == "auto" and device.type == "cuda"):
-        return _cuda(device, name)
+        return _cuda(device, name, batch_invariant)
     if device.type != "cpu":
         raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels do not run on {device}", "ops")
     try:
@@ -165,7 +170,7 @@ def backend(device: torch.device, name: Literal["auto", "reference", "cpu", "cud
     return cpu
 
 
-def _cuda(device: torch.device, name: str) -> Ops:
+def _cuda(device: torch.device, name: str, batch_invariant: bool) -> Ops:
     try:
         from . import cuda
     except ModuleNotFoundError as error:
@@ -182,4 +187,5 @@ def _cuda(device: torch.device, name: str) -> Ops:
         )
         return reference
     cuda.check(device)
+    cuda.set_batch_invariant(batch_invariant)
     return cuda

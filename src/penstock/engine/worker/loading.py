@@ -16,7 +16,7 @@ from penstock.core.lora import parse_lora_modules
 from penstock.models import Model, ModelConfig, cache_folder, load_model, read_config
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
-from penstock.planning.kv_spec import KV_QUANTIZATION
+from penstock.planning.kv_spec import KV_QUANTIZATION, KVSpec
 from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
@@ -54,7 +54,9 @@ def load_models(
             raise invalid("tensor_parallel_size", words, 1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = ops.backend(device, options.ops)
+    backend = ops.backend(device, options.ops, options.batch_invariant)
+    quantization = KV_QUANTIZATION[options.kv_cache_dtype]
+    backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)  # refuses it before weights
     config = read_config(folder)
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=config.quantization)
@@ -91,7 +93,7 @@ def load_models(
     draft = _draft(speculative, options, config)
     model = load(folder, config, options.max_model_len or None, max_loras)
     dtype = str(model.dtype).removeprefix("torch.")
-    specs = model.kv_specs(options.block_size, KV_QUANTIZATION[options.kv_cache_dtype])
+    specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(
         architecture=config.architecture,
         vocab_size=config.vocab_size,

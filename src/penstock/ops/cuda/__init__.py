@@ -17,7 +17,7 @@ from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .launch import INTERPRETED
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
-from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors
+from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, use_cublas
 from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "rope",
     "rope_and_store",
     "sample_random",
+    "set_batch_invariant",
     "set_lora",
     "set_threads",
     "silu_and_mul",
@@ -62,6 +63,7 @@ __all__ = [
 
 NAME = "cuda"
 BATCH_INVARIANT = True
+"""False after ``set_batch_invariant(False)``."""
 ASYNCHRONOUS = True
 NUMERICS = 1
 """Version of the kernels' results: raised with every change that changes the bits of any of them."""
@@ -91,6 +93,14 @@ def set_threads(count: int) -> None:
 
 
 def fingerprint() -> str:
-    """Backend, GPU architecture, and versions of the compiler and the kernels, which decide results' bits."""
+    """Backend, GPU architecture, and versions of compiler and kernels, which decide the bits of results."""
     where = "interpreted" if INTERPRETED else "sm{}{}".format(*torch.cuda.get_device_capability())
-    return f"{NAME}-{where}-triton{triton.__version__}-{NUMERICS}"
+    return f"{NAME}-{where}-triton{triton.__version__}-{NUMERICS}{'' if BATCH_INVARIANT else '-cublas'}"
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Whether results are batch-invariant from now on. Otherwise products of weights that are not quantized are
+    cuBLAS's."""
+    global BATCH_INVARIANT
+    BATCH_INVARIANT = enabled
+    use_cublas(not enabled)

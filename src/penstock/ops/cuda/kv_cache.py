@@ -19,7 +19,7 @@ from .. import pages
 from ..batch import QKNorms
 from .elementwise import power_of_two
 from .kernels import kv_cache as kernels
-from .launch import launch
+from .launch import MIN_FP8, architecture, launch
 
 MAX_BLOCK = 128
 MAX_HEAD = 256
@@ -46,6 +46,9 @@ def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> 
     for spec in specs:
         if spec.block_size % 16 or spec.block_size > MAX_BLOCK:
             raise invalid("block_size", f"must be a multiple of 16, at most {MAX_BLOCK}", MAX_BLOCK)
+        if spec.quantization == "fp8" and architecture(device).capability < MIN_FP8:
+            words = "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or higher: give int8"
+            raise PenstockError(Code.UNSUPPORTED, words, "kv_cache_dtype")
         if spec.latent:
             raise PenstockError(Code.UNSUPPORTED, "a latent KV cache (MLA) is not supported yet", "model")
         if spec.head_dim % 16 or spec.head_dim > MAX_HEAD:

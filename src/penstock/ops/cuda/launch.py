@@ -20,6 +20,9 @@ DEFAULT_SM_COUNT = 132
 INTERPRETED_SM_COUNT = 2
 """Where they are interpreted, one program after the other."""
 
+MIN_FP8 = (8, 9)
+"""Compute capability from which on there are products of 8-bit floating-point numbers, and conversions to them."""
+
 
 @dataclass(frozen=True)
 class Architecture:

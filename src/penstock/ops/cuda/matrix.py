@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
+from .elementwise import silu_and_mul
 from .kernels import matrix as kernels
-from .launch import Architecture, architecture, launch, sm_count
+from .launch import MIN_FP8, Architecture, architecture, launch, sm_count
 from .tiles import Tile, choose_tile
 
 LAYOUT = "cuda-1"
@@ -28,8 +29,6 @@ CHUNK = 128 * PANEL
 MIN_MAGNITUDE = 1e-30
 """Vectors whose largest magnitude is not above this are quantized to zeros."""
 FP8 = torch.float8_e4m3fn
-MIN_FP8 = (8, 9)
-"""Compute capability from which on there are products of 8-bit floating-point numbers."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -184,14 +183,31 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
+def use_cublas(enabled: bool) -> None:
+    """Whether products of weights that are not quantized are cuBLAS's from now on, whose sums depend on the number of
+    tokens."""
+    global _cublas
+    _cublas = enabled
+
+
+_cublas = False
+
+
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
     """As ``reference.linear``."""
+    if _cublas and not matrix.format.bits:
+        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
+        product = torch.nn.functional.linear(x, matrix.tensors["values"], bias)
+        product = product.float() if out_float32 else product
+        return product if out is None else out.copy_(product)
     out = x.new_empty((len(x), matrix.outputs), dtype=torch.float32 if out_float32 else x.dtype) if out is None else out
     return _product(x, matrix, out, gated=False)
 
 
 def linear_silu_and_mul(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     """As ``reference.linear_silu_and_mul``; one kernel."""
+    if _cublas and not matrix.format.bits:
+        return silu_and_mul(linear(x, matrix), out)
     out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
     return _product(x, matrix, out, gated=True)
 
