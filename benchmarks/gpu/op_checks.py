@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,8 +18,9 @@ from penstock.ops import AttentionMetadata, KVSpec, QKNorms, backend, reference
 
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 """Root mean square of errors over that of the result: about one and a half roundings to the dtype."""
-QUANTIZED = 2e-2
-"""Likewise of 8 bits and fewer, where an activation close to the middle may be rounded to the other side."""
+SUMS = {"": 1e-5, "integers": 2e-3, "fp8": 2e-2}
+"""Likewise of products in float32: rounding an activation to 8 bits may go to the other side, and tensor cores keep
+fewer bits of sums of fp8."""
 Check = tuple[str, Callable[[], tuple[float, float]]]
 """What is checked, and a function that returns an error and what is allowed."""
 
@@ -71,12 +73,11 @@ def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtyp
     formats = [("", UNQUANTIZED)] + [(name, scheme.layers) for name, scheme in SCHEMES.items() if scheme.layers.bits]
     formats.append(("fp8 blocks", Format(8, 128, 8, floating=True, rows_per_scale=128)))
     for dtype, (inputs, outputs), (name, format) in product(dtypes, matrices, formats):
-        if small and dtype == torch.float16 and name not in ("", "w8a8"):
-            continue
-        yield (
-            f"linear {name} {dtype} {inputs} x {outputs}",
-            lambda i=inputs, o=outputs, d=dtype, f=format: products(ops, draw, tokens, i, o, d, f),
-        )
+        if small and (format.floating or (dtype == torch.float16 and name not in ("", "w8a8"))):
+            continue  # the interpreter rounds to fp8 in its own way
+        for gated in (False, True) if outputs % 2 == 0 else (False,):
+            label = f"{'linear_silu_and_mul' if gated else 'linear'} {name} {dtype} {inputs} x {outputs}"
+            yield label, partial(products, ops, draw, tokens, inputs, outputs, dtype, format, gated)
     for dtype in dtypes:
         for name, check in rowwise(ops, draw, dtype, small).items():
             yield f"{name} {dtype}", check
@@ -97,23 +98,28 @@ def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtyp
 
 
 def products(
-    ops: Any, draw: Draw, tokens: tuple[int, ...], inputs: int, outputs: int, dtype: torch.dtype, format: Format
+    ops: Any,
+    draw: Draw,
+    tokens: tuple[int, ...],
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    format: Format,
+    gated: bool,
 ) -> tuple[float, float]:
-    """All three kinds of products, for several numbers of tokens; each row has the same bits in any of them."""
+    """For several numbers of tokens; each row has the same bits in any of them."""
     weight = draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
     bias = draw.normal(outputs, dtype=dtype)
     packed, plain = ops.pack([weight], bias, format), reference.pack([weight.float()], bias.float(), format)
+    call = ops.linear_silu_and_mul if gated else partial(ops.linear, out_float32=True)
+    define = reference.linear_silu_and_mul if gated else reference.linear
     x = draw.normal(max(tokens), inputs, dtype=dtype)
-    whole, worst = ops.linear(x, packed, True), 0.0
+    whole = call(x, packed)
     for count in tokens:
-        found = ops.linear(x[:count].clone(), packed, True)
-        if not torch.equal(found, whole[:count]):
+        if not torch.equal(call(x[:count].clone(), packed), whole[:count]):
             raise AssertionError(f"a row has other bits among {count} tokens than among {max(tokens)}")
-        worst = max(worst, relative(found, reference.linear(x[:count].float(), plain, True)))
-        if outputs % 2 == 0:
-            gated = ops.linear_silu_and_mul(x[:count].clone(), packed)
-            worst = max(worst, relative(gated, reference.linear_silu_and_mul(x[:count].float(), plain)))
-    return worst, QUANTIZED if format.bits else TOLERANCE[dtype]
+    allowed = SUMS["fp8" if format.floating else "integers" if format.bits else ""]
+    return relative(whole, define(x.float(), plain)), max(allowed, TOLERANCE[dtype]) if gated else allowed
 
 
 def rowwise(ops: Any, draw: Draw, dtype: torch.dtype, small: bool) -> dict[str, Callable[[], tuple[float, float]]]:
@@ -204,8 +210,7 @@ def attention(
         if not torch.equal(alone, found[at : at + counts[i]]):
             raise AssertionError(f"sequence {i} has other bits alone")
         at += counts[i]
-    allowed = TOLERANCE[dtype] * (6 if dtype != torch.float32 else 20)  # of what is rounded into the cache, too
-    return relative(found, expected), {"": allowed, "int8": 0.05, "fp8": 0.15}[quantization]
+    return relative(found, expected), {"": TOLERANCE[dtype], "int8": 0.02, "fp8": 0.08}[quantization]
 
 
 def lora(ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, small: bool) -> tuple[float, float]:
@@ -215,7 +220,7 @@ def lora(ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, small: 
     own, plain = (each.new_lora_slots(4, inputs, outputs, 32, dtype, device) for each in (ops, reference))
     for slot, rank in ((0, 8), (2, 16), (3, 32)):
         a, b = draw.normal(rank, inputs, dtype=dtype, scale=inputs**-0.5), draw.normal(outputs, rank, dtype=dtype)
-        parts = [LoRAWeights(a, b, 0.5, 0)]
+        parts = [LoRAWeights(a, b, 0, 0.5)]
         ops.set_lora(own, slot, ops.pack_lora(parts))
         reference.set_lora(plain, slot, reference.pack_lora(parts))
     x, out = draw.normal(tokens, inputs, dtype=dtype), draw.normal(tokens, outputs, dtype=dtype)

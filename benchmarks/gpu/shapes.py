@@ -97,7 +97,7 @@ class Model:
 
 QWEN3 = Model("Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 1e6)
 LLAMA = Model("Llama-3.1-8B", "llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 5e5)
-TINY = Model("tiny", "qwen3", 64, 96, 2, 4, 2, 16, 301, False, 1e4)
+TINY = Model("tiny", "qwen3", 64, 96, 1, 4, 2, 16, 301, False, 1e4)
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ INTERPRETED = Scale(
     formats=("bf16", "int8"),
     batches=(1, 2),
     context=17,
-    steps=2,
+    steps=1,
     prompts=(33,),
     probe=20,
-    probe_output=4,
+    probe_output=3,
     others=(2,),
     other_tokens=20,
     chunks=(64, 9),
-    options={"block_size": 16, "num_gpu_blocks_override": 64, "max_model_len": 512},
+    options={"block_size": 16, "num_gpu_blocks_override": 64, "max_model_len": 512, "max_num_seqs": 8},
 )
