@@ -29,7 +29,7 @@ def models(scale: Scale) -> dict[str, Any]:
         short = replace(model, layers=min(model.layers, MAX_LAYERS))
         with TemporaryDirectory() as folder:
             save_weights(short, Path(folder), torch.device(scale.device), getattr(torch, scale.dtype))
-            for format in ("bf16", "int8") if scale.interpret else ("bf16", "fp8"):
+            for format in ("bf16", "fp8"):
                 found[f"{short.name}, {short.layers} layers, {format}"] = _against_float32(
                     short, scale, format, Path(folder)
                 )

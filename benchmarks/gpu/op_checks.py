@@ -73,8 +73,8 @@ def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtyp
     formats = [("", UNQUANTIZED)] + [(name, scheme.layers) for name, scheme in SCHEMES.items() if scheme.layers.bits]
     formats.append(("fp8 blocks", Format(8, 128, 8, floating=True, rows_per_scale=128)))
     for dtype, (inputs, outputs), (name, format) in product(dtypes, matrices, formats):
-        if small and (format.floating or (dtype == torch.float16 and name not in ("", "w8a8"))):
-            continue  # the interpreter rounds to fp8 in its own way
+        if small and dtype == torch.float32:
+            continue  # whose sums are not exact in the interpreter
         for gated in (False, True) if outputs % 2 == 0 else (False,):
             label = f"{'linear_silu_and_mul' if gated else 'linear'} {name} {dtype} {inputs} x {outputs}"
             yield label, partial(products, ops, draw, tokens, inputs, outputs, dtype, format, gated)
