@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -79,3 +81,13 @@ def connections(ranks: list[RankInfo]) -> Iterator[tuple[int, int]]:
         for higher in ranks:
             if lower.node < higher.node and lower.is_connected_to(higher):
                 yield lower.world_rank, higher.world_rank
+
+
+def meeting_point(memory: int, executor: int, stage: int) -> Path:
+    """The file by which the ranks of a stage with GPUs find each other.
+
+    Args:
+        memory: descriptor of what the ranks of the executor share.
+        executor: its process.
+    """
+    return Path("/dev/shm") / f"penstock-ranks-{executor}-{os.fstat(memory).st_ino}-{stage}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
-from .layout import RankInfo
+from .layout import RankInfo, meeting_point
 from .messages import PeerSocket
 from .poller import Poller
 from .rank_process import RING_BYTES, RankProcess
@@ -108,5 +108,7 @@ class LocalRanks:
             process.close(deadline)
         self.processes.clear()
         if self._memory is not None:
+            for stage in {info.stage for info in self._infos}:
+                meeting_point(self._memory, os.getpid(), stage).unlink(missing_ok=True)
             os.close(self._memory)
             self._memory = None

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,7 +28,7 @@ from penstock.parallel.pipeline import Receiver, Sender
 from ..exit_status import LINK_LOST
 from ..step import StepInput, StepOutput, encoder
 from ..worker.worker import Worker
-from .layout import RankInfo
+from .layout import RankInfo, meeting_point
 from .messages import (
     Call,
     CallReply,
@@ -213,16 +212,19 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
     group = SharedMemoryGroup(
         start.memory, rank_info.rank, rank_info.size, spins=spins, stage=rank_info.stage, links=links
     )
-    if (device := gpu_of_rank(options.device, rank_info)) is None:
+    device = gpu_of_rank(options.device, rank_info)
+    if device is not None:
+        options = msgspec.structs.replace(options, device=device)
+        last = int(device.removeprefix("cuda:")) + rank_info.local_size - 1 - rank_info.local_rank
+        if last >= torch.cuda.device_count():
+            return options, group  # which loading the model refuses
+    if rank_info.size == 1 or links or (device is None and options.ops != "cuda"):
         return options, group
-    options = msgspec.structs.replace(options, device=device)
-    last = int(device.removeprefix("cuda:")) + rank_info.local_size - 1 - rank_info.local_rank
-    if rank_info.size == 1 or links or last >= torch.cuda.device_count():
-        return options, group  # of one, or one that loading the model refuses
     from penstock.parallel.device_group import DeviceGroup
 
-    name = f"penstock-ranks-{start.parent}-{os.fstat(start.memory).st_ino}-{rank_info.stage}"
-    return options, DeviceGroup(group, torch.device(device), Path("/dev/shm") / name)
+    return options, DeviceGroup(
+        group, torch.device(device or "cpu"), meeting_point(start.memory, start.parent, rank_info.stage)
+    )
 
 
 def _raise(error: Exception) -> StepOutput:
