@@ -227,7 +227,8 @@ def adapters(whole: bool) -> Calls:
 
 def attentions(whole: bool) -> Calls:
     from penstock.ops import AttentionMetadata, KVSpec
-    from penstock.ops.cuda import attention, kv_cache
+    from penstock.ops.cuda import kv_cache
+    from penstock.ops.cuda.attention import attention
 
     shapes = [(model.heads, model.kv_heads, model.head_dim, 64, 0) for model in MODELS]
     if whole:
@@ -244,7 +245,7 @@ def attentions(whole: bool) -> Calls:
             ) -> None:
                 starts, lengths = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
                 metadata = AttentionMetadata(starts, lengths, torch.zeros(rows, 100, dtype=torch.int32))
-                attention.attention(q, cache, metadata, dim**-0.5, window)
+                attention(q, cache, metadata, dim**-0.5, window)
 
             yield f"attention {heads} {kv_heads} {dim} {block_size} {window} {quantization}", call
 
