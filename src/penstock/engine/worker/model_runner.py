@@ -241,7 +241,7 @@ def _finite(hidden: Tensor) -> Tensor:
     """Whether all values of each row are finite, ``[rows]`` bool."""
     if hidden.device.type == "cpu" and math.isfinite(hidden.sum(dtype=torch.float32).item()):  # all at once, then each
         return torch.ones(len(hidden), dtype=torch.bool)
-    return hidden.isfinite().all(-1)
+    return (hidden * 0).sum(-1) == 0  # with fewer launches than isfinite
 
 
 def _one_row(tokens: int, blocks: int, num_states: int) -> Batch:
