@@ -3,6 +3,7 @@ request gives the same bits whatever it shares the engine with, and however many
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,13 @@ from random import Random
 from typing import Any
 
 import interpreted  # noqa: F401 - before the kernels are
+import msgspec
 import pytest
+import torch
 from checkpoints import SMALL, save
-from test_exactness import Result, run
-from transformers import LlamaConfig, Qwen3Config
+from peft import LoraConfig, get_peft_model
+from test_exactness import ADAPTERS, Result, draw_request, run, vocabulary
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
@@ -116,6 +120,38 @@ def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS + MORE_KINDS)
 def test_nor_across_spans_of_attention(checkpoint: Path, kind: str) -> None:
     assert differing(checkpoint, kind, SCHEDULES, 240) == []
+
+
+@pytest.mark.thorough
+def test_nor_with_grammars_beams_adapters_and_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
+    for rank, name in enumerate(ADAPTERS, 3):
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(r=rank, target_modules=["q_proj", "down_proj"])
+        )
+        for weight in model.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.2)
+        model.save_pretrained(tmp_path / name)
+    rng, drawn = Random(5), list[EngineRequest]()
+    for number in range(40):
+        request = draw_request(rng, number)
+        kinds = request.sampling.guided_decoding, request.sampling.use_beam_search, request.adapter
+        if any(kinds) and len(request.prompt) < 60 and len(drawn) < 8:
+            drawn.append(msgspec.structs.replace(request, sampling=request.sampling.replace(max_tokens=6)))
+    assert any(r.sampling.guided_decoding for r in drawn) and any(r.sampling.use_beam_search for r in drawn)
+    adapters = {"lora_modules": tuple(f"{name}={tmp_path / name}" for name in ADAPTERS)}
+    lone = start(checkpoint, "float16 none auto", enable_prefix_caching=False, max_concurrent_batches=1, **adapters)
+    lone.set_vocabulary(vocabulary)
+    alone: dict[str, Result] = {}
+    for request in drawn:
+        alone |= run(lone, [request])
+    draft = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 2})
+    for options in ({}, {"speculative_config": draft}, {"num_gpu_blocks_override": 20}):
+        engine = start(checkpoint, "float16 none auto", **adapters | options)
+        engine.set_vocabulary(vocabulary)
+        together = run(engine, drawn, rng)
+        engine.close()
+        assert [name for name in together if together[name] != alone[name]] == []
 
 
 def test_over_ranks(checkpoint: Path) -> None:
