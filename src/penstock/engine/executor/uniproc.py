@@ -33,7 +33,7 @@ class UniProcExecutor:
     def load(self) -> ModelInfo:
         info = self._worker.load()
         if self._max_in_flight > 1 and not info.asynchronous:
-            self._thread = ThreadPoolExecutor(1, "worker")
+            self._thread = ThreadPoolExecutor(1, "worker", initializer=self._worker.use_device)
         return info
 
     def profile(self) -> MemoryProfile:

@@ -119,7 +119,10 @@ def _device(name: str) -> torch.device:
         raise invalid("device", f"{name!r} is none: use cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+    if device.type != "cuda":
+        return device
+    device = torch.device("cuda", device.index or 0)  # PyTorch makes none the current one that has no index
+    if device.index >= (count := torch.cuda.device_count()):
         raise invalid("device", f"{device} is none of the {count} GPUs that are here; each rank needs one", count)
     return device
 

@@ -86,7 +86,7 @@ class ModelRunner:
                 buffer.
             graph_sizes: in place of the runner's.
         """
-        self.cache, self._host, self._forward, self._forward_lora = [], [], None, None  # frees what profiling left
+        self._free()
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
         self._progress = export[0].progress if export else None
@@ -107,6 +107,10 @@ class ModelRunner:
         self._forward = capture()
         self._forward_lora = capture(use_lora=True) if self._lora else self._forward
 
+    def _free(self) -> None:
+        """Free the KV cache, and what was captured over it."""
+        self.cache, self._host, self._forward, self._forward_lora = [], [], None, None
+
     @property
     def block_bytes(self) -> int:
         """Bytes of a KV block, all layers together."""
@@ -114,7 +118,7 @@ class ModelRunner:
 
     def activation_bytes(self) -> int:
         """Bytes of the largest step's activations and logits. On CPUs from the buffers of the captured forward pass, on
-        GPUs measured in a forward pass. Leaves a small KV cache behind, which ``init_cache`` replaces."""
+        GPUs measured in a forward pass."""
         tokens, rows, config, layers = self._max_tokens, self._max_rows, self.model.config, self.model.layers
         has_logits = layers.stop == config.num_layers  # float32, and their probabilities
         logits = 2 * 4 * rows * config.vocab_size if has_logits else 0
@@ -130,13 +134,17 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         batch = _one_row(tokens, blocks, min(rows, tokens))
+        batch.positions.clamp_(max=self.model.max_len - 1)  # a step may have more tokens than a sequence
         if layers.start:
             batch.hidden_states = torch.zeros(tokens, config.hidden_size, dtype=self.model.dtype)
         hidden = self.forward(batch)
         if has_logits:
             self.model.logits(hidden)
         torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - before + graphs + logits
+        taken = torch.cuda.max_memory_allocated(self._device) - before
+        del hidden
+        self._free()
+        return taken + graphs + logits
 
     def move_blocks(self, swap_out: np.ndarray, swap_in: np.ndarray, copies: np.ndarray) -> None:
         """Copy blocks: to the host tier, from it, and within the cache. Arguments are fields of ``RowUpdates``."""
@@ -255,8 +263,8 @@ def _one_row(tokens: int, blocks: int, num_states: int) -> Batch:
     return Batch(
         token_ids=torch.zeros_like(positions),
         positions=positions,
-        slot_mapping=positions,
+        slot_mapping=positions.clone(),
         attention=AttentionMetadata(tensor(0, tokens), tensor(tokens), table),
-        logits_indices=positions[-num_states:],
+        logits_indices=torch.arange(tokens - num_states, tokens),
         logits_attention=AttentionMetadata(tensor(0, num_states), tensor(tokens), table),
     )

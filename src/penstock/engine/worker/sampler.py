@@ -187,12 +187,12 @@ def _bad_words(position: Position, vocabulary: int) -> Entries:
         end = position.row.tokens[position.length - len(beginning) : position.length]
         return position.num_output_tokens >= len(beginning) and end.tolist() == beginning
 
-    return _ids([last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]), 0
+    return _ids([last for *beginning, last in position.params.bad_word_ids if has_begun(beginning)]), EXCLUDED
 
 
 def _min_tokens(position: Position, vocabulary: int) -> Entries:
     reached = position.num_output_tokens >= position.params.min_tokens
-    return _ids([] if reached else [token for token in position.row.stop_token_ids if token < vocabulary]), 0
+    return _ids([] if reached else [token for token in position.row.stop_token_ids if token < vocabulary]), EXCLUDED
 
 
 def _logit_bias(position: Position, vocabulary: int) -> Entries:
@@ -222,7 +222,7 @@ def _exclude_others(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, va
 
 
 def _exclude(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
-    logits[row, token] = EXCLUDED
+    logits[row, token] = value  # not a number of the host, which PyTorch would wait for to copy
 
 
 def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
@@ -285,7 +285,7 @@ def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         if p.temp_scaled_logprobs and not p.greedy:
             row /= p.temperature
         if p.top_p_normalized_logprobs and p.top_p < 1:
-            weights = row.softmax(-1)
+            weights = row.clone().softmax(-1)  # on a GPU, bits depend on how an address is aligned
             mass = weights.double()
             truncate(weights, mass, p.top_p * mass.sum().item())
             row.copy_(weights.log())

@@ -125,6 +125,11 @@ class Worker:
         self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not self._drafter
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
 
+    def use_device(self) -> None:
+        """Make the model's GPU, if it has one, the current one of this thread, which others than ``load``'s need."""
+        if self._models.device.type == "cuda":
+            torch.cuda.set_device(self._models.device)
+
     def profile(self) -> MemoryProfile:
         """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
         loaded, runners = self._models, self._runners

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -97,25 +98,26 @@ class CapturedForward:
         graph_sizes: Sequence[int],
         sampled: Tensor | None,
     ) -> None:
-        self._forward = forward
+        self._run = _resolved(forward, sampled)
         self._device = device
-        self._sampled = sampled
-        self._use_lora = use_lora
         self._staging = Staging(device)
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
         on_gpu, begun = device.type == "cuda", time.monotonic()
         before = torch.cuda.memory_reserved(device) if on_gpu else 0
-        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_gpu else (None, None)
         try:
             for size in sorted({min(size, max_sequences) for size in graph_sizes}, reverse=True):
                 batch = _decode_batch(size, max_blocks, use_lora)
-                self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool)
+                self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool, stream)
         except Exception as error:  # for example of a collective that cannot be captured
-            logger.warning("CUDA graphs are not used, since one could not be captured: %s", error)
+            logger.warning("CUDA graphs are not used, since one could not be captured: %s", error, exc_info=error)
             self._graphs.clear()
+            with suppress(Exception):  # or PyTorch keeps to what a failed capture may not do: it frees nothing
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool or (0, 0))
         self._sizes = sorted(self._graphs)
         if self._sizes and on_gpu:
+            torch.cuda.empty_cache()  # of what the runs before captures had, which no other stream can take
             size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - begun
             logger.info("%d CUDA graphs captured in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
 
@@ -128,14 +130,6 @@ class CapturedForward:
                 if size >= sequences:
                     return self._graphs[size](batch)
         return self._run(self._to_device(batch))
-
-    def _run(self, batch: Batch) -> Tensor:
-        """Compute a batch on the device."""
-        if self._sampled is not None:
-            count = len(batch.token_ids)
-            grid = (-(-count // RESOLVE_BLOCK),)
-            launch(resolve_tokens_kernel, grid, batch.token_ids, self._sampled, count, BLOCK=RESOLVE_BLOCK)
-        return self._forward(batch)
 
     def _to_device(self, batch: Batch) -> Batch:
         """The batch on the device, in one copy. ``export_places`` stay in host memory, as the transfer buffer does."""
@@ -150,6 +144,20 @@ class CapturedForward:
         return moved
 
 
+def _resolved(forward: ForwardFn, sampled: Tensor | None) -> ForwardFn:
+    """The forward pass of batches on the device, whose token ids may refer to ``sampled``."""
+    if sampled is None:
+        return forward
+
+    def run(batch: Batch) -> Tensor:
+        count = len(batch.token_ids)
+        grid = (-(-count // RESOLVE_BLOCK),)
+        launch(resolve_tokens_kernel, grid, batch.token_ids, sampled, count, BLOCK=RESOLVE_BLOCK)
+        return forward(batch)
+
+    return run
+
+
 class DecodeGraph:
     """The CUDA graph of one number of sequences, each with one token. On a CPU there is none, and the padded batch is
     computed as it is.
@@ -158,9 +166,18 @@ class DecodeGraph:
         run: computes a batch on the device.
         padding: a batch in host memory of as many sequences, none of which has a token.
         pool: memory that graphs share.
+        stream: on which all of them are captured, since memory of one stream is no other's.
     """
 
-    def __init__(self, run: ForwardFn, padding: Batch, staging: Staging, device: torch.device, pool: Any) -> None:
+    def __init__(
+        self,
+        run: ForwardFn,
+        padding: Batch,
+        staging: Staging,
+        device: torch.device,
+        pool: Any,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
         self._staging = staging
         self._run = run
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -171,9 +188,8 @@ class DecodeGraph:
         for view, tensor in zip(self._layout.views(self._padding), tensors, strict=True):
             view.copy_(tensor)
         self._memory = self._padding.to(device, copy=True)
-        if device.type != "cuda":
+        if stream is None:
             return
-        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):

@@ -207,6 +207,7 @@ def export_kv(
 
     Args:
         buffer: in host memory. It is page-locked in the first call with this tensor, for as long as that lives.
+        places: in host memory, or on the device.
         progress: in host memory.
     """
     _exchange(cache, slot_mapping, buffer, places, layout, False)
@@ -234,7 +235,7 @@ def _exchange(
         None if cache.scales is None else cache.scales.view(torch.int32),
         slot_mapping,
         page_locked(buffer)[: len(buffer) // 4 * 4].view(torch.int32),
-        places,
+        places.to(cache.values.device),  # which kernels cannot read in memory that is not page-locked
         cache.values.stride(0) * cache.values.itemsize // 4,
         scale_stride,
         layout.slot_bytes // 4,

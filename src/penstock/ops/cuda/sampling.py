@@ -65,7 +65,7 @@ def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     parts = values.new_empty(rows, blocks * k), torch.empty(rows, blocks * k, dtype=torch.int32, device=values.device)
     found = values.new_empty(rows, k), torch.empty(rows, k, dtype=torch.int32, device=values.device)
     launch(kernels.topk, (rows, blocks), values, None, *parts, columns, values.stride(0), k, BLOCK=COLUMNS, num_warps=8)
-    block = power_of_two(blocks * k)
+    block = power_of_two(blocks * MAX_K)  # for any k, of which each is compiled otherwise
     launch(kernels.topk, (rows, 1), *parts, *found, blocks * k, blocks * k, k, BLOCK=block, num_warps=8)
     return found[0], found[1].long()
 

@@ -171,7 +171,7 @@ def end_split(
         tl.store(memory[:, None] + columns[None], acc, mask=stored[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "first_row"])
+@triton.jit(do_not_specialize=["num_seqs", "first_row", "table_stride"])
 def attention(
     q,
     out,

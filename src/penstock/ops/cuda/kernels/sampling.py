@@ -95,7 +95,7 @@ def log_softmax(logits, out, columns_count, stride, BLOCK: tl.constexpr):
         tl.store(out + row * columns_count + columns, given - largest - log_sum, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stride", "k"])
 def topk(values, ids, out_values, out_ids, count, stride, k, BLOCK: tl.constexpr):
     """Program (row, block): the ``k`` largest of the block's values, the lowest id first among equal ones.
 
@@ -260,7 +260,7 @@ def truncate(row, top, MAX_LISTED: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: t
     return is_listed, count, edge, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
 def sample_random(
     logits,
     temperatures,
