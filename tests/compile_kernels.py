@@ -62,10 +62,8 @@ MODELS = (
     Model(1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
     Model(4096, 14336, 32, 8, 128, 128256),  # Llama-3.1-8B
 )
-TOKENS = (1, 8, 17, 64, 100, 200, 500, 2048, 8192)
-"""Tokens of a step: each op chooses its tile by them, and all its choices are met."""
-SOME_TOKENS = (1, 64, 8192)
-"""Those of which the suite has time."""
+TOKENS = (1, 64, 128, 256, 500, 2048)
+"""Tokens of a step, of which the products of these models take every tile."""
 
 
 @dataclass
@@ -116,28 +114,29 @@ def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any
 
 
 def products(whole: bool) -> Calls:
-    """All products of the models: for some tokens in the suite, each choice of tile anew with ``whole``."""
+    """All products of the models; in the suite, each format with all its tiles and one matrix of few rows, and the
+    extreme tiles with one of many, gated, and with float32 outputs."""
     for name, format in FORMATS.items():
-        if name.endswith("-g32") and not whole:
-            continue  # which compile longest
         for model in MODELS if whole else MODELS[1:]:
+            few = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))
+            gate_up = packed(2 * model.inter, model.hidden, format)
             heads = model.heads + 2 * model.kv_heads
-            layers = [
-                ("qkv", packed(heads * model.head_dim, model.hidden, format, bias=whole)),
-                ("o", packed(model.hidden, model.heads * model.head_dim, format)),
+            others = [
+                ("qkv", packed(heads * model.head_dim, model.hidden, format)),
                 ("down", packed(model.hidden, model.inter, format)),
             ]
-            gate_up = packed(2 * model.inter, model.hidden, format)
-            for tokens in TOKENS if whole else SOME_TOKENS:
-                x = empty(tokens, model.hidden)
-                for layer, weights in layers if whole else layers[1:2]:
-                    given = empty(tokens, weights.inputs)
-                    yield f"{name} {layer}", partial(matrix.linear, given, weights)
-                if whole or name in ("none", "fp8"):
+            for tokens in TOKENS:
+                if not whole and name.endswith("-g32") and tokens > 1:
+                    continue  # which compile longest
+                for layer, weights in [few, *others] if whole else [few]:
+                    x = empty(tokens, weights.inputs)
+                    yield f"{name} {layer}", partial(matrix.linear, x, weights)
+                if whole or (name == "none" and tokens in (TOKENS[0], TOKENS[-1])):
+                    x = empty(tokens, model.hidden)
                     yield f"{name} gate_up", partial(matrix.linear_silu_and_mul, x, gate_up)
-    for model in MODELS if whole else ():
+    for model in MODELS if whole else MODELS[1:]:
         head = packed(model.vocab, model.hidden, Format())
-        for tokens in TOKENS:
+        for tokens in TOKENS if whole else TOKENS[:1]:
             yield "head", partial(matrix.linear, empty(tokens, model.hidden), head, out_float32=True)
 
 
@@ -173,6 +172,8 @@ def kv_caches(whole: bool) -> Calls:
     from penstock.planning.kv_spec import transfer_layouts
 
     for model, quantization in product(MODELS, KV_CACHES):
+        if not whole and model is MODELS[0] and quantization:
+            continue
         heads, dim = (model.heads, model.kv_heads, model.kv_heads), model.head_dim
         spec = KVSpec(model.kv_heads, dim, "bfloat16", 64, quantization)
         cache = kv_cache.new_kv_cache([spec] * 2, 2, CPU)[1]
@@ -204,7 +205,7 @@ def kv_caches(whole: bool) -> Calls:
 def sampling(whole: bool) -> Calls:
     from penstock.ops.cuda import sampling
 
-    for model in MODELS:
+    for model in MODELS if whole else MODELS[1:]:
         logits, bitmask = torch.empty(4, model.vocab), torch.empty(4, model.vocab // 32, dtype=torch.int32)
         columns = [torch.empty(4, dtype=torch.float64)] * 5
         yield "argmax", lambda logits=logits: sampling.argmax_of_logits(logits)
@@ -220,7 +221,7 @@ def adapters(whole: bool) -> Calls:
     outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
     slots = lora.new_lora_slots(1, model.hidden, outputs, 3 * 16, torch.bfloat16, torch.device("meta"))
     slots = lora.LoRASlots(*(empty(*each.shape, dtype=each.dtype) for each in vars(slots).values()))
-    for tokens in TOKENS if whole else SOME_TOKENS:
+    for tokens in (1, 2048):  # programs of few tokens, and of many
         out, x, rows = empty(tokens, outputs), empty(tokens, model.hidden), empty(tokens, dtype=torch.int32)
         yield "adapters", partial(lora.add_lora, out, x, slots, rows)
 
@@ -230,7 +231,7 @@ def attentions(whole: bool) -> Calls:
     from penstock.ops.cuda import kv_cache
     from penstock.ops.cuda.attention import attention
 
-    shapes = [(model.heads, model.kv_heads, model.head_dim, 64, 0) for model in MODELS]
+    shapes = [(model.heads, model.kv_heads, model.head_dim, 64, 0) for model in (MODELS if whole else MODELS[1:])]
     if whole:
         shapes += [(32, 8, 128, 16, 0), (32, 8, 128, 64, 4096), (28, 4, 128, 64, 0), (32, 8, 64, 64, 0)]
         shapes += [(32, 32, 96, 64, 0), (8, 4, 256, 64, 0), (8, 4, 256, 32, 1024), (71, 1, 64, 64, 0)]

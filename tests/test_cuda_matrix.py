@@ -3,7 +3,6 @@ in any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -16,22 +15,12 @@ from penstock.core import PenstockError
 from penstock.core.quantization import SCHEMES
 from penstock.ops import Format, LoRAWeights, reference
 from penstock.ops.cuda import launch, lora, matrix
+from penstock.ops.cuda.tiles import Size, Tile, sizes
 
 FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
     "fp8 per tensor": Format(8, activation_bits=8, floating=True, rows_per_scale=0),
     "fp8 blocks": Format(8, 128, 8, floating=True, rows_per_scale=128),
 }
-
-
-@pytest.fixture(autouse=True)
-def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that small matrices get large tiles, too."""
-    matrix._tile.cache_clear()
-    monkeypatch.setattr(launch, "DEFAULT_SM_COUNT", 3)
-    launch.sm_count.cache_clear()
-    yield
-    launch.sm_count.cache_clear()
-    matrix._tile.cache_clear()
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,35 +75,40 @@ def test_products(name: str, dtype: torch.dtype) -> None:
                 matrix.from_packed(tensors, inputs, outputs + 64, dtype, given, format)
 
 
-BUCKETS = (1, 17, 40, 130)
-"""Numbers of tokens that take different tiles."""
-
-
-def rows_differ(format: Format, dtype: torch.dtype, gated: bool) -> list[int]:
-    """Numbers of tokens with which any row has other bits than among all of them."""
-    inputs, outputs, tokens = 260, 70, max(BUCKETS)
+def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> list[Size]:
+    """Tiles in which some of 40 rows have other bits than all rows have, in the tile that is chosen."""
+    inputs, outputs, tokens = 260, 70, 130
     packed = matrix.pack([randn(1, outputs, inputs, dtype=dtype)], None, format)
     x = randn(2, tokens, inputs, dtype=dtype)
     op = matrix.linear_silu_and_mul if gated else matrix.linear
     together = op(x, packed)
-    shuffled = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
-    return [count for count in BUCKETS if not torch.equal(op(x[shuffled[:count]], packed), together[shuffled[:count]])]
+    chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))[:40]
+    differ = []
+    x_bytes = 1 if format.activation_bits else x.itemsize
+    for size in sizes(launch.DEFAULT_ARCHITECTURE, x_bytes, format):
+        tile = Tile(size.bn, size.bt, size.bk, 16 if size.bt == 64 else size.bn, 4, 2)
+        monkeypatch.setattr(matrix, "_tile", lambda *_, tile=tile: tile)
+        if not torch.equal(op(x[chosen], packed), together[chosen]):
+            differ.append(size)
+    return differ
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_the_same_in_any_batch(name: str) -> None:
-    assert not rows_differ(FORMATS[name], torch.float16, gated=False)
+def test_rows_are_the_same_in_any_batch_and_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not rows_differ(FORMATS[name], torch.float16, False, monkeypatch)
 
 
-def test_gated_rows_are_the_same_in_any_batch() -> None:
-    assert not rows_differ(Format(), torch.float16, gated=True)
-    assert not rows_differ(Format(), torch.float32, gated=False)
+@pytest.mark.parametrize(("dtype", "gated"), [(torch.float16, True), (torch.float32, False)])
+def test_gated_rows_and_those_of_float32_are_the_same(
+    dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not rows_differ(Format(), dtype, gated, monkeypatch)
 
 
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of many tokens that took another matrix instruction, or summed another way, would not go unseen."""
     monkeypatch.setattr(interpreted, "step", lambda columns: 32 if columns > 32 else 16)
-    assert rows_differ(Format(), torch.float16, gated=False)
+    assert rows_differ(Format(), torch.float16, False, monkeypatch)
 
 
 def test_what_there_are_no_kernels_for_is_refused() -> None:

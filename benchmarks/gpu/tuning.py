@@ -43,15 +43,13 @@ def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
                 x = torch.randn(tokens, inputs, device=device).to(dtype)
                 call = partial(matrix.linear_silu_and_mul if gated else matrix.linear, x, packed)
                 x_bytes = 1 if layer.activation_bits else x.itemsize
-                chosen = tiles.choose_tile(
-                    architecture(device), sm_count(device), tokens, outputs, inputs, x_bytes, layer, gated
-                )
+                chosen = tiles.choose_tile(architecture(device), sm_count(device), tokens, outputs, x_bytes, layer)
                 matrix._tile = choose
                 expected = call()
                 row = {"format": format, "matrix": name, "tokens": tokens, "chosen": asdict(chosen)}
                 row["microseconds"] = seconds_of_many(call, device, count) * 1e6
                 best, least = None, float("inf")
-                for tile in _others(chosen, tiles._candidates(architecture(device), tokens, x_bytes, layer, gated)):
+                for tile in _others(chosen, tiles.sizes(architecture(device), x_bytes, layer)):
                     if time.monotonic() > ends:
                         return {"rows": rows, "ended": "no time left"}
                     matrix._tile = lambda *_, tile=tile: tile
@@ -72,12 +70,13 @@ def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _others(chosen: tiles.Tile, candidates: list[tuple[int, int, int]]) -> list[tiles.Tile]:
+def _others(chosen: tiles.Tile, sizes: tuple[tiles.Size, ...]) -> list[tiles.Tile]:
     """Tiles with other sizes and the chosen one's depth, and with its sizes and other depths."""
     found = [
-        replace(chosen, bn=bn, bt=bt, rows=rows, num_warps=bn // 16, num_stages=stages)
-        for bn, bt, rows in candidates
+        tiles.Tile(size.bn, size.bt, size.bk, rows, size.bn // 16, stages)
+        for size in sizes
+        for rows in ((64, 32, 16) if size.bn == 64 else (size.bn,))
         for stages in (chosen.num_stages, 3)
     ]
-    found += [replace(chosen, num_stages=stages) for stages in (2, 3, 4, 5, 6, 8)]
+    found += [replace(chosen, num_stages=stages) for stages in (2, 3, 4, 5, 6, 8, 12)]
     return [tile for tile in dict.fromkeys(found) if tile != chosen]

@@ -17,8 +17,8 @@ from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
 from .elementwise import silu_and_mul
 from .kernels import matrix as kernels
-from .launch import MIN_FP8, Architecture, architecture, launch, sm_count
-from .tiles import Tile, choose_tile
+from .launch import MIN_FP8, architecture, launch, sm_count
+from .tiles import choose_tile
 
 LAYOUT = "cuda-1"
 """Version of the packed layout."""
@@ -29,6 +29,8 @@ CHUNK = 128 * PANEL
 MIN_MAGNITUDE = 1e-30
 """Vectors whose largest magnitude is not above this are quantized to zeros."""
 FP8 = torch.float8_e4m3fn
+NO_BIAS = torch.empty(0)
+"""Given where there is none, and not read: its address is 0."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -224,9 +226,7 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
     if format.floating:
         values = values.view(FP8)
     width = x.shape[1]
-    tile = _tile(
-        architecture(x.device), sm_count(x.device), tokens, matrix.outputs, matrix.inputs, x.dtype, format, gated
-    )
+    tile = _tile(architecture(x.device), sm_count(x.device), tokens, matrix.outputs, x.itemsize, format)
     outputs = matrix.outputs // 2 if gated else matrix.outputs
     share = tile.rows // 2 if gated else tile.rows
     grid = (-(-outputs // share) * -(-tokens // tile.bt),)
@@ -235,15 +235,17 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
         x_scales,
         values,
         scales,
-        matrix.bias,
+        NO_BIAS if matrix.bias is None else matrix.bias,
+        0 if matrix.bias is None else matrix.outputs,
         out,
         tokens,
         outputs,
         matrix.inputs,
+        share // 8,
         x.stride(0),
         out.stride(0),
     )
-    constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated, "ROWS": tile.rows, "BN": tile.bn, "BT": tile.bt}
+    constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated, "BN": tile.bn, "BT": tile.bt}
     if format.bits == 4:
         kernel, size = kernels.product_int4, format.group_size
         unroll = tile.bk // (2 * size)
@@ -253,24 +255,11 @@ def _product(x: Tensor, matrix: Matrix, out: Tensor, gated: bool) -> Tensor:
     else:
         kernel = kernels.product
         constants |= {"BK": tile.bk, "EVEN": width % tile.bk == 0}
-    launch(
-        kernel, grid, *arguments, **constants, GROUP=tile.group, num_warps=tile.num_warps, num_stages=tile.num_stages
-    )
+    launch(kernel, grid, *arguments, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return out
 
 
-@cache
-def _tile(
-    architecture: Architecture,
-    multiprocessors: int,
-    tokens: int,
-    rows: int,
-    inputs: int,
-    x_dtype: torch.dtype,
-    format: Format,
-    gated: bool,
-) -> Tile:
-    return choose_tile(architecture, multiprocessors, tokens, rows, inputs, x_dtype.itemsize, format, gated)
+_tile = cache(choose_tile)
 
 
 def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:

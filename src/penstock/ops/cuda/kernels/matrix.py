@@ -3,7 +3,8 @@
 Weights are the rows of the matrix instruction (``acc[BN, BT] += weights[BN, BK] @ inputs[BT, BK].T``), tokens its
 columns: so one token and thousands take the same instruction (on Hopper ``wgmma`` of 64 rows), which sums over the
 inputs in ascending order into one accumulator, and a token's bits depend on none of BN, BT, BK. A program has the first
-ROWS of the BN rows; the others are zeros that are not read, so that small matrices occupy all multiprocessors, too.
+``8 * eights`` of the BN rows (with GATED as many outputs, of two rows); the others are zeros that are not read, so that
+small matrices occupy all multiprocessors, too. Kernels are compiled once for any of it, and with a bias or without.
 
 Packed weights lie in panels of 64 outputs, and in those in blocks of 64 outputs: what a program reads next follows what
 it read last.
@@ -16,8 +17,9 @@ PANEL = tl.constexpr(64)
 """Outputs of a panel."""
 BLOCK = tl.constexpr(128)
 """Inputs of a block of 8-bit weights: 128 bytes a row."""
-
-
+GROUP = tl.constexpr(8)
+"""Tiles of tokens that follow each other over the same weights, so that programs that run together read few of either
+from memory, and the rest from L2."""
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether assembler widens weights, four at a time: a conversion of each takes three times as many instructions. The
 interpreter has no assembler."""
@@ -141,32 +143,33 @@ def _widen_int4(weights, dtype: tl.constexpr):
 
 
 @triton.jit
-def _tile(tokens, outputs, SHARE: tl.constexpr, BT: tl.constexpr, GROUP: tl.constexpr):
-    """First output, of SHARE, and first token of this program. GROUP tiles of tokens follow each other over the same
-    weights, so that programs that run together read few of either."""
+def _tile(tokens, outputs, eights, BT: tl.constexpr):
+    """First output and first token of this program."""
     program = tl.program_id(0)
-    row_tiles = tl.cdiv(outputs, SHARE)
+    share = eights * 8
+    row_tiles = tl.cdiv(outputs, share)
     first = program // (GROUP * row_tiles) * GROUP
     size = tl.minimum(tl.cdiv(tokens, BT) - first, GROUP)
     within = program % (GROUP * row_tiles)
-    return within // size * SHARE, (first + within % size) * BT
+    return within // size * share, (first + within % size) * BT
 
 
 @triton.jit
-def _weight_rows(first, size, ROWS: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
+def _weight_rows(first, size, eights, BN: tl.constexpr, GATED: tl.constexpr):
     """Rows of the matrix that are a program's, and which of them it has. With GATED, ``first`` counts outputs, each is
     of two rows, and every eight rows of the first half are followed by the eight of the second: one thread has both."""
     row = tl.arange(0, BN)
     if GATED:
         output = first + row // 16 * 8 + row % 8
-        return output + row // 8 % 2 * size, (row < ROWS) & (output < size)
-    return first + row, (row < ROWS) & (first + row < size)
+        return output + row // 8 % 2 * size, (row < eights * 16) & (output < size)
+    return first + row, (row < eights * 8) & (first + row < size)
 
 
 @triton.jit
 def _finish(
     acc,
     bias,
+    biases,
     out,
     rows,
     own,
@@ -174,16 +177,15 @@ def _finish(
     token,
     tokens,
     outputs,
+    eights,
     out_stride,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
-    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
 ):
     """Bias, gate, and the store of a tile. A product is rounded to DTYPE before it is gated."""
-    if bias is not None:
-        acc += tl.load(bias + rows, mask=own, other=0.0)[:, None]
+    acc += tl.load(bias + rows, mask=own & (rows < biases), other=0.0)[:, None]
     SIZE: tl.constexpr = BN // 2 if GATED else BN
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 16, 2, 8, BT)), (0, 2, 3, 1)))
@@ -192,34 +194,32 @@ def _finish(
         acc = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (SIZE, BT))
     at = tl.arange(0, SIZE)
     column = first_output + at
-    inside = (column < outputs)[None, :] & (token < tokens)[:, None]
-    if ROWS < BN:
-        inside = inside & (at < ROWS * SIZE // BN)[None, :]
+    inside = ((at < eights * 8) & (column < outputs))[None, :] & (token < tokens)[:, None]
     values = tl.trans(acc).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64)[:, None] * out_stride + column[None, :], values, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["biases", "tokens", "eights"])
 def product(
     x,
     x_scales,
     weight,
     scales,
     bias,
+    biases,
     out,
     tokens,
     outputs,
     inputs,
+    eights,
     x_stride,
     out_stride,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Products whose weights have at most one scale an output.
 
@@ -227,8 +227,8 @@ def product(
     ``scales`` is None; else 8 bits packed, and the inputs either 8 bits with a scale a token, padded to whole blocks,
     or of DTYPE, to which weights are widened. EVEN: BK divides the inputs that ``x`` has.
     """
-    first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
-    rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
+    first_output, first_token = _tile(tokens, outputs, eights, BT)
+    rows, own = _weight_rows(first_output, outputs, eights, BN, GATED)
     token = first_token + tl.arange(0, BT)
     k = tl.arange(0, BK)
     if scales is None:
@@ -262,31 +262,34 @@ def product(
         acc *= tl.load(scales + rows, mask=own, other=0.0)[:, None]
     if x_scales is not None:
         acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
-    _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
+    _finish(
+        acc, bias, biases, out, rows, own, first_output, token, tokens, outputs, eights, out_stride,
+        DTYPE, GATED, BN, BT,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["biases", "tokens", "eights"])
 def product_int4(
     x,
     x_scales,
     weight,
     scales,
     bias,
+    biases,
     out,
     tokens,
     outputs,
     inputs,
+    eights,
     x_stride,
     out_stride,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
     SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Products whose weights are 4 bits with a scale an output and SIZE inputs.
 
@@ -297,8 +300,8 @@ def product_int4(
     Triton reads ahead what matrix instructions take. Scales, which they do not, are read here in the iteration before;
     from two before on, Triton would read nothing ahead.
     """
-    first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
-    rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
+    first_output, first_token = _tile(tokens, outputs, eights, BT)
+    rows, own = _weight_rows(first_output, outputs, eights, BN, GATED)
     token = first_token + tl.arange(0, BT)
     k = tl.arange(0, SIZE)
     blocks = tl.cdiv(inputs, 2 * SIZE)
@@ -340,34 +343,37 @@ def product_int4(
         x_at += UNROLL * 2 * SIZE
     if x_scales is not None:
         acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
-    _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
+    _finish(
+        acc, bias, biases, out, rows, own, first_output, token, tokens, outputs, eights, out_stride,
+        DTYPE, GATED, BN, BT,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["biases", "tokens", "eights"])
 def product_fp8_blocks(
     x,
     x_scales,
     weight,
     scales,
     bias,
+    biases,
     out,
     tokens,
     outputs,
     inputs,
+    eights,
     x_stride,
     out_stride,
     DTYPE: tl.constexpr,
     GATED: tl.constexpr,
-    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Products of 8-bit floating-point numbers with a scale each 128 x 128 weights, and each 128 inputs and token
     (``x_scales`` is ``[blocks, tokens]``). A block of inputs is summed by the matrix instructions alone, and joins the
     outputs in float32. Scales are read as in ``product_int4``."""
-    first_output, first_token = _tile(tokens, outputs, ROWS // 2 if GATED else ROWS, BT, GROUP)
-    rows, own = _weight_rows(first_output, outputs, ROWS, BN, GATED)
+    first_output, first_token = _tile(tokens, outputs, eights, BT)
+    rows, own = _weight_rows(first_output, outputs, eights, BN, GATED)
     token = first_token + tl.arange(0, BT)
     own_tokens = token < tokens
     k = tl.arange(0, BLOCK)
@@ -390,7 +396,10 @@ def product_fp8_blocks(
         row_scales, token_scales = next_row_scales, next_token_scales
         weight_at += PANEL * BLOCK
         x_at += BLOCK
-    _finish(acc, bias, out, rows, own, first_output, token, tokens, outputs, out_stride, DTYPE, GATED, ROWS, BN, BT)
+    _finish(
+        acc, bias, biases, out, rows, own, first_output, token, tokens, outputs, eights, out_stride,
+        DTYPE, GATED, BN, BT,
+    )  # fmt: skip
 
 
 @triton.jit
