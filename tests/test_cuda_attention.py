@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from penstock.core import PenstockError
 from penstock.ops import AttentionMetadata, KVSpec, QKNorms, reference
 from penstock.ops.cuda import elementwise, kv_cache
+from penstock.ops.cuda.launch import record_launches
 from penstock.planning.kv_spec import transfer_layouts
 
 attention = import_module("penstock.ops.cuda.attention")  # whose name in the package is the op
@@ -322,6 +323,17 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
     kv_cache.copy_blocks(caches, again, [(0, 2), (1, 3), (3, 0)])
     assert torch.equal(again[0].pool[[2, 3, 0]], caches[0].pool[[0, 1, 3]]) and again[0].pool[1].eq(5).all()
     assert torch.equal(again[1].values[[2, 3, 0]].view(torch.int8), ours.values[[0, 1, 3]].view(torch.int8))
+
+
+def test_a_gpu_is_given_no_memory_that_it_cannot_read() -> None:
+    """Of all tensors of a transfer only the page-locked buffer is in host memory; devices here are ``meta``."""
+    spec = KVSpec(2, 64, "bfloat16", 16)
+    cache, layout = kv_cache.new_kv_cache([spec], 2, torch.device("meta"))[0], transfer_layouts([spec], 16)[0]
+    buffer, slots = torch.zeros(layout.slot_bytes, dtype=torch.uint8), torch.arange(3)
+    with record_launches() as launches:
+        kv_cache.export_kv(cache, slots.to("meta"), buffer, slots, layout)
+    (given,) = [[each for each in launch.args if isinstance(each, torch.Tensor)] for launch in launches]
+    assert [each.device.type for each in given] == ["meta", "meta", "cpu", "meta"]
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:

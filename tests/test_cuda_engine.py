@@ -3,10 +3,12 @@ request gives the same bits whatever it shares the engine with, and however many
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +26,7 @@ from penstock import LLM, SamplingParams
 from penstock.config.options import EngineOptions
 from penstock.core import EngineRequest
 from penstock.engine.engine import Engine
+from penstock.ops.cuda import capture
 
 TINY = SMALL | {
     "max_position_embeddings": 320,
@@ -186,6 +189,18 @@ def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
         for ours, theirs in zip(outputs, found["reference", True], strict=True):
             assert ours.token_ids == theirs.token_ids, ops
             assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+
+
+def test_memory_is_freed_with_its_last_reference() -> None:
+    """A forward pass that was captured holds the KV cache: no cycle may keep it until garbage is collected."""
+    captured = capture(lambda batch: batch.token_ids, 8, 4, 2, device=torch.device("cpu"), graph_sizes=(2, 4))
+    reference = weakref.ref(captured)
+    gc.disable()
+    try:
+        del captured
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_it_is_refused_where_there_is_no_gpu() -> None:

@@ -78,3 +78,4 @@ class UniProcExecutor:
     def close(self) -> None:
         if self._thread:
             self._thread.shutdown()
+        self._worker.close()

@@ -86,7 +86,7 @@ class ModelRunner:
                 buffer.
             graph_sizes: in place of the runner's.
         """
-        self._free()
+        self.free()
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
         self._progress = export[0].progress if export else None
@@ -107,7 +107,7 @@ class ModelRunner:
         self._forward = capture()
         self._forward_lora = capture(use_lora=True) if self._lora else self._forward
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Free the KV cache, and what was captured over it."""
         self.cache, self._host, self._forward, self._forward_lora = [], [], None, None
 
@@ -143,7 +143,7 @@ class ModelRunner:
         torch.cuda.synchronize(self._device)
         taken = torch.cuda.max_memory_allocated(self._device) - before
         del hidden
-        self._free()
+        self.free()
         return taken + graphs + logits
 
     def move_blocks(self, swap_out: np.ndarray, swap_in: np.ndarray, copies: np.ndarray) -> None:

@@ -74,6 +74,8 @@ class Worker:
         self._group = group
         self._stage = stage
         self._loaded: LoadedModels | None = None
+        self._runners: list[ModelRunner] = []
+        """Of the model, and of the draft model if there is one."""
         self._forks: dict[int, list[int]] = defaultdict(list)
         self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
@@ -162,6 +164,12 @@ class Worker:
         self._runner.init_cache(blocks, host_blocks, self._exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
+
+    def close(self) -> None:
+        """Free the KV caches and what was captured; nothing may be called afterwards. Weights go with the worker."""
+        self._in_flight.clear()
+        for runner in self._runners:
+            runner.free()
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
