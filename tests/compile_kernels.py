@@ -84,6 +84,8 @@ class Compiled:
     """Bytes of local memory (stack) of a thread: registers that are spilled."""
     shared: int = 0
     """Bytes of shared memory of a program."""
+    tensor_memory: int = 0
+    """Columns of tensor memory of a program (Blackwell)."""
     mma: list[str] = field(default_factory=list)
     """Kinds of matrix instructions, without the size that follows the number of tokens."""
     seconds: float = 0.0
@@ -114,8 +116,9 @@ def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any
 
 
 def products(whole: bool) -> Calls:
-    """All products of the models; in the suite, each format with all its tiles and one matrix of few rows, and the
-    extreme tiles with one of many, gated, and with float32 outputs."""
+    """All products of the models. In the suite, each kind of operands with all its tiles and a matrix of few rows, and
+    the extreme tiles with one of many, gated, and with float32 outputs."""
+    some = {"fp8": (1, 2048), "wint4-g32": (64, 2048), "w4a8-g32": ()}  # as w8a8, and as groups of 128
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
             few = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))
@@ -126,8 +129,8 @@ def products(whole: bool) -> Calls:
                 ("down", packed(model.hidden, model.inter, format)),
             ]
             for tokens in TOKENS:
-                if not whole and name.endswith("-g32") and tokens > 1:
-                    continue  # which compile longest
+                if not whole and tokens not in some.get(name, TOKENS):
+                    continue
                 for layer, weights in [few, *others] if whole else [few]:
                     x = empty(tokens, weights.inputs)
                     yield f"{name} {layer}", partial(matrix.linear, x, weights)
@@ -150,7 +153,7 @@ def embeddings(whole: bool) -> Calls:
 def rows(whole: bool) -> Calls:
     from penstock.ops.cuda import elementwise
 
-    for model in MODELS:
+    for model in MODELS if whole else MODELS[1:]:
         x, weight = empty(8, model.hidden), empty(model.hidden)
         yield "rms_norm", lambda x=x, weight=weight: elementwise.rms_norm(x, weight, 1e-6)
         yield "add_rms_norm", lambda x=x, weight=weight: elementwise.add_rms_norm(x, x, weight, 1e-6)
@@ -334,6 +337,7 @@ def compile_job(job: Job, ptx_folder: str | None) -> Compiled:
         return result
     result.seconds = round(time.perf_counter() - started, 2)
     result.shared = compiled.metadata.shared
+    result.tensor_memory = getattr(compiled.metadata, "tmem_size", 0)
     result.mma = kinds_of_mma(compiled.asm["ptx"])
     result.registers, result.local = resources(compiled.asm["cubin"])
     if ptx_folder:
