@@ -33,14 +33,26 @@ def run(scale: Scale) -> dict[str, Any]:
     for name, check in checks(ops, device, scale, dtypes):
         try:
             error, allowed = check()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             rows.append({"op": name, "error": error, "allowed": allowed, "right": bool(error <= allowed)})
         except Exception as failure:
             said = "".join(traceback.format_exception_only(failure)).strip()
             rows.append({"op": name, "right": False, "failure": said[-1500:]})
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            if is_lost(device):
+                break  # nothing more can be computed in this process
     wrong = [row["op"] for row in rows if not row["right"]]
     return {"checks": rows, "count": len(rows), "wrong": wrong}
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel has failed so that the GPU computes nothing more for this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
