@@ -30,6 +30,10 @@ ALIGNMENT = 16
 NUM_PINNED = 4
 """Pinned buffers: more than steps that may be in flight, so that none is waited for."""
 RESOLVE_BLOCK = 256
+WARM_UP_TOKENS = (1, 17, 65, 129, 257, 513, 1025, 2049, 4097, 8192)
+"""Tokens of the steps that are computed at the start, so that no request waits for the compiler: kernels' tiles are
+chosen by the number of tokens."""
+MIN_BLOCK_SIZE = 16
 GPU = torch.device("cuda")
 
 
@@ -91,9 +95,11 @@ class CapturedForward:
     def __init__(
         self,
         forward: ForwardFn,
+        max_tokens: int,
         max_sequences: int,
         max_blocks: int,
         use_lora: bool,
+        hidden_states: Tensor | None,
         device: torch.device,
         graph_sizes: Sequence[int],
         sampled: Tensor | None,
@@ -116,6 +122,10 @@ class CapturedForward:
             with suppress(Exception):  # or PyTorch keeps to what a failed capture may not do: it frees nothing
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool or (0, 0))
         self._sizes = sorted(self._graphs)
+        if on_gpu:
+            for tokens in WARM_UP_TOKENS:
+                if tokens <= min(max_tokens, max_blocks * MIN_BLOCK_SIZE):
+                    self._run(self._to_device(_prompt_batch(tokens, max_blocks, use_lora, hidden_states)))
         if self._sizes and on_gpu:
             torch.cuda.empty_cache()  # of what the runs before captures had, which no other stream can take
             size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - begun
@@ -235,6 +245,25 @@ def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
     return Batch(zeros, zeros, zeros - 1, metadata, torch.arange(size), metadata, slots, slots)
 
 
+def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: Tensor | None) -> Batch:
+    """A batch of one prompt, which stores nothing and reads the first block."""
+    zeros, starts = torch.zeros(tokens, dtype=torch.int64), torch.tensor([0, tokens], dtype=torch.int32)
+    tables, lengths = torch.zeros(1, max_blocks, dtype=torch.int32), starts[1:].clone()
+    slots = torch.full((tokens,), -1, dtype=torch.int32) if use_lora else None
+    hidden = None if hidden_states is None else hidden_states[:tokens]
+    return Batch(
+        zeros,
+        zeros,
+        zeros - 1,
+        AttentionMetadata(starts, lengths, tables),
+        torch.tensor([tokens - 1]),
+        AttentionMetadata(torch.tensor([0, 1], dtype=torch.int32), lengths, tables),
+        slots,
+        None if slots is None else slots[:1],
+        hidden,
+    )
+
+
 def _tensors(batch: Batch) -> list[Tensor]:
     """The tensors of a batch that travel; those of ``logits_attention`` and ``logits_lora_slots`` once where they are
     the same."""
@@ -284,4 +313,5 @@ def capture(
 ) -> ForwardFn:
     """As ``reference.capture``."""
     sizes = () if hidden_states is not None else graph_sizes
-    return CapturedForward(forward, max_sequences, max_blocks, use_lora, device, sizes, sampled)
+    given = forward, max_tokens, max_sequences, max_blocks, use_lora, hidden_states
+    return CapturedForward(*given, device, sizes, sampled)
