@@ -75,8 +75,12 @@ def choose(
     if dim > 128:
         return Variant(32, 64, 8, 3, 1, True)
     if capability < (9, 0):
+        if odd:
+            return Variant(32, 64, 8, 5, 1, True) if quantization else Variant(32, 64, 4, 3, 2, True)
         return Variant(32, 64, 4, 5, 2, True) if quantization else Variant(64, 64, 4, 3, 2, True)
     if capability >= (10, 0):
+        if odd and not quantization:
+            return Variant(32, 64, 4, 6, 2, True)
         return Variant(64, 64, 4, 4 if quantization else 6, 2, True)
     if decode:
         stages = 5 if quantization == "int8" else 2 if quantization and odd else 3

@@ -43,9 +43,9 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
     """The tiles of products of one kind, few tokens first.
 
     A thread has 255 registers. 128 x 256 sums take half of them; half as many sums are possible where operands are
-    registers, too (weights that are widened; any before Hopper), a quarter where each group of inputs is summed by
-    itself. Plain arithmetic (float32) has small tiles. For few tokens, 256 bytes of each row are read at a time, for
-    fewer barriers; for many, no more than instructions are long enough to hide.
+    registers, too (weights that are widened; 8 bits on Blackwell; any before Hopper), a quarter where each group of
+    inputs is summed by itself. Plain arithmetic (float32) has small tiles. For few tokens, 256 bytes of each row are
+    read at a time, for fewer barriers; for many, no more than instructions are long enough to hide.
     """
     hopper = (9, 0) <= architecture.capability < (12, 0)
     if x_bytes == 4:
@@ -59,8 +59,8 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
         return (*small, Size(128, 64, bk)) if hopper else small
     few, many = (256, 128) if format.bits else (128, 64)
     several = Size(64, 16, few), Size(64, 64, many), Size(64, 128, many), Size(128, 128, many)
-    widened = format.bits and not format.activation_bits
-    return (*several, Size(128, 256, many)) if hopper and not widened else several
+    large = not format.bits or (format.activation_bits and architecture.capability < (10, 0))
+    return (*several, Size(128, 256, many)) if hopper and large else several
 
 
 def choose_tile(
