@@ -1,7 +1,7 @@
 """Contract 2: the same request gives the same tokens and the same logprob bytes, whatever it shares the engine with,
 and however many ranks compute.
 
-200 schedules are drawn here; ``make exactness`` draws 10,000 in ten portions, each with requests of its own. Of the
+100 schedules are drawn here; ``make exactness`` draws 10,000 in ten portions, each with requests of its own. Of the
 requests in them more than a fifth is preempted.
 """
 
@@ -29,7 +29,7 @@ from penstock.core import EngineRequest, GuidedDecodingParams, SamplingParams, T
 from penstock.engine.engine import Engine
 from penstock.ops import reference
 
-SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
+SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "100"))
 LARGEST = 64 if SCHEDULES >= 1000 else 32
 """Requests to draw from, and in the largest schedules."""
 SEED = os.environ.get("PENSTOCK_EXACTNESS_SEED", "")
