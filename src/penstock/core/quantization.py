@@ -10,8 +10,9 @@ from typing import Literal, get_args
 class Format:
     """Quantization of a matrix with one scale a group of inputs and output; or none.
 
-    Weights are rounded to nearest. 8-bit integers lie in [-127, 127], the largest magnitude of a group being 127; 4-bit
-    integers lie in [-8, 7], the largest magnitude being -8; of 8-bit floating-point numbers it is ``MAX_FP8``.
+    Penstock's own rounding is to nearest. 8-bit integers lie in [-127, 127], the largest magnitude of a group being
+    127; 4-bit integers lie in [-8, 7], the largest magnitude being -8; of 8-bit floating-point numbers it is
+    ``MAX_FP8``. Checkpoints' integers may be -128, too.
     """
 
     bits: int = 0
@@ -25,6 +26,9 @@ class Format:
     """Whether 8 bits are floating-point numbers (e4m3) in place of integers."""
     rows_per_scale: int = 1
     """Outputs that share a scale; 0 is one scale for the matrix (per tensor). Other than 1 with ``floating`` only."""
+    asymmetric: bool = False
+    """Whether groups have an offset, too: a weight is its integer times the scale plus the offset, as zero points of
+    AWQ and GPTQ and minima of GGUF are. Such integers come from checkpoints; Penstock's own rounding is symmetric."""
 
     def __post_init__(self) -> None:
         if self.group_size % 8:
@@ -33,6 +37,8 @@ class Format:
             raise ValueError("floating-point weights have 8 bits")
         if self.rows_per_scale != 1 and not self.floating:
             raise ValueError("integers have a scale an output")
+        if self.asymmetric and (self.floating or not self.bits):
+            raise ValueError("only integers have offsets")
 
 
 MAX_FP8 = 448.0

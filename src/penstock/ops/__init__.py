@@ -17,6 +17,7 @@ from penstock.planning.kv_spec import KVSpec, TransferLayout
 from . import reference
 from .batch import AttentionMetadata, Batch, ForwardFn, LayerExport, QKNorms
 from .lora import LoRAWeights
+from .quantized_weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ __all__ = [
     "LoRAWeights",
     "Ops",
     "QKNorms",
+    "QuantizedWeight",
     "TransferLayout",
     "backend",
     "reference",
@@ -52,6 +54,9 @@ class Ops(Protocol):
     def fingerprint(self) -> str: ...
     def set_threads(self, count: int) -> None: ...
     def pack(self, parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Any: ...
+    def pack_quantized(
+        self, parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Any: ...
     def packed_tensors(self, matrix: Any) -> dict[str, Tensor]: ...
     def from_packed(
         self,

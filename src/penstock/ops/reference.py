@@ -22,6 +22,7 @@ from penstock.planning.kv_spec import SCALE_BYTES, KVSpec, TransferLayout
 
 from .batch import AttentionMetadata, ForwardFn, QKNorms
 from .lora import LoRAWeights
+from .quantized_weight import QuantizedWeight
 from .sampling import sample_random as sample_random
 
 NAME = "reference"
@@ -77,6 +78,18 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
         return Matrix(weight, bias, weight.dtype, format)
     bias = None if bias is None else bias.float()
     return Matrix(_quantize_dequantize(weight.float(), format), bias, weight.dtype, format)
+
+
+def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
+    """Pack integers that a checkpoint has, as they are.
+
+    Args:
+        parts: of one format and one order of inputs, which are stacked to ``[out, in]``.
+        dtype: of products.
+        bias: ``[out]``, added to each product.
+    """
+    weight = torch.cat([part.dequantize() for part in parts])
+    return Matrix(weight, None if bias is None else bias.float(), dtype, parts[0].format)
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:

@@ -12,7 +12,17 @@ from .graph import capture
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .limits import measure_limits, set_threads
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
-from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, quantize
+from .matrix import (
+    LAYOUT,
+    embedding,
+    from_packed,
+    linear,
+    linear_silu_and_mul,
+    pack,
+    pack_quantized,
+    packed_tensors,
+    quantize,
+)
 from .sketch import argmax
 
 native.set_up()
@@ -45,6 +55,7 @@ __all__ = [
     "new_lora_slots",
     "pack",
     "pack_lora",
+    "pack_quantized",
     "packed_tensors",
     "quantize",
     "rms_norm",

@@ -13,6 +13,7 @@ from penstock.core import Code, PenstockError
 from penstock.core.quantization import UNQUANTIZED, Format
 
 from .. import _kernels, pages
+from ..quantized_weight import QuantizedWeight
 from .dtypes import DTYPE_CODES, dtype_code
 from .elementwise import silu_and_mul
 from .graph import contiguous, empty
@@ -63,6 +64,11 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
         _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
         first += part.shape[0]
     return matrix
+
+
+def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
+    """As ``reference.pack_quantized``, with dequantized weights."""
+    return pack([part.dequantize().to(dtype) for part in parts], bias)
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:

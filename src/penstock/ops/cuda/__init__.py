@@ -17,7 +17,17 @@ from .graph import capture
 from .kv_cache import copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .launch import INTERPRETED
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
-from .matrix import LAYOUT, embedding, from_packed, linear, linear_silu_and_mul, pack, packed_tensors, use_cublas
+from .matrix import (
+    LAYOUT,
+    embedding,
+    from_packed,
+    linear,
+    linear_silu_and_mul,
+    pack,
+    pack_quantized,
+    packed_tensors,
+    use_cublas,
+)
 from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
 
 __all__ = [
@@ -48,6 +58,7 @@ __all__ = [
     "new_lora_slots",
     "pack",
     "pack_lora",
+    "pack_quantized",
     "packed_tensors",
     "rms_norm",
     "rope",

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from penstock.core import Code, PenstockError
 from penstock.core.quantization import MAX_FP8, UNQUANTIZED, Format
 
+from ..quantized_weight import QuantizedWeight
 from .elementwise import silu_and_mul
 from .kernels import matrix as kernels
 from .launch import MIN_FP8, architecture, launch, sm_count
@@ -142,6 +143,11 @@ def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
     )
     if not known or (format.floating and not format.activation_bits):
         raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {format}", "quantization")
+
+
+def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
+    """As ``reference.pack_quantized``, with dequantized weights."""
+    return pack([part.dequantize().to(dtype) for part in parts], bias)
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
