@@ -45,10 +45,12 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.step_builder import add_drafts, probe_step
 from .sequence.plan import Plan
 from .sequence.sequence import Sequence
+from .sleep import SleepManager
 from .spec.ngram import NGramDrafter
 from .spec.speculation import Speculation
 from .step import MAX_VALUE_BYTES, DeviceMemory, MemoryProfile, Propose
 from .warm_up import warm_up_requests
+from .weights import WeightsManager
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,10 @@ class Engine:
         """Plan and time of submission of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time of the last ``collect``."""
+        self.weights = WeightsManager(
+            self._executor, self.scheduler, lambda: len(self._in_flight), self._on_weights_changed
+        )
+        self.sleeper = SleepManager(self._executor, self.scheduler, lambda: len(self._in_flight), self.weights)
         self._gpu_memory = 0
         self._failed_steps = 0
         self.failure: Failure | None = None
@@ -293,6 +299,12 @@ class Engine:
         transfers = self.kv_connector is not None and self.kv_connector.busy
         return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether ``step`` has to be called although there are no requests, as weights are being loaded, or the engine
+        is being paused or woken up."""
+        return self.weights.has_pending or self.sleeper.has_pending
+
     def step(self) -> list[TokenDelta]:
         """Submit steps until ``max_concurrent_batches`` are in flight, then collect the oldest. Returns its deltas, and
         the last deltas of requests that have failed or timed out.
@@ -310,6 +322,9 @@ class Engine:
             if self.kv_connector:
                 self.kv_connector.poll()
             deltas += self.scheduler.enqueue_prepared()
+            if self.has_pending:
+                deltas += self.sleeper.poll()
+                self.weights.poll()
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False
@@ -325,7 +340,7 @@ class Engine:
         except WorkerLostError as error:
             logger.error("the engine has failed: %s", error)
             return deltas + self._give_up(Failure(Code.UNAVAILABLE, f"the engine has failed: {error}"))
-        if pending := self.scheduler.pending_prerequisites:
+        if pending := self.scheduler.pending_prerequisites + self.weights.reading:
             if self.kv_connector:
                 pending.append(self.kv_connector.activity)
             wait(pending, PREREQUISITES_TIMEOUT, FIRST_COMPLETED)
@@ -431,6 +446,12 @@ class Engine:
         finally:
             pool.release(blocks)
         return True
+
+    def _on_weights_changed(self, version: str) -> None:
+        self.info = msgspec.structs.replace(self.info, weights_version=version)
+        if self.kv_connector:
+            self.kv_connector.set_weights(version)
+        self.sleeper.on_weights()
 
     def _constraint(self, request: EngineRequest) -> GuidedDecodingParams | None:
         """A request's guided decoding parameters, with the engine's options for JSON applied; None without any."""

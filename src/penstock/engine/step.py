@@ -176,6 +176,36 @@ class UnloadLoRA(msgspec.Struct, array_like=True, tag=True):
     slot: int
 
 
+class LoadWeights(msgspec.Struct, array_like=True, tag=True):
+    """Read and pack the weights of folder ``path`` while steps go on, and keep them beside those in use. Answered with
+    their version."""
+
+    path: str
+    """A folder of safetensors; empty for the weights that the workers have started with."""
+
+
+class ChangeWeights(msgspec.Struct, array_like=True, tag=True):
+    """Change the weights that steps use; no row may be running. Answered with None.
+
+    ``swap`` uses those of ``LoadWeights`` from now on, and keeps the ones before; ``commit`` drops these; ``revert``
+    goes back to them where they were swapped, and drops what ``LoadWeights`` has read.
+    """
+
+    action: Literal["swap", "commit", "revert"]
+
+
+class FreeMemory(msgspec.Struct, array_like=True, tag=True):
+    """Free the KV cache, and weights as the level of sleep says; no row may be running. Answered with 1 where the
+    weights were dropped, else 0."""
+
+    level: int
+    """1 drops them on a GPU; 2 drops them anywhere."""
+
+
+class AllocateCache(msgspec.Struct, array_like=True, tag=True):
+    """Allocate the KV cache that ``FreeMemory`` freed. Answered with None."""
+
+
 class DeviceMemory(msgspec.Struct, array_like=True, tag=True):
     """Answered with the bytes allocated on the GPU; 0 on CPUs."""
 
@@ -213,8 +243,21 @@ class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
     """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory, taken as int64; the others' follow."""
 
 
-Op = Propose | LoadLoRA | UnloadLoRA | DeviceMemory | ExportKV | ImportKV
+Op = (
+    Propose
+    | LoadLoRA
+    | UnloadLoRA
+    | LoadWeights
+    | ChangeWeights
+    | FreeMemory
+    | AllocateCache
+    | DeviceMemory
+    | ExportKV
+    | ImportKV
+)
 """Calls between two steps (``Executor.call``)."""
+LONG_OPS = (LoadLoRA, LoadWeights, ChangeWeights, AllocateCache)
+"""Calls that read files or capture graphs, which takes longer than a step."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ from .input_processor import NO_GENERATION, InputProcessor, Messages, Prompt
 from .options import read_options
 from .output_processor import OutputProcessor
 from .outputs import EmbeddingRequestOutput, Loglikelihood, RequestOutput, ScoringOutput, ScoringRequestOutput, cosine
+from .shared_weights import NamedTensors, as_folder
 
 T = TypeVar("T")
 
@@ -146,6 +148,63 @@ class LLM:
         """Unload an adapter. Raises ``PenstockError`` (``not_found``) where it is not loaded."""
         self.engine.adapters.unload(lora_name)
 
+    def update_weights(self, weights: NamedTensors | str | Path) -> str:
+        """Change the model's weights. Where this fails, nothing has changed.
+
+        Args:
+            weights: all tensors of the model by their names in a checkpoint, or the folder of a checkpoint of the same
+                model.
+
+        Returns:
+            The version of the weights, which ``RequestOutput.weights_version`` repeats.
+
+        Raises ``PenstockError`` where weights are missing, damaged, not finite or of another model, and where there is
+        no room for them beside those in use; ``sleep(2)`` drops these first.
+        """
+        with as_folder(weights, self.options.model) as folder:
+            try:
+                self._complete(self.engine.weights.load(folder))
+                version = self._complete(self.engine.weights.commit("recompute"))
+            except BaseException:
+                self.engine.weights.discard()
+                raise
+        self.engine.sleeper.forgets_weights = not isinstance(weights, str | Path)
+        return version
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, and with level 2 the weights, until ``wake_up``.
+
+        Level 1 keeps the weights on a CPU; on a GPU it drops them, to be read again from the checkpoint.
+        """
+        self._complete(self.engine.sleeper.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back what ``sleep`` has freed.
+
+        Args:
+            tags: ``weights``, ``kv_cache``; None is both. Prompts can be computed once both are there.
+
+        Raises ``PenstockError`` where weights cannot be read again: those that ``update_weights`` was given as tensors
+        are gone, and have to be given again.
+        """
+        self._complete(self.engine.sleeper.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether KV cache or weights are freed."""
+        return self.engine.sleeper.is_sleeping
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes."""
+        self.engine.scheduler.device_pool.clear_cache()
+
+    def _complete(self, future: Future[T]) -> T:
+        """Wait for what the engine does between two steps."""
+        while not future.done():
+            self.engine.step()
+            if self.engine.failure:
+                raise PenstockError.of(self.engine.failure)
+        return future.result()
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -242,6 +301,8 @@ class LLM:
         return [request.lora_name if request else "" for request in requests]
 
     def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
+        if self.engine.sleeper.is_paused:
+            raise PenstockError(Code.UNAVAILABLE, "the engine sleeps; call wake_up first")
         by_id = {processor.output.request_id: processor for processor in processors}
         left = iter(processors)
         following = next(left, None)
@@ -255,6 +316,7 @@ class LLM:
                     following = next(left, None)
                 for delta in self.engine.step():
                     processor = by_id[delta.request_id]
+                    processor.output.add_weights(self.engine.info.weights_version)
                     if processor.add(delta) is not None:
                         self.engine.finish_sequence(delta.request_id, delta.sequence)
                     bar.update(processor.output.finished)

@@ -84,6 +84,19 @@ class RequestOutput:
     num_discarded_tokens: int = 0
     """Tokens of sequences that ``best_of`` generated and did not return."""
     times: RequestTimes = field(default_factory=RequestTimes)
+    weights_versions: list[str] = field(default_factory=list)
+    """Versions of the weights that it was computed with, in order: one, unless they changed meanwhile and running
+    requests went on with the new ones."""
+
+    def add_weights(self, version: str) -> None:
+        """Record that what was added last was computed with this version of the weights."""
+        if not self.weights_versions or self.weights_versions[-1] != version:
+            self.weights_versions.append(version)
+
+    @property
+    def weights_version(self) -> str:
+        """Version of the weights that its last tokens were computed with; empty before the first."""
+        return self.weights_versions[-1] if self.weights_versions else ""
 
     @property
     def finished(self) -> bool:

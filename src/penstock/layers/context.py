@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.core import PenstockError
+from penstock.core.errors import invalid
 from penstock.core.quantization import Format, Scheme
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group, Shard
@@ -70,6 +71,8 @@ class BuildContext:
     """Numbers of the layers of this pipeline stage; None for all."""
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
+    check_finite: bool = False
+    """Whether weights with values that are not finite are refused, as those of a model that is in use should be."""
     max_loras: int = 0
     """Adapters that may be loaded at a time; 0 builds layers without LoRA."""
     max_lora_rank: int = 0
@@ -86,6 +89,10 @@ class BuildContext:
         Arguments as for ``Weights.read``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
         """
         tensor = self.weights.read(name, *shape, rows=rows, as_stored=as_stored)
+        if self.check_finite and tensor.is_floating_point() and not is_finite(tensor):
+            raise invalid("model", f"tensor {name} has values that are not finite numbers")
+        if tensor.dim() == 1:  # vectors are used as they are: the file may be replaced meanwhile
+            tensor = tensor.clone()
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
@@ -135,3 +142,10 @@ class BuildContext:
         if cache:
             cache.add(name, {key: tensor.cpu() for key, tensor in self.ops.packed_tensors(matrix).items()})
         return Matrix(self.ops, matrix)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of a tensor are finite."""
+    if tensor.dtype.itemsize < 2:  # sums of 8-bit floating point are not implemented everywhere
+        tensor = tensor.to(torch.float32)
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())

@@ -32,6 +32,10 @@ class LoRALayer:
         """
         return self._ops.add_lora(out, x, self._slots, row_slots)
 
+    def share_slots(self, other: LoRALayer) -> None:
+        """Use the slots of the same layer of another model, with the adapters in them."""
+        self._slots = other._slots
+
     def pack(self, parts: list[LoRAWeights]) -> Any:
         """Pack an adapter's weights for ``set``; may run in another thread than steps do."""
         return self._ops.pack_lora(parts)

@@ -58,6 +58,7 @@ def load_model(
     max_lora_rank: int = 0,
     group: Group = SINGLE_RANK,
     layers: range | None = None,
+    check_finite: bool = False,
 ) -> Model:
     """Build the model of a checkpoint.
 
@@ -74,6 +75,7 @@ def load_model(
         max_lora_rank: largest rank of an adapter.
         group: the rank whose part of the model is built.
         layers: numbers of the layers of the pipeline stage that is built; None for all.
+        check_finite: refuse weights with values that are not finite, where they are not in the cache.
 
     Raises ``PenstockError`` with one sentence where the checkpoint is broken or not supported.
     """
@@ -103,6 +105,7 @@ def load_model(
         layers=layers,
         scheme=scheme,
         weight_cache=cache,
+        check_finite=check_finite,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
     )

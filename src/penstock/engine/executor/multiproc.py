@@ -19,7 +19,9 @@ from penstock.core.errors import invalid
 
 from ..exit_status import LINK_LOST
 from ..step import (
+    LONG_OPS,
     LoadLoRA,
+    LoadWeights,
     MemoryProfile,
     ModelInfo,
     Op,
@@ -193,7 +195,7 @@ class MultiprocExecutor:
         pending = next((call for call in self._calls.values() if call.future is future), None)
         if pending is None:
             return
-        reads = isinstance(pending.op, LoadLoRA)
+        reads = isinstance(pending.op, LONG_OPS)
         tokens = self._tokens + self._options.max_num_batched_tokens
         deadline = time.monotonic() + LOAD_TIMEOUT if reads else self._deadline(tokens)
         while pending.ranks:
@@ -339,9 +341,10 @@ def _settle(pending: _PendingCall) -> None:
     first, *others = pending.answers
     if failed := next((answer.failed for answer in pending.answers if answer.failed), None):
         pending.future.set_exception(_error(failed))
-    elif isinstance(pending.op, LoadLoRA) and any(answer.value != first.value for answer in others):
-        words = f"the ranks have read different adapters from {pending.op.path}: put the same files on all nodes"
-        pending.future.set_exception(invalid("lora_path", words))
+    elif isinstance(pending.op, LoadLoRA | LoadWeights) and any(answer.value != first.value for answer in others):
+        what, field = ("adapters", "lora_path") if isinstance(pending.op, LoadLoRA) else ("weights", "path")
+        words = f"the ranks have read different {what} from {pending.op.path}: put the same files on all nodes"
+        pending.future.set_exception(invalid(field, words))
     else:
         pending.future.set_result(first.value)
 

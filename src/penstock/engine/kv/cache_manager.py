@@ -34,6 +34,8 @@ class ImportedPrefix(NamedTuple):
     blocks: list[int]
     num_cached: int
     """Number of these tokens that were in this engine's prefix cache or in the other's."""
+    weights: str = ""
+    """Version of the weights that they were computed with."""
 
 
 class BlockDemand(NamedTuple):
@@ -96,6 +98,11 @@ class KVCacheManager:
         own = self._device_pool.blocks_for(len(request.prompt) + max_tokens) - full
         copies = sampling.num_sequences if sampling.use_beam_search else sampling.num_sequences > 1
         return full + sampling.num_sequences * own + copies
+
+    def set_weights(self, version: str) -> None:
+        """Use another version of the weights for hashes, and empty the prefix cache."""
+        self._weights = version
+        self._device_pool.clear_cache()
 
     # --- A sequence starts or grows -----------------------------------------------------------------------------------
 
@@ -254,10 +261,14 @@ class KVCacheManager:
         """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
-        return ImportedPrefix(num_tokens, blocks, num_cached)
+        return ImportedPrefix(num_tokens, blocks, num_cached, self._weights)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
-        """Let a waiting sequence start with an imported prefix."""
+        """Let a waiting sequence start with an imported prefix; one of weights that are not in use any more is
+        released."""
+        if prefix.weights != self._weights:
+            self.release_import(prefix)
+            return
         self._imported[sequence] = prefix
         sequence.num_imported = prefix.num_cached
 

@@ -135,6 +135,11 @@ class KVConnector:
         )
         scheduler.before_release = self.exports.before_release
 
+    def set_weights(self, version: str) -> None:
+        """This engine's weights have changed: transfers under way end, and no KV of other weights is taken."""
+        self.endpoint.set_weights(version)
+        self.imports.set_weights(version)
+
     @property
     def activity(self) -> Future[None]:
         """Done when ``poll`` has something to do."""

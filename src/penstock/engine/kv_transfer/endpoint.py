@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from penstock.config.addresses import split_address
 from penstock.core import Failure
 from penstock.planning.kv_spec import PROGRESS_BITS
@@ -92,6 +94,8 @@ class Endpoint:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = 0
         """TCP port that is listened at; 0 where there is none."""
+        self._serving: set[asyncio.Task[Any]] = set()
+        """Connections from decode engines."""
         self._listener: socket.socket | None = None
         if options.listen:
             self._listener = socket.create_server(split_address(options.listen, "kv_host"), backlog=128)
@@ -107,6 +111,11 @@ class Endpoint:
         while self._events:
             events.append(self._events.popleft())
         return events
+
+    def set_weights(self, version: str) -> None:
+        """This engine's weights have changed: all transfers end, and connections are made anew, with engines that have
+        the same ones."""
+        self._call(self._set_weights, version)
 
     # --- For a decode engine ------------------------------------------------------------------------------------------
 
@@ -257,7 +266,9 @@ class Endpoint:
                 continue
             link = SenderLink(self._context)
             link.on_transfers = self._on_transfers
-            self._spawn(link.serve(connected))
+            task = self._spawn(link.serve(connected))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     def _on_transfers(self, link: SenderLink, transfers: list[bytes]) -> None:
         self._outgoing = {key: other for key, other in self._outgoing.items() if other.has(key)}
@@ -280,6 +291,14 @@ class Endpoint:
         self._incoming = {key: other for key, other in self._incoming.items() if other.has(key)}
         self._incoming[pull.start.transfer] = link
         link.pull(pull)
+
+    def _set_weights(self, version: str) -> None:
+        context = self._context
+        context.instance = msgspec.structs.replace(context.instance, weights_version=version)
+        self._outgoing.clear()
+        for task in [*self._serving, *(task for _, task in self._peers.values())]:
+            task.cancel()
+        self._peers.clear()
 
     def _stop(self, transfer: bytes) -> None:
         if link := self._incoming.get(transfer):

@@ -72,6 +72,8 @@ class _Import:
         """The transfer under way."""
         self.end: Completed | Failure | None = None
         """How that transfer has ended; None while it goes on. A request that was cancelled has a failure."""
+        self.outdated = False
+        """Whether the weights have changed since it began."""
         self.num_importing = 0
         """Pieces that the workers are importing."""
         self.started = time.monotonic()
@@ -144,6 +146,19 @@ class KVImports:
                 self._kv.attach_import(sequence, prefix)
 
         return Prerequisite(future, apply)
+
+    def set_weights(self, version: str) -> None:
+        """Import KV of this version of the weights from now on.
+
+        Prompts whose imports are under way are computed here, as some of their blocks may be those of cached prefixes.
+        """
+        self._weights_version = version
+        for one in (*self._queue, *self._active.values()):
+            one.block_hashes = self._kv.prompt_hashes(one.request, one.num_tokens)
+        for one in self._active.values():
+            self._endpoint.stop(one.transfer)
+            one.end, one.outdated = Failure(Code.UNAVAILABLE, "the weights have changed meanwhile"), True
+            one.addresses.clear()
 
     @property
     def busy(self) -> bool:
@@ -278,14 +293,15 @@ class KVImports:
             self._kv.release_import(ImportedPrefix(0, one.blocks, 0))
             return
         left = bool(one.addresses)
-        what = "another is asked" if left else "it is computed here" if self._recompute else "the request fails"
+        recompute = self._recompute or one.outdated
+        what = "another is asked" if left else "it is computed here" if recompute else "the request fails"
         words = "request %s: its prompt did not come from a prefill instance, %s: %s"
         logger.warning(words, one.request.log_name, what, one.end.message)
         if left:
             self._pull(one)
             return
         self._kv.release_import(ImportedPrefix(0, one.blocks, 0))
-        if self._recompute:
+        if recompute:
             self.num_recomputed += 1
             one.future.set_result(None)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from penstock.config.options import SchedulerOptions
 
@@ -16,6 +17,9 @@ from .preemption import Preemption
 from .running import RunningBatch
 from .sequence_group import SequenceGroup
 from .waiting import WaitingQueue
+
+Hold = Literal["new", "all"]
+"""What is held: sequences that have not started, or all of them."""
 
 
 class Planner:
@@ -50,6 +54,8 @@ class Planner:
         self._admission = admission
         self._pipeline_stages = pipeline_stages
         self._num_shares = min(pipeline_stages, max_concurrent_batches)
+        self.holds: dict[str, Hold] = {}
+        """By who asks for it: what is not to be planned for now."""
 
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``.
@@ -57,6 +63,8 @@ class Planner:
         The plan is empty where nothing can run before a step in flight is collected, or there is nothing to run.
         """
         plan, preemptions = Plan(len(self._running)), self._preemption.count
+        if "all" in self.holds.values():
+            return plan
         plan.drafting = speculation is not None and speculation.should_draft(plan.num_running)
         budget = self._options.max_num_batched_tokens
         shares = self._num_shares > 1
@@ -135,7 +143,8 @@ class Planner:
         partial = [sequence for sequence in self._running if sequence.is_partial_prefill]
         num_long = sum(map(self._waiting.is_long, partial))
         while budget:
-            sequence = self._waiting.peek(include_long=num_long < options.max_long_partial_prefills)
+            include_long = num_long < options.max_long_partial_prefills
+            sequence = self._waiting.peek(include_long, started=bool(self.holds))
             if sequence is None or self._running.num_free_rows < 1 + sequence.num_unforked or sequence.swapping_out:
                 return
             hit = self._kv.find_cache_hit(sequence)

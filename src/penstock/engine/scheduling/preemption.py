@@ -66,6 +66,16 @@ class Preemption:
                 return None
         return num_blocks
 
+    def recompute_all(self) -> None:
+        """Preempt all running sequences, and let these and those that are swapped out be recomputed; to be called while
+        no step is in flight. Prompts that were imported are computed here."""
+        while len(self._running):
+            self._preempt(self._running.last)
+        for sequence in [one for one in self._waiting if one.state is State.SWAPPED]:
+            self._recompute_swapped(sequence)
+        while self._kv.drop_import():
+            pass
+
     def confirm_swaps(self, plan: Plan) -> None:
         """Allow the sequences that ``plan`` swapped out to be swapped in again; to be called when it was computed."""
         for sequence in plan.swapped:
@@ -76,15 +86,23 @@ class Preemption:
         self.confirm_swaps(plan)
         for sequence in plan.swapped:
             if sequence.state is State.SWAPPED:
-                self._waiting.remove(sequence)
-                self._kv.release_host(sequence)
-                sequence.reset_computed()
-                self._waiting.push(sequence)
+                self._recompute_swapped(sequence)
+
+    def _recompute_swapped(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._kv.release_host(sequence)
+        sequence.reset_computed()
+        self._waiting.push(sequence)
 
     def _preempted_with(self, sequence: Sequence) -> list[Sequence]:
         return self._groups[sequence.request.request_id].sequences if sequence.num_candidates else [sequence]
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+    def _preempt(self, victim: Sequence, plan: Plan | None = None) -> None:
+        """Preempt a sequence, or all beams of its request.
+
+        Args:
+            plan: to which blocks to swap out are added; None has it recomputed.
+        """
         group = self._groups[victim.request.request_id]
         victims = self._preempted_with(victim)
         self.count += 1
@@ -100,7 +118,7 @@ class Preemption:
                 self._running.release(other)
             group.restart_search(self._device_pool.block_size)
             self._builder.drop_beam_steps(group.request.request_id)
-        elif self._swaps and (moved := self._kv.swap_out(victim)):
+        elif plan is not None and self._swaps and (moved := self._kv.swap_out(victim)):
             plan.swap_out += moved
             plan.swapped.append(victim)
             victim.state, victim.swapping_out = State.SWAPPED, True

@@ -28,7 +28,7 @@ from ..spec.speculation import Speculation
 from ..step import SampledTokens, StepOutput
 from .admission import Admission
 from .outputs import append_tokens, error_delta, pool_hidden_states
-from .planner import Planner
+from .planner import Hold, Planner
 from .preemption import Preemption
 from .prerequisites import Prerequisite
 from .running import RunningBatch
@@ -190,6 +190,42 @@ class Scheduler:
         if group := self._groups.get(request_id):
             for sequence in group.sequences:
                 sequence.paused = paused
+
+    def hold(self, owner: str, hold: Hold | None) -> None:
+        """Start no new sequences for now (``new``), or plan no steps at all (``all``), until ``owner`` asks for None.
+
+        Args:
+            owner: who asks; several may.
+        """
+        self._planner.holds.pop(owner, None)
+        if hold:
+            self._planner.holds[owner] = hold
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no steps are planned for now."""
+        return "all" in self._planner.holds.values()
+
+    @property
+    def has_started_sequences(self) -> bool:
+        """Whether any sequence that has not ended has had a step."""
+        return any(one.has_started for group in self._groups.values() for one in group.unfinished)
+
+    def recompute_all(self) -> None:
+        """Preempt all sequences, which are computed again from their first tokens. To be called while no step is in
+        flight."""
+        self._preemption.recompute_all()
+        self.admission.invalidate_free_capacity()
+
+    def set_weights(self, version: str) -> None:
+        """Empty the prefix cache, whose blocks were computed with other weights, and compute hashes with this version
+        of them from now on. To be called while no sequence has KV blocks."""
+        for group in self._groups.values():
+            for sequence in group.sequences:
+                sequence.block_hashes.clear()
+        while self.kv.drop_import():
+            pass
+        self.kv.set_weights(version)
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
         """End all sequences of a request: with ``failure`` where it is given, else as cancelled.

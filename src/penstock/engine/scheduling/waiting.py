@@ -49,9 +49,16 @@ class WaitingQueue:
         """Add a sequence."""
         insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
-    def peek(self, include_long: bool) -> Sequence | None:
-        """The first sequence in order, among the short ones alone without ``include_long``; None if there is none."""
-        heads = [queue[0] for queue in (self._short, self._long if include_long else []) if queue]
+    def peek(self, include_long: bool, started: bool = False) -> Sequence | None:
+        """The first sequence in order, among the short ones alone without ``include_long``; None if there is none.
+
+        Args:
+            started: look among those alone that have run before and were preempted.
+        """
+        queues: tuple[list[Sequence], ...] = (self._short, self._long) if include_long else (self._short,)
+        if started:
+            queues = tuple([one for one in queue if one.has_started] for queue in queues)
+        heads = [queue[0] for queue in queues if queue]
         return min(heads, key=self.schedule_key) if heads else None
 
     def remove(self, sequence: Sequence) -> None:

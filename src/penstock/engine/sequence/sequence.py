@@ -165,6 +165,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def has_started(self) -> bool:
+        """Whether it has had a step."""
+        return self.num_cached_tokens is not None
+
+    @property
     def is_partial_prefill(self) -> bool:
         """Whether some of its tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
         return 0 < self.num_scheduled < len(self.tokens) - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,9 @@ class LoadedModels(NamedTuple):
     max_model_len: int
     max_loras: int
     info: ModelInfo
+    reload: Callable[[Path | None], Model]
+    """Builds the served model again, with the weights of another folder; None for the folder of the start. Raises
+    ``PenstockError`` where the folder is of another model, or its weights are missing, damaged or not finite."""
 
 
 def load_models(
@@ -70,7 +75,14 @@ def load_models(
         size = model_size_of(config.raw)
         layers = split_layers(size, stage.size, split, options.quantization, options.dtype)[stage.rank]
 
-    def load(folder: Path, config: ModelConfig, max_len: int | None, max_loras: int = 0) -> Model:
+    def load(
+        folder: Path,
+        config: ModelConfig,
+        max_len: int | None,
+        max_loras: int = 0,
+        check: bool = False,
+        other: bool = False,
+    ) -> Model:
         return load_model(
             folder,
             backend,
@@ -78,17 +90,23 @@ def load_models(
             dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
             device=device,
             max_len=max_len,
-            load_format=options.load_format,
+            load_format="safetensors" if other else options.load_format,
             seed=options.seed,
             quantization=options.quantization,
-            weight_cache_dir=cache_folder(options.weight_cache_dir),
+            weight_cache_dir=None if other else cache_folder(options.weight_cache_dir),
             weight_cache_size=options.weight_cache_size,
             mtp_heads=bool(speculative and speculative.method == "mtp"),
             max_loras=max_loras,
             max_lora_rank=options.max_lora_rank,
             group=group,
             layers=layers,
+            check_finite=check,
         )
+
+    def reload(other: Path | None) -> Model:
+        if other:
+            _check_same_model(other, config)
+        return load(other or folder, config, options.max_model_len or None, max_loras, check=True, other=bool(other))
 
     draft = _draft(speculative, options, config)
     model = load(folder, config, options.max_model_len or None, max_loras)
@@ -107,7 +125,21 @@ def load_models(
         mtp_layers=len(model.mtp_heads),
     )
     draft_model = load(*draft, max_model_len) if draft else None
-    return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info)
+    return LoadedModels(backend, device, model, draft_model, max_model_len, max_loras, info, reload)
+
+
+def _check_same_model(folder: Path, config: ModelConfig) -> None:
+    """Raise ``PenstockError`` (``invalid``) where a folder is none, or its ``config.json``, if there is one, describes
+    another model than ``config``."""
+    if not folder.is_dir():
+        raise invalid("path", f"{folder} is no folder on this machine")
+    if not (folder / "config.json").exists():
+        return
+    other = replace(read_config(folder), raw=config.raw, dtype=config.dtype)  # weights may be stored in any dtype
+    if other != config:
+        names = [field for field in vars(config) if getattr(config, field) != getattr(other, field)]
+        differences = [f"{name} {getattr(other, name)} and not {getattr(config, name)}" for name in names]
+        raise invalid("path", f"{folder} has another model: {'; '.join(differences)}")
 
 
 def _device(name: str) -> torch.device:

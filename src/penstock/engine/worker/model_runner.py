@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, PendingSamples, logprob
 
 TOKENS_AT_ONCE = 256
 """Tokens of a prompt whose logits are computed together: with a large vocabulary, those of one take a megabyte."""
+
+
+class CapturedModel(NamedTuple):
+    """A model, and its forward passes captured over a runner's KV cache; None while there is no cache."""
+
+    model: Model
+    forward: ForwardFn | None
+    forward_lora: ForwardFn | None
 
 
 class ModelRunner:
@@ -52,7 +60,7 @@ class ModelRunner:
         lora: bool = False,
         graph_sizes: Sequence[int] = (),
     ) -> None:
-        self.model = model
+        self._model: Model | None = model
         self._ops = ops
         self._device = device
         self._specs = specs
@@ -65,6 +73,7 @@ class ModelRunner:
         if ops.ASYNCHRONOUS:
             self._sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.cache: list[Any] = []
+        self._export: Sequence[LayerExport] = ()
         self._host: list[Any] = []
         self._progress: Tensor | None = None
         self._forward: ForwardFn | None = None
@@ -90,12 +99,29 @@ class ModelRunner:
         self.cache = self._ops.new_kv_cache(self._specs, blocks, self._device)
         self._host = self._ops.new_kv_cache(self._specs, host_blocks, torch.device("cpu"))
         self._progress = export[0].progress if export else None
+        self._export = export
+        if self._model is not None:
+            self.use(self.capture(self._model, graph_sizes))
+
+    def free(self) -> None:
+        """Free the KV cache, and what was captured over it."""
+        self.cache, self._host, self._forward, self._forward_lora = [], [], None, None
+
+    def capture(self, model: Model, graph_sizes: Sequence[int] | None = None) -> CapturedModel:
+        """Capture the forward pass of a model over the KV cache, if there is one.
+
+        Args:
+            model: the runner's, or one that differs in its weights alone.
+            graph_sizes: in place of the runner's.
+        """
+        if not self.cache:
+            return CapturedModel(model, None, None)
         hidden = None
-        if self.model.layers.start:
-            hidden = torch.zeros(self._max_tokens, self.model.config.hidden_size, dtype=self.model.dtype)
+        if model.layers.start:
+            hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
         capture = partial(
             self._ops.capture,
-            partial(self.model.forward, cache=self.cache, export=export),
+            partial(model.forward, cache=self.cache, export=self._export),
             self._max_tokens,
             self._max_rows,
             self._max_blocks,
@@ -104,12 +130,32 @@ class ModelRunner:
             graph_sizes=self._graph_sizes if graph_sizes is None else graph_sizes,
             sampled=self._sampled,
         )
-        self._forward = capture()
-        self._forward_lora = capture(use_lora=True) if self._lora else self._forward
+        forward = capture()
+        return CapturedModel(model, forward, capture(use_lora=True) if self._lora else forward)
 
-    def free(self) -> None:
-        """Free the KV cache, and what was captured over it."""
-        self.cache, self._host, self._forward, self._forward_lora = [], [], None, None
+    def use(self, captured: CapturedModel) -> None:
+        """Run this model from now on."""
+        self._model, self._forward, self._forward_lora = captured
+
+    @property
+    def captured(self) -> CapturedModel:
+        """The model that runs."""
+        return CapturedModel(self.model, self._forward, self._forward_lora)
+
+    @property
+    def model(self) -> Model:
+        """The model that runs, which must not have been dropped."""
+        assert self._model is not None, "the weights were dropped"
+        return self._model
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model was not dropped."""
+        return self._model is not None
+
+    def drop_model(self) -> None:
+        """Free the model's weights, and what was captured with them; ``use`` sets a model again."""
+        self._model, self._forward, self._forward_lora = None, None, None
 
     @property
     def block_bytes(self) -> int:

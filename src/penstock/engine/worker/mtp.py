@@ -40,7 +40,6 @@ class MTPDrafter:
     def __init__(self, runner: ModelRunner, batch: InputBatch) -> None:
         self._runner = runner
         self._batch = batch
-        self._layers = runner.model.mtp_heads  # draft tokens beyond their number are drafted by the last one
         self._first: dict[int, FirstDraft] = {}
         """The first draft token of each row, by row number."""
 
@@ -75,7 +74,7 @@ class MTPDrafter:
                 break
             at = list(states)
             starts = lengths[at] + place - 2
-            layer = min(place, len(self._layers) - 1)
+            layer = min(place, len(self._runner.model.mtp_heads) - 1)  # the last one drafts all that are left
             last, sampled = self._run(layer, rows[at], starts, np.ones_like(starts), torch.stack(list(states.values())))
             for i, state, result in zip(at, last, sampled, strict=True):
                 add(i, result, state, lengths[i] + place)
@@ -124,7 +123,7 @@ class MTPDrafter:
         """
         batch = self._batch.flatten(rows, starts, counts, counts.copy(), shift=1)
         model = self._runner.model
-        layer = self._layers[number]
+        layer = model.mtp_heads[number]
         hidden = layer.forward(batch.to(states.device), states, self._runner.cache[model.config.num_layers + number])
         last = hidden[torch.from_numpy(counts.cumsum() - 1).to(hidden.device)]
         own = [self._batch.row(row) for row in rows]

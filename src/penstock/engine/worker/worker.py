@@ -7,9 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,17 +19,24 @@ from torch import Tensor
 
 from penstock.config.cuda_graphs import capture_sizes
 from penstock.config.options import EngineOptions
+from penstock.core import Code, PenstockError
 from penstock.models import LoRAAdapter, Model, load_lora
 from penstock.ops import LayerExport
 from penstock.parallel import SINGLE_RANK, SINGLE_STAGE, Group, PipelineStage
 from penstock.planning.host_memory import free_host_bytes
+from penstock.planning.kv_size import weight_bytes
 from penstock.planning.kv_spec import KV_QUANTIZATION
+from penstock.planning.model_size import model_size_of
 
 from ..step import (
+    AllocateCache,
+    ChangeWeights,
     DeviceMemory,
     ExportKV,
+    FreeMemory,
     ImportKV,
     LoadLoRA,
+    LoadWeights,
     MemoryProfile,
     ModelInfo,
     Op,
@@ -44,8 +52,9 @@ from .draft_model import DraftModel
 from .drafter import VerifiedStep, WorkerDrafter
 from .host_copy import to_device
 from .input_batch import InputBatch
-from .loading import LoadedModels, load_models
+from .loading import load_models
 from .model_runner import ModelRunner
+from .model_swap import ModelSwap, collect_garbage
 from .mtp import MTPDrafter
 from .pending_step import PendingStep
 from .row import Position, Row
@@ -59,7 +68,7 @@ MAX_DRAFTER_ERRORS = 8
 
 class Worker:
     """Computes steps. Call ``load``, ``profile`` and ``init_cache`` once each, in this order, then ``execute`` and
-    ``call``, all in the same thread; only files of adapters are read in another.
+    ``call``, all in the same thread; only adapters and other weights are read in another.
     All ranks of a group make the same calls. They compute the same, except that each has its shard of the layers'
     outputs.
 
@@ -73,19 +82,22 @@ class Worker:
         self._options = options
         self._group = group
         self._stage = stage
-        self._loaded: LoadedModels | None = None
         self._runners: list[ModelRunner] = []
         """Of the model, and of the draft model if there is one."""
         self._forks: dict[int, list[int]] = defaultdict(list)
         self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
-        self._adapter_loader = ThreadPoolExecutor(1, "read-adapter")
-        self._pending_loads: list[tuple[LoadLoRA, Future[LoRAAdapter], Future[Any]]] = []
+        self._loader = ThreadPoolExecutor(1, "read-weights")
+        self._pending_loads: list[tuple[Future[Any], Callable[[Any], Any], Future[Any]]] = []
+        """Of each file that is being read: its contents, the function that uses them between two steps and returns the
+        answer, and the future of the answer."""
         self._adapters: dict[int, LoRAAdapter] = {}
         self.asynchronous = False
         """Whether ``submit`` returns before the device has computed the step."""
         self._in_flight: deque[PendingStep] = deque()
         """Steps that may not be complete, the oldest first; where the workers are ``asynchronous``."""
+        self._num_blocks = (0, 0)
+        """KV blocks on the device and in host memory."""
         self._exports: list[LayerExport] = []
         """Of each layer of this stage; empty without KV transfers."""
 
@@ -97,7 +109,7 @@ class Worker:
         Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
         """
         options, loaded = self._options, load_models(self._options, self._group, self._stage)
-        self._loaded = loaded
+        self._ops, self._device = loaded.ops, loaded.device
         rows = options.max_num_seqs + 1  # the last one is for ``probe_step``
         self._batch = InputBatch(rows, loaded.max_model_len, options.block_size)
 
@@ -118,6 +130,15 @@ class Worker:
 
         self._runner = runner(loaded.model, bool(loaded.max_loras))
         self._runners = [self._runner]
+        info, model_size = loaded.info, model_size_of(loaded.model.config.raw)
+        total = weight_bytes(model_size, info.quantization, info.dtype, bool(info.mtp_layers))
+        self._swap = ModelSwap(
+            self._runner,
+            loaded.reload,
+            loaded.device,
+            total // (self._group.size * self._stage.size),
+            self._local_ranks,
+        )
         if loaded.draft:
             size, tokens = options.block_size, options.max_num_batched_tokens
             self._runners.append(runner(loaded.draft, False))
@@ -129,20 +150,19 @@ class Worker:
 
     def use_device(self) -> None:
         """Make the model's GPU, if it has one, the current one of this thread, which others than ``load``'s need."""
-        if self._models.device.type == "cuda":
-            torch.cuda.set_device(self._models.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def profile(self) -> MemoryProfile:
         """Measure the memory available for the KV cache, beside weights and the activations of the largest step."""
-        loaded, runners = self._models, self._runners
+        runners = self._runners
         activations = sum(runner.activation_bytes() for runner in runners)
-        if loaded.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(loaded.device)
+            free, total = torch.cuda.mem_get_info(self._device)
         else:  # weights that are mapped from a disk count as free, but every step needs them
             total = 0
-            ranks = self._group.size * self._stage.size // self._options.nnodes * self._options.data_parallel_size
-            free = free_host_bytes() // ranks - sum(runner.model.mapped_bytes for runner in runners)
+            free = free_host_bytes() // self._local_ranks - sum(runner.model.mapped_bytes for runner in runners)
         return MemoryProfile(
             free=max(free - activations, 0),
             total=total,
@@ -157,13 +177,23 @@ class Worker:
             transfer: as in ``Executor.init_cache``.
         """
         if transfer:
-            loaded, quantization = self._models, KV_QUANTIZATION[self._options.kv_cache_dtype]
-            layouts = loaded.model.transfer_layouts(transfer.slot_tokens, quantization)
+            quantization = KV_QUANTIZATION[self._options.kv_cache_dtype]
+            layouts = self._runner.model.transfer_layouts(transfer.slot_tokens, quantization)
             rank = self._stage.rank * self._group.size + self._group.rank
             self._exports = layer_exports(transfer, layouts, rank)
+        self._num_blocks = blocks, host_blocks
+        self._allocate_cache()
+
+    def _allocate_cache(self) -> None:
+        blocks, host_blocks = self._num_blocks
         self._runner.init_cache(blocks, host_blocks, self._exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
+
+    @property
+    def _local_ranks(self) -> int:
+        """Number of ranks on this machine, those of other replicas included."""
+        return self._group.size * self._stage.size // self._options.nnodes * self._options.data_parallel_size
 
     def close(self) -> None:
         """Free the KV caches and what was captured; nothing may be called afterwards. Weights go with the worker."""
@@ -258,54 +288,56 @@ class Worker:
         return finish
 
     def call(self, op: Op) -> Future[Any]:
-        """Execute a call between two steps. The future is done when this returns, except for ``LoadLoRA``: there
-        ``poll`` completes it once the adapter has been loaded."""
+        """Execute a call between two steps. The future is done when this returns, except for ``LoadLoRA`` and
+        ``LoadWeights``: there ``poll`` completes it once the files have been read."""
         done: Future[Any] = Future()
         match op:
-            case LoadLoRA():
-                self._pending_loads.append((op, self._adapter_loader.submit(self._load_lora, op.path), done))
-                return done
+            case LoadLoRA(slot, path):
+                read = self._loader.submit(self._load_lora, path)
+                self._pending_loads.append((read, partial(self._fill_slot, slot), done))
+            case LoadWeights(path):
+                self._swap.check_memory()
+                self._pending_loads.append((self._loader.submit(self._swap.read, path), self._swap.keep, done))
+            case ChangeWeights(action):
+                self._change_weights(action)
+                done.set_result(None)
+            case FreeMemory(level):
+                done.set_result(int(self._free_memory(level)))
+            case AllocateCache():
+                self._allocate_cache()
+                done.set_result(None)
             case UnloadLoRA(slot):
                 self._empty_slot(slot)
                 done.set_result(None)
             case Propose():
                 done.set_result(self._propose(op))
             case ExportKV(first, last, slots, places):
-                self._copy_kv(self._models.ops.export_kv, first, last, slots, places)
+                self._copy_kv(self._ops.export_kv, first, last, slots, places)
                 done.set_result(None)
             case ImportKV(first, last, slots, places):
-                self._copy_kv(self._models.ops.import_kv, first, last, slots, places)
+                self._copy_kv(self._ops.import_kv, first, last, slots, places)
                 done.set_result(None)
             case DeviceMemory():
                 done.set_result(torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
         return done
 
     @property
-    def pending_loads(self) -> list[Future[LoRAAdapter]]:
-        """Futures of the adapters that are being loaded; once one is done, ``poll`` has to be called."""
-        return [load for _, load, _ in self._pending_loads]
+    def pending_loads(self) -> list[Future[Any]]:
+        """Futures of the files that are being read; once one is done, ``poll`` has to be called."""
+        return [load for load, _, _ in self._pending_loads]
 
     def poll(self) -> None:
-        """Put adapters that have been loaded into their slots, and complete the futures of their ``LoadLoRA``."""
-        for entry in [entry for entry in self._pending_loads if entry[1].done()]:
+        """Put adapters that have been loaded into their slots, keep weights that have been loaded, and complete the
+        futures of their calls."""
+        for entry in [entry for entry in self._pending_loads if entry[0].done()]:
             self._pending_loads.remove(entry)
-            op, load, done = entry
+            load, use, done = entry
             try:
-                adapter = load.result()
-                self._empty_slot(op.slot)  # where a load has failed on another rank, its adapter is there still
-                self._adapters[op.slot] = adapter
-                adapter.activate(op.slot)
+                done.set_result(use(load.result()))
             except Exception as error:
                 done.set_exception(error)
-                continue
-            done.set_result(adapter.version)
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
-
-    @property
-    def _models(self) -> LoadedModels:
-        assert self._loaded is not None, "load it first"
-        return self._loaded
 
     def _apply(self, updates: RowUpdates) -> None:
         """Apply updates: to rows first, which cannot fail. Where moving blocks fails, the rows are up to date."""
@@ -445,7 +477,7 @@ class Worker:
         where = [torch.from_numpy(each.astype(np.int64)) for each in (slots, places)]
         for number, (cache, layer) in enumerate(zip(self._runner.cache, self._exports, strict=False), first_of_stage):
             if first_layer <= number < last_layer:
-                copy(cache, where[0].to(self._models.device), layer.buffer, where[1], layer.layout)
+                copy(cache, where[0].to(self._device), layer.buffer, where[1], layer.layout)
 
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
@@ -477,15 +509,58 @@ class Worker:
             self._drafter_errors += 1
             logger.exception("the drafter has failed after a step (%d times now)", self._drafter_errors)
 
+    # --- Weights and memory ------------------------------------------------------------------------------------------
+
+    def _change_weights(self, action: Literal["swap", "commit", "revert"]) -> None:
+        """Execute ``ChangeWeights``."""
+        self._complete_steps()
+        match action:
+            case "swap":
+                self._swap.swap()
+            case "commit":
+                self._swap.commit()
+            case "revert":
+                self._swap.revert()
+        if self._drafter:
+            self._drafter.reset()
+
+    def _free_memory(self, level: int) -> bool:
+        """Execute ``FreeMemory``; returns whether the weights were dropped, too. On a CPU, level 1 keeps them: they
+        would be kept in the same memory."""
+        drops = level > 1 or self._device.type == "cuda"
+        self._complete_steps()
+        for runner in self._runners:
+            runner.free()
+        if self._drafter:
+            self._drafter.reset()
+        if drops:
+            self._swap.drop()
+        collect_garbage()
+        return drops
+
+    def _complete_steps(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().complete()
+
     # --- Adapters ---------------------------------------------------------------------------------------------------
+
+    def _fill_slot(self, slot: int, adapter: LoRAAdapter) -> str:
+        """Put an adapter into a slot; returns its version."""
+        self._empty_slot(slot)  # where a load has failed on another rank, its adapter is there still
+        self._adapters[slot] = adapter
+        adapter.activate(slot)
+        return adapter.version
 
     def _empty_slot(self, slot: int) -> None:
         if adapter := self._adapters.pop(slot, None):
             adapter.deactivate(slot)
 
     def _load_lora(self, path: str) -> LoRAAdapter:
+        if not self._runner.has_model:
+            words = "the engine sleeps without its weights; wake it up before adapters are loaded"
+            raise PenstockError(Code.UNAVAILABLE, words, "lora_path")
         model = self._runner.model
-        return load_lora(Path(path), model.lora_targets, model.dtype, self._models.device, self._options.max_lora_rank)
+        return load_lora(Path(path), model.lora_targets, model.dtype, self._device, self._options.max_lora_rank)
 
 
 def _export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:

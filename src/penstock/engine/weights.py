@@ -1,0 +1,187 @@
+"""Weights that change while the engine serves: loaded beside those in use, checked on all ranks, swapped between steps.
+
+    load ──► the workers read and pack them, while steps go on ──► loaded ──► commit ──► no sequence of the old weights
+    is left ──► swap on all ranks ──► the old ones are dropped
+
+Whatever fails before all ranks have swapped leaves the old weights in use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from penstock.core import Code, PenstockError
+
+from .executor.base import Executor, WorkerLostError
+from .scheduling.scheduler import Scheduler
+from .step import ChangeWeights, LoadWeights, Op
+
+logger = logging.getLogger(__name__)
+
+Running = Literal["finish", "recompute"]
+"""What becomes of running sequences: they finish on the old weights, while new ones wait; or they are preempted, and
+computed again with the new weights, which go on after the tokens that were generated."""
+BUSY = "other weights are being loaded; wait until they are in use"
+
+
+class WeightsManager:
+    """Changes the weights of an engine. Use it in the thread that runs the steps.
+
+    Args:
+        num_in_flight: returns the number of steps in flight.
+        on_change: called with the version of the weights that are in use from now on.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        num_in_flight: Callable[[], int],
+        on_change: Callable[[str], None],
+    ) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._num_in_flight = num_in_flight
+        self._on_change = on_change
+        self.path = ""
+        """Folder of the weights in use; empty for that of the start."""
+        self.num_updates = 0
+        """Number of times that the weights were changed since the start."""
+        self._path = ""
+        """Of those that are loaded or being loaded."""
+        self._reading: Future[Any] | None = None
+        """The workers' answer, the version."""
+        self._unwanted = False
+        """Whether these are to be dropped once they are read."""
+        self._loaded: Future[str] | None = None
+        """The result of ``load``, until they are swapped or dropped."""
+        self._swapped: Future[str] | None = None
+        """The result of ``commit``, until they are swapped."""
+        self._running: Running = "finish"
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether ``poll`` has to be called."""
+        return self._reading is not None or self._swapped is not None
+
+    @property
+    def reading(self) -> list[Future[Any]]:
+        """The workers' answer that is waited for, if there is one."""
+        return [self._reading] if self._reading else []
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether weights are loaded or being loaded beside those in use."""
+        return self._loaded is not None
+
+    def load(self, path: str = "") -> Future[str]:
+        """Start to load weights beside those in use.
+
+        Args:
+            path: folder of a checkpoint of the same model; empty is the one whose weights are in use.
+
+        Returns:
+            Their version, once all ranks have them; ``commit`` or ``discard`` has to follow. ``PenstockError`` where a
+            rank cannot load them; then nothing has changed.
+        """
+        loaded: Future[str] = Future()
+        if self._loaded:
+            loaded.set_exception(PenstockError(Code.UNAVAILABLE, BUSY))
+            return loaded
+        self._path = path or self.path
+        try:
+            self._reading = self._executor.call(LoadWeights(self._path))
+        except PenstockError as error:
+            loaded.set_exception(error)
+            return loaded
+        self._loaded = loaded
+        return loaded
+
+    def commit(self, running: Running = "finish") -> Future[str]:
+        """Use the weights that were loaded, as soon as no sequence needs the others; new sequences wait until then.
+        While the engine is paused, running sequences are recomputed.
+
+        Returns:
+            Their version, once they are in use.
+        """
+        assert self._loaded, "load them first"
+        self._swapped, self._running = Future(), running
+        self._scheduler.hold("weights", "new" if running == "finish" else "all")
+        return self._swapped
+
+    def discard(self) -> None:
+        """Drop weights that were loaded, or are being loaded, and not committed."""
+        if self._reading:
+            self._unwanted = True
+        elif self._loaded and not self._swapped:
+            self._drop()
+
+    def poll(self) -> None:
+        """Go on with what is pending, between two steps. Raises ``WorkerLostError``."""
+        if self._reading:
+            self._executor.poll()
+            if self._reading.done():
+                self._finish_reading()
+        if self._swapped and not self._num_in_flight() and self._is_free():
+            self._swap(self._swapped)
+
+    def _finish_reading(self) -> None:
+        reading, loaded = self._reading, self._loaded
+        assert reading
+        assert loaded
+        unwanted, self._unwanted, self._reading = self._unwanted, False, None
+        error = PenstockError(Code.CANCELLED, "the weights were dropped") if unwanted else reading.exception()
+        if error:
+            self._drop()
+            loaded.set_exception(_shown(error, "loaded"))
+        else:
+            loaded.set_result(reading.result())
+
+    def _is_free(self) -> bool:
+        """Whether no sequence has been computed with the weights in use; sequences are preempted where they are to be
+        recomputed."""
+        if self._running == "recompute" or self._scheduler.is_held:
+            self._scheduler.recompute_all()
+            return True
+        return not self._scheduler.has_started_sequences
+
+    def _swap(self, swapped: Future[str]) -> None:
+        assert self._loaded
+        version = self._loaded.result()
+        try:
+            self._call(ChangeWeights("swap"))
+        except WorkerLostError:
+            raise
+        except Exception as error:
+            self._drop()
+            swapped.set_exception(_shown(error, "used"))
+        else:
+            self._call(ChangeWeights("commit"))
+            self.path, self._loaded = self._path, None
+            self.num_updates += 1
+            self._scheduler.set_weights(version)
+            self._on_change(version)
+            logger.info("the weights of %s are in use, version %s", self._path or "the start", version[:16])
+            swapped.set_result(version)
+        self._swapped = None
+        self._scheduler.hold("weights", None)
+
+    def _drop(self) -> None:
+        self._loaded = None
+        self._call(ChangeWeights("revert"))
+
+    def _call(self, op: Op) -> None:
+        future = self._executor.call(op)
+        self._executor.wait(future)
+        future.result()
+
+
+def _shown(error: BaseException, done: str) -> PenstockError | WorkerLostError:
+    """The error for who asked; what is no ``PenstockError`` is logged."""
+    if isinstance(error, PenstockError | WorkerLostError):
+        return error
+    logger.error("weights could not be %s", done, exc_info=error)
+    return PenstockError(Code.INTERNAL, f"the weights could not be {done} ({error}); the log says why")

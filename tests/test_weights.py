@@ -1,0 +1,292 @@
+"""Weights that change while the engine runs: answers before and after are those of fresh engines, bit by bit."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, save
+from executors import engine_options
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from penstock import LLM, PenstockError, SamplingParams
+from penstock.core import Code, EngineRequest, TokenDelta
+from penstock.engine.engine import Engine
+from penstock.engine.weights import Running
+from penstock.models.decoder import Decoder
+
+OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60, "weight_cache_dir": "none"}
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+PIPELINE_PARALLEL = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+PROMPTS = [list(range(5 * i, 5 * i + 40)) for i in range(3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+Answer = list[tuple[int, tuple[tuple[int, float], ...]]]
+"""Of each token its id, and ids and logprobs of what is listed with it."""
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def new(old: Path) -> Path:
+    return perturbed(old, old.parent / "new")
+
+
+def perturbed(folder: Path, target: Path, seed: int = 1) -> Path:
+    """The same model with other weights."""
+    shutil.copytree(folder, target)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
+    save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@contextmanager
+def opened(folder: Path, **options: Any) -> Iterator[LLM]:
+    llm = LLM(folder, **OPTIONS | options)
+    with closing(llm.engine):
+        yield llm
+
+
+def answers(llm: LLM) -> list[Answer]:
+    """What it generates, to the bit."""
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert {output.weights_version for output in outputs} == {llm.engine.info.weights_version}
+    return [
+        [
+            (token, tuple((key, one.logprob) for key, one in position.items()))
+            for token, position in zip(output.outputs[0].token_ids, output.outputs[0].logprobs or [], strict=True)
+        ]
+        for output in outputs
+    ]
+
+
+def fresh(folder: Path, **options: Any) -> list[Answer]:
+    with opened(folder, **options) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL, PIPELINE_PARALLEL, {"quantization": "w8a8"}], ids=str)
+def test_weights_of_a_folder_and_of_tensors(old: Path, new: Path, options: Mapping[str, Any]) -> None:
+    same_bits = {name: value for name, value in options.items() if name == "quantization"}
+    before, after = fresh(old, **same_bits), fresh(new, **same_bits)
+    assert before != after
+    with opened(old, enable_prefix_caching=True, **options) as llm:
+        first = llm.engine.info.weights_version
+        assert answers(llm) == before
+        version = llm.update_weights(new)
+        assert version == llm.engine.info.weights_version != first
+        assert answers(llm) == after
+        llm.update_weights(load_file(old / "model.safetensors"))
+        assert answers(llm) == before
+        assert not list(Path("/dev/shm").glob("penstock-weights-*"))
+        assert llm.update_weights(new) == version
+        assert answers(llm) == after
+
+
+def request(number: int, prompt: list[int], tokens: int = 24) -> EngineRequest:
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return EngineRequest(request_id=str(number), prompt=prompt, sampling=sampling)
+
+
+class Run:
+    """An engine that runs until something is so; collects what it generates."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, TokenDelta] = {}
+
+    def step(self) -> None:
+        for delta in self.engine.step():
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finished:
+                self.ended[delta.request_id] = delta
+
+    def until(self, future: Future[Any]) -> Any:
+        while not future.done():
+            self.step()
+        return future.result()
+
+    def finish(self) -> dict[str, list[int]]:
+        while self.engine.busy:
+            self.step()
+        return self.tokens
+
+
+def generated(folder: Path, prompt: list[int], tokens: int) -> list[int]:
+    with opened(folder) as llm:
+        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+        return output[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("running", ["finish", "recompute"])
+def test_running_requests(old: Path, new: Path, running: Running) -> None:
+    options = engine_options(
+        model=str(old), **OPTIONS, max_num_seqs=2, enable_prefix_caching=True, preemption_mode="swap", swap_space=0.01
+    )
+    engine = Engine(options)
+    with closing(engine):
+        run = Run(engine)
+        run.until(engine.weights.load(str(new)))
+        for number, prompt in enumerate(PROMPTS):  # the last one waits for a row
+            engine.add(request(number, prompt))
+        while min([len(run.tokens.get(str(number), [])) for number in range(2)]) < 5:
+            run.step()
+        swapped = engine.weights.commit(running)
+        while not swapped.done():
+            then = {name: list(tokens) for name, tokens in run.tokens.items()}
+            run.step()
+        assert engine.info.weights_version == swapped.result()
+        assert "2" not in then
+        tokens = run.finish()
+        assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
+    assert tokens["2"] == generated(new, PROMPTS[2], 24)
+    for number in range(2):
+        before = generated(old, PROMPTS[number], 24)
+        if running == "finish":
+            assert then[str(number)] == before == tokens[str(number)]
+        else:
+            given = then[str(number)]
+            assert given == before[: len(given)]
+            assert tokens[str(number)] == given + generated(new, PROMPTS[number] + given, 24 - len(given))
+
+
+BREAKS: dict[str, Any] = {
+    "no folder": lambda folder: shutil.rmtree(folder),
+    "no file": lambda folder: (folder / "model.safetensors").unlink(),
+    "truncated": lambda folder: os.truncate(folder / "model.safetensors", 100_000),
+    "no tensor": lambda folder: rewrite(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight")),
+    "wrong shape": lambda folder: rewrite(folder, lambda tensors: tensors.update({NORM: torch.ones(7)})),
+    "integers": lambda folder: rewrite(folder, lambda tensors: tensors.update({NORM: torch.ones(64).int()})),
+    "NaN": lambda folder: rewrite(folder, lambda tensors: tensors[NORM].fill_(float("nan"))),
+    "infinity": lambda folder: rewrite(folder, lambda tensors: tensors[LAST][1, 1].fill_(float("inf"))),
+    "other layers": lambda folder: reconfigure(folder, num_hidden_layers=2),
+    "other architecture": lambda folder: reconfigure(folder, architectures=["LlamaForCausalLM"]),
+}
+NORM, LAST = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def reconfigure(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
+def test_what_fails_changes_nothing(old: Path, new: Path, tmp_path: Path, options: Mapping[str, Any]) -> None:
+    with opened(old, enable_prefix_caching=True, **options) as llm:
+        before, version = answers(llm), llm.engine.info.weights_version
+        for number, (kind, damage) in enumerate(BREAKS.items()):
+            shutil.copytree(new, folder := tmp_path / str(number))
+            damage(folder)
+            with pytest.raises(PenstockError) as caught:
+                llm.update_weights(folder)
+            assert caught.value.failure.code in (Code.INVALID, Code.UNSUPPORTED), (kind, caught.value)
+            assert llm.engine.info.weights_version == version
+            assert not llm.engine.has_pending
+        with pytest.raises(PenstockError, match="no tensor"):
+            llm.update_weights({NORM: torch.ones(64)})
+        assert answers(llm) == before
+        llm.update_weights(new)
+        assert answers(llm) != before
+
+
+def test_memory_that_is_missing_is_told_first(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(old) as llm:
+        before = answers(llm)
+        monkeypatch.setattr("penstock.engine.worker.model_swap.free_host_bytes", lambda: 2**20)
+        with pytest.raises(PenstockError, match=r"no room .* sleep \(level 2\)"):
+            llm.update_weights(new)
+        monkeypatch.undo()
+        assert answers(llm) == before
+
+
+@pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
+def test_sleep(old: Path, new: Path, options: Mapping[str, Any]) -> None:
+    after = fresh(new)
+    with opened(old, enable_prefix_caching=True, **options) as llm:
+        before = answers(llm)
+        for level in (1, 2):
+            llm.sleep(level)
+            assert llm.is_sleeping()
+            with pytest.raises(PenstockError, match="wake_up"):
+                answers(llm)
+            llm.wake_up()
+            assert not llm.is_sleeping()
+            assert answers(llm) == before
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping()
+        llm.wake_up(["kv_cache"])
+        assert answers(llm) == before
+        for _ in range(2):  # as trainers do: memory is the trainer's meanwhile
+            llm.sleep(2)
+            llm.update_weights(load_file(new / "model.safetensors"))
+            assert llm.is_sleeping()
+            llm.wake_up(["kv_cache"])
+            assert answers(llm) == after
+        llm.sleep(2)
+        with pytest.raises(PenstockError, match="given by update_weights"):
+            llm.wake_up()
+        llm.wake_up(["weights"])  # which tensors are about to fill
+        llm.update_weights(old)
+        llm.wake_up()
+        assert answers(llm) == before
+        with pytest.raises(PenstockError, match="level"):
+            llm.sleep(3)
+        with pytest.raises(PenstockError, match="tags"):
+            llm.wake_up(["kv"])
+
+
+def test_sleep_frees_memory(old: Path) -> None:
+    with opened(old, num_gpu_blocks_override=20_000) as llm:  # 300 MB of KV cache
+        outputs = llm.generate([[i] * 200 for i in range(3, 250)], GREEDY, use_tqdm=False)
+        assert all(output.finished for output in outputs)
+        used = resident()
+        llm.sleep(1)
+        assert used - resident() > 30e6
+        llm.wake_up()
+        assert answers(llm) == fresh(old)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_leaks(old: Path, new: Path) -> None:
+    """Neither models nor descriptors."""
+    with opened(old) as llm:
+        folders = [old, new]
+
+        def update(times: int) -> tuple[int, int]:
+            for i in range(times):
+                llm.update_weights(folders[i % 2])
+                answers(llm)
+            gc.unfreeze()
+            gc.collect()
+            models = sum(type(one) is Decoder for one in gc.get_objects())
+            return models, len(os.listdir("/proc/self/fd"))
+
+        assert update(2) == update(6)
+        assert update(0)[0] == 1
