@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +14,10 @@ from torch import Tensor
 
 from penstock.core import PenstockError
 from penstock.core.errors import invalid
-from penstock.core.quantization import Format, Scheme
-from penstock.ops import Ops
+from penstock.core.quantization import UNQUANTIZED, Format, Scheme
+from penstock.ops import Ops, QuantizedWeight
 from penstock.parallel import SINGLE_RANK, Group, Shard
-from penstock.quant import Matrix
+from penstock.quant import Matrix, PackedMatrix, StackedMatrix
 
 from .lora import LoRALayer, LoRATarget
 from .rope import rope_table
@@ -44,6 +46,17 @@ class Weights(Protocol):
         ...
 
     def has(self, name: str) -> bool: ...
+
+    def format_of(self, name: str) -> Format:
+        """The format that a matrix, without ``.weight``, is quantized in; ``UNQUANTIZED`` where ``read`` reads it."""
+        ...
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
+        """Outputs from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``.
+
+        Raises ``PenstockError`` (``invalid``) where its tensors are missing, damaged, or of other shapes or kinds.
+        """
+        ...
 
 
 class PackedWeights(Protocol):
@@ -79,6 +92,8 @@ class BuildContext:
     """Largest rank of an adapter."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
     """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
+    dequantized_bytes: Counter[Format] = field(default_factory=Counter)
+    """Filled by layers: bytes of the matrices, by their format in the checkpoint, that were dequantized."""
     _rope_tables: dict[str, Tensor] = field(default_factory=dict)
 
     def read_weight(
@@ -117,31 +132,107 @@ class BuildContext:
         return layer
 
     def matrix(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-        format: Format,
-        read: Callable[[], list[Tensor]],
-        bias: Tensor | None = None,
+        self, names: list[str], inputs: int, shards: list[Shard], format: Format, bias: Tensor | None = None
     ) -> Matrix:
-        """A packed matrix ``[outputs, inputs]``, from the weight cache if it is there.
+        """Matrices of one input, stacked: this rank's outputs of each.
+
+        Those that the checkpoint has quantized are multiplied as they are, with activations as ``format`` says where
+        it has the same number of bits. What the backend has no kernels for is dequantized first, and ``format`` may
+        ask for another number of bits.
 
         Args:
-            name: key in the weight cache.
-            read: reads the matrices to stack and pack, in the model's dtype; not called where the cache has them.
+            names: of the checkpoint's matrices, without ``.weight``.
+            format: to quantize the others to.
         """
-        cache = self.weight_cache
-        if cache and (cached := cache.find(name)):
-            cached = {key: tensor.to(self.device) for key, tensor in cached.items()}
+        formats = [self._format(name, format) for name in names]
+        if len(set(formats)) == 1 and (packed := self._pack(names, inputs, shards, *formats[0], bias)):
+            return packed
+        ends = list(accumulate(shard.size for shard in shards))
+        biases = [
+            None if bias is None else bias[end - shard.size : end] for shard, end in zip(shards, ends, strict=True)
+        ]
+        parts = [
+            self._pack([name], inputs, [shard], *own, own_bias)
+            for name, shard, own, own_bias in zip(names, shards, formats, biases, strict=True)
+        ]
+        outputs = [shard.size for shard in shards]
+        return StackedMatrix(self.ops, [part for part in parts if part], outputs, self.dtype)
+
+    def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:
+        """The matrix of an embedding or a language model head."""
+        packed = self._pack([name], inputs, [shard], *self._format(name, self.scheme.head), None)
+        assert packed
+        return packed
+
+    def _format(self, name: str, wanted: Format) -> tuple[Format, bool]:
+        """The format that a matrix is packed in, and whether it is the checkpoint's own."""
+        stored = self.weights.format_of(name)
+        if not stored.bits:
+            return wanted, False
+        if wanted.bits and (wanted.bits, wanted.floating) != (stored.bits, stored.floating):
+            return wanted, False
+        if wanted.bits:
+            stored = replace(stored, activation_bits=wanted.activation_bits)
+        return (stored, True) if self.ops.supports(stored, self.dtype) else (UNQUANTIZED, False)
+
+    def _pack(
+        self,
+        names: list[str],
+        inputs: int,
+        shards: list[Shard],
+        format: Format,
+        as_stored: bool,
+        bias: Tensor | None,
+    ) -> PackedMatrix | None:
+        """A packed matrix, from the weight cache if it is there; None where matrices of a checkpoint cannot be stacked,
+        as their inputs are ordered differently."""
+        cache, key = self.weight_cache, "+".join(names)
+        if cache and (cached := cache.find(key)):
+            cached = {name: tensor.to(self.device) for name, tensor in cached.items()}
+            outputs = sum(shard.size for shard in shards)
             try:
-                return Matrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
+                return PackedMatrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
-                logger.warning("%s is packed again: %s", name, error)
-        matrix = self.ops.pack(read(), bias, format)
+                logger.warning("%s is packed again: %s", key, error)
+        if as_stored:
+            weights = [
+                self._read_quantized(name, inputs, shard, format) for name, shard in zip(names, shards, strict=True)
+            ]
+            if not _same_order(weights):
+                return None
+            packed = self.ops.pack_quantized(weights, self.dtype, bias)
+        else:
+            matrices = [self._read(name, inputs, shard) for name, shard in zip(names, shards, strict=True)]
+            packed = self.ops.pack(matrices, bias, format)
         if cache:
-            cache.add(name, {key: tensor.cpu() for key, tensor in self.ops.packed_tensors(matrix).items()})
-        return Matrix(self.ops, matrix)
+            cache.add(key, {name: tensor.cpu() for name, tensor in self.ops.packed_tensors(packed).items()})
+        return PackedMatrix(self.ops, packed)
+
+    def _read(self, name: str, inputs: int, shard: Shard) -> Tensor:
+        """A rank's outputs of a matrix in the model's dtype, dequantized if need be."""
+        stored = self.weights.format_of(name)
+        if not stored.bits:
+            return self.read_weight(f"{name}.weight", shard.total, inputs, rows=shard.rows)
+        weight = self._read_quantized(name, inputs, shard, stored).dequantize().to(self.dtype)
+        self.dequantized_bytes[stored] += weight.nbytes
+        return weight
+
+    def _read_quantized(self, name: str, inputs: int, shard: Shard, format: Format) -> QuantizedWeight:
+        """A rank's outputs of a quantized matrix, on the device, in the checkpoint's format or in one with other
+        activations."""
+        weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
+        scales = (weight.scales,) if weight.offsets is None else (weight.scales, weight.offsets)
+        if not all(map(is_finite, scales)):
+            raise invalid("model", f"the scales of {name} have values that are not finite numbers")
+        return weight.to(self.device, format)
+
+
+def _same_order(weights: Sequence[QuantizedWeight]) -> bool:
+    first = weights[0].order
+    return all(
+        weight.order is first or (weight.order is not None and first is not None and torch.equal(weight.order, first))
+        for weight in weights
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:

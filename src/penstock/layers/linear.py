@@ -30,21 +30,15 @@ class ColumnParallelLinear:
         bias: bool = False,
         gather_output: bool = False,
     ) -> None:
-        def read(kind: str, *rest: int) -> list[Tensor]:
-            matrices = zip(names, shards, strict=True)
-            return [
-                context.read_weight(f"{name}.{kind}", shard.total, *rest, rows=shard.rows) for name, shard in matrices
-            ]
-
         self._ops = context.ops
         self._group = context.group
         self._dtype = context.dtype
         self._gathered = shards[0] if gather_output else None
         self._lora = context.lora(names, inputs, shards)
-        bias_tensor = torch.cat(read("bias")) if bias else None
-        own_outputs = sum(shard.size for shard in shards)
+        matrices = zip(names, shards, strict=True)
+        biases = [context.read_weight(f"{name}.bias", shard.total, rows=shard.rows) for name, shard in matrices if bias]
         self._matrix = context.matrix(
-            "+".join(names), inputs, own_outputs, context.scheme.layers, lambda: read("weight", inputs), bias_tensor
+            names, inputs, shards, context.scheme.layers, torch.cat(biases) if biases else None
         )
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
@@ -87,11 +81,7 @@ class Embedding:
         self._shard = shard = shard_outputs(context.group, vocab_size)
         self._hidden_size = hidden_size
         self._dtype = context.dtype
-
-        def read() -> list[Tensor]:
-            return [context.read_weight(f"{name}.weight", vocab_size, hidden_size, rows=shard.rows)]
-
-        self._matrix = context.matrix(name, hidden_size, shard.size, context.scheme.head, read)
+        self._matrix = context.vocabulary_matrix(name, hidden_size, shard)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change."""

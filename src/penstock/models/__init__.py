@@ -13,6 +13,7 @@ from penstock.core.quantization import SCHEMES
 from penstock.layers import BuildContext
 from penstock.ops import Ops
 from penstock.parallel import SINGLE_RANK, Group
+from penstock.quant import read_quantization_config
 
 from . import llama, mistral, qwen2, qwen3
 from .config import ModelConfig
@@ -88,7 +89,12 @@ def load_model(
         logger.info("the checkpoint is in float16, and is computed in bfloat16")
         dtype = torch.bfloat16
     dtype = dtype or config.dtype
-    weights = DummyWeights(folder, dtype, seed, device) if load_format == "dummy" else Checkpoint(folder)
+    weights: DummyWeights | Checkpoint
+    if load_format == "dummy":
+        weights = DummyWeights(folder, dtype, seed, device)
+    else:
+        quantized = config.quantization_config
+        weights = Checkpoint(folder, None if quantized is None else read_quantization_config(quantized))
     scheme, cache = SCHEMES[quantization], None
     if weight_cache_dir and isinstance(weights, Checkpoint):
         packing = f"{ops.LAYOUT} {dtype} {scheme}{' mtp' * mtp_heads} rank {group.rank} of {group.size}"
@@ -111,6 +117,8 @@ def load_model(
     )
     family = find_family(config.architecture, config.architecture)
     model = family.build(context, config, config.num_mtp_layers if mtp_heads else 0)
+    for stored, size in context.dequantized_bytes.items():
+        logger.info("%s are dequantized to %s, %.2f GiB", stored, dtype, size / 2**30)
     if cache:
         cache.save()
     return model

@@ -48,6 +48,11 @@ class ModelConfig:
     qk_norm: bool = False
     """Whether queries and keys of each head are normed."""
 
+    @property
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """Of a checkpoint whose weights are quantized already, how; None for others."""
+        return self.raw["quantization_config"] if quantization_of(self.raw) is None else None
+
 
 def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """The configuration of a dense decoder, by the names that most families share.

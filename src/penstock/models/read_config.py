@@ -9,6 +9,7 @@ from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 from penstock.planning.config_json import CONFIG, read_config_json
 from penstock.planning.model_size import quantization_of
+from penstock.quant import read_quantization_config
 
 from .config import ModelConfig, architecture_of
 from .registry import find_family
@@ -29,8 +30,10 @@ def read_config(folder: Path) -> ModelConfig:
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
         raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
     quantization = quantization_of(raw)
-    if quantization is None or (quantization and quantization not in SCHEMES):
-        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for quantized weights, which are not read yet", "model")
+    if quantization and quantization not in SCHEMES:
+        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
+    if quantization is None:
+        read_quantization_config(raw["quantization_config"])
     try:
         config = family.read_config(raw)
     except KeyError as error:

@@ -42,6 +42,15 @@ class QuantizedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
+    def to(self, device: torch.device, format: Format) -> QuantizedWeight:
+        """The same weights on a device.
+
+        Args:
+            format: with the activations to multiply by.
+        """
+        offsets, order = (None if each is None else each.to(device) for each in (self.offsets, self.order))
+        return QuantizedWeight(self.values.to(device), self.scales.to(device), format, offsets, order)
+
     def rows(self, first: int, end: int) -> QuantizedWeight:
         """The outputs from ``first`` to ``end``, of a format with a scale an output."""
         assert self.format.rows_per_scale == 1

@@ -45,6 +45,16 @@ def set_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As ``torch.empty``: memory for an op's ``out``, in a captured step, too."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def supports(format: Format, dtype: torch.dtype) -> bool:
+    """Whether ``pack_quantized`` takes weights of this format for products in this dtype."""
+    return True
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A matrix ``[out, in]``, dequantized where it was quantized, and a bias ``[out]`` or none."""
@@ -81,10 +91,11 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """Pack integers that a checkpoint has, as they are.
+    """Pack quantized weights that a checkpoint has, as they are.
 
     Args:
-        parts: of one format and one order of inputs, which are stacked to ``[out, in]``.
+        parts: of one format, which the backend ``supports``, and one order of inputs; they are stacked to
+            ``[out, in]``.
         dtype: of products.
         bias: ``[out]``, added to each product.
     """

@@ -1,5 +1,14 @@
-"""Weight formats: how a matrix is packed at load, and how it multiplies. ``core/quantization.py`` names them."""
+"""Weight formats: how checkpoints have a matrix, how it is packed at load, and how it multiplies.
+``core/quantization.py`` names them."""
 
-from .matrix import Matrix
+from .checkpoint_format import CheckpointFormat, TensorSource, read_quantization_config
+from .matrix import Matrix, PackedMatrix, StackedMatrix
 
-__all__ = ["Matrix"]
+__all__ = [
+    "CheckpointFormat",
+    "Matrix",
+    "PackedMatrix",
+    "StackedMatrix",
+    "TensorSource",
+    "read_quantization_config",
+]

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.ops import Ops
 
 
-class Matrix:
-    """``[out, in]`` with a bias ``[out]`` or none, packed by a backend. Methods are the ops of the same name, which
-    write their result to ``out`` where it is given."""
+class Matrix(Protocol):
+    """``[out, in]`` with a bias ``[out]`` or none. Methods write their result to ``out`` where it is given."""
+
+    def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype or, with ``out_float32``, in float32."""
+        ...
+
+    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half."""
+        ...
+
+
+class PackedMatrix:
+    """A ``Matrix`` that a backend has packed. Methods are the ops of the same name."""
 
     def __init__(self, ops: Ops, packed: Any) -> None:
         self._ops = ops
         self._packed = packed
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype or, with ``out_float32``, in float32."""
+        """As ``Matrix.linear``."""
         return self._ops.linear(x, self._packed, out_float32, out)
 
     def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out / 2]``: SiLU of the product's first half times its second half."""
+        """As ``Matrix.linear_silu_and_mul``."""
         return self._ops.linear_silu_and_mul(x, self._packed, out)
 
     def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -33,3 +47,30 @@ class Matrix:
     def embedding(self, token_ids: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
         """``[tokens]`` int64 to those rows of the matrix, whose first is of the token ``first``: ``[tokens, in]``."""
         return self._ops.embedding(token_ids, self._packed, first, out)
+
+
+class StackedMatrix:
+    """A ``Matrix`` of several with one input, whose formats differ.
+
+    Args:
+        outputs: of each part.
+    """
+
+    def __init__(self, ops: Ops, parts: Sequence[PackedMatrix], outputs: Sequence[int], dtype: torch.dtype) -> None:
+        self._ops = ops
+        self._parts = parts
+        self._places = list(pairwise(sum(outputs[:count]) for count in range(len(outputs) + 1)))
+        self._dtype = dtype
+
+    def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
+        """As ``Matrix.linear``."""
+        if out is None:
+            dtype = torch.float32 if out_float32 else self._dtype
+            out = self._ops.empty((x.shape[0], self._places[-1][1]), dtype, x.device)
+        for part, (first, end) in zip(self._parts, self._places, strict=True):
+            part.linear(x, out_float32, out[:, first:end])
+        return out
+
+    def linear_silu_and_mul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As ``Matrix.linear_silu_and_mul``."""
+        return self._ops.silu_and_mul(self.linear(x), out)

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.ops import QuantizedWeight
+
 
 class DummyWeights:
     """Random weights of any name and shape, equal for equal names, seeds and kinds of device
@@ -45,3 +48,10 @@ class DummyWeights:
 
     def has(self, name: str) -> bool:
         return True
+
+    def format_of(self, name: str) -> Format:
+        """As ``layers.Weights.format_of``: nothing is quantized."""
+        return UNQUANTIZED
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
+        raise NotImplementedError

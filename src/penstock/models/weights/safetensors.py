@@ -12,7 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import invalid
+from penstock.core.quantization import UNQUANTIZED, Format
+from penstock.ops import QuantizedWeight
 from penstock.planning.checkpoint_digest import INDEX, checkpoint_digest
+from penstock.quant import CheckpointFormat
 
 SINGLE = "model.safetensors"
 
@@ -20,12 +23,16 @@ SINGLE = "model.safetensors"
 class Checkpoint:
     """The safetensors files of a folder. Nothing is read before it is taken.
 
+    Args:
+        format: of its quantized matrices; None where it has none.
+
     Raises ``PenstockError`` (``invalid``) where files are missing or damaged, or where there are only pickles, which
     are never loaded.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, format: CheckpointFormat | None = None) -> None:
         self._folder = folder
+        self._format = format
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self.bytes_read = 0
@@ -93,6 +100,15 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         return self._stored_name(name) in self._file_of
+
+    def format_of(self, name: str) -> Format:
+        """As ``layers.Weights.format_of``."""
+        return self._format.format_of(self, name) if self._format else UNQUANTIZED
+
+    def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
+        """As ``layers.Weights.read_quantized``."""
+        assert self._format
+        return self._format.read(self, name, outputs, inputs, rows)
 
     def _stored_name(self, name: str) -> str:
         return name.removeprefix("model.") if self._unprefixed else name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import _kernels, native
 from ..reference import apply_bitmask, log_softmax, sample_random, topk
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
-from .graph import capture
+from .graph import capture, empty
 from .kv_cache import attention, copy_blocks, export_kv, import_kv, new_kv_cache, rope_and_store, store_kv
 from .limits import measure_limits, set_threads
 from .lora import add_lora, new_lora_slots, pack_lora, set_lora
@@ -22,6 +22,7 @@ from .matrix import (
     pack_quantized,
     packed_tensors,
     quantize,
+    supports,
 )
 from .sketch import argmax
 
@@ -42,6 +43,7 @@ __all__ = [
     "clone",
     "copy_blocks",
     "embedding",
+    "empty",
     "export_kv",
     "fingerprint",
     "from_packed",
@@ -66,6 +68,7 @@ __all__ = [
     "set_threads",
     "silu_and_mul",
     "store_kv",
+    "supports",
     "topk",
 ]
 

@@ -55,8 +55,8 @@ def current_arena() -> Arena | None:
     return arena
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As ``torch.empty``; in the arena while this thread captures a graph."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """As ``reference.empty``; in the arena while this thread captures a graph."""
     arena = current_arena()
     if arena is None:
         return torch.empty(shape, dtype=dtype)

@@ -11,6 +11,7 @@ import triton
 
 from penstock.core import Code, PenstockError
 
+from ..reference import empty
 from .attention import attention
 from .elementwise import add_residual, add_rms_norm, clone, index_select, rms_norm, rope, silu_and_mul
 from .graph import capture
@@ -26,6 +27,7 @@ from .matrix import (
     pack,
     pack_quantized,
     packed_tensors,
+    supports,
     use_cublas,
 )
 from .sampling import apply_bitmask, argmax, log_softmax, sample_random, topk
@@ -46,6 +48,7 @@ __all__ = [
     "clone",
     "copy_blocks",
     "embedding",
+    "empty",
     "export_kv",
     "fingerprint",
     "from_packed",
@@ -69,6 +72,7 @@ __all__ = [
     "set_threads",
     "silu_and_mul",
     "store_kv",
+    "supports",
     "topk",
 ]
 

@@ -146,8 +146,13 @@ def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """As ``reference.pack_quantized``, with dequantized weights."""
-    return pack([part.dequantize().to(dtype) for part in parts], bias)
+    """As ``reference.pack_quantized``."""
+    raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {parts[0].format}", "quantization")
+
+
+def supports(format: Format, dtype: torch.dtype) -> bool:
+    """As ``reference.supports``."""
+    return False
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
