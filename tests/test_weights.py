@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -290,3 +291,20 @@ def test_nothing_leaks(old: Path, new: Path) -> None:
 
         assert update(2) == update(6)
         assert update(0)[0] == 1
+
+
+def test_dropped_engine_is_freed_at_once(old: Path, new: Path) -> None:
+    """With its last reference, whatever it has done: no cycle of references keeps it, and its memory, until the next
+    garbage collection."""
+    llm = LLM(old, **OPTIONS)
+    answers(llm)
+    llm.update_weights(new)
+    llm.sleep(2)
+    llm.wake_up()
+    engine = weakref.ref(llm.engine)
+    gc.disable()
+    try:
+        del llm
+        assert engine() is None
+    finally:
+        gc.enable()

@@ -145,10 +145,8 @@ class Engine:
         """Plan and time of submission of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time of the last ``collect``."""
-        self.weights = WeightsManager(
-            self._executor, self.scheduler, lambda: len(self._in_flight), self._on_weights_changed
-        )
-        self.sleeper = SleepManager(self._executor, self.scheduler, lambda: len(self._in_flight), self.weights)
+        self.weights = WeightsManager(self._executor, self.scheduler)
+        self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
         self._gpu_memory = 0
         self._failed_steps = 0
         self.failure: Failure | None = None
@@ -323,8 +321,9 @@ class Engine:
                 self.kv_connector.poll()
             deltas += self.scheduler.enqueue_prepared()
             if self.has_pending:
-                deltas += self.sleeper.poll()
-                self.weights.poll()
+                deltas += self.sleeper.poll(len(self._in_flight))
+                if version := self.weights.poll(len(self._in_flight)):
+                    self._on_weights_changed(version)
             if self.adapters.has_pending:
                 self.adapters.process_pending()
             submitted = False

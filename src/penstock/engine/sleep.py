@@ -31,16 +31,12 @@ class SleepManager:
     """Pauses an engine and puts it to sleep. Use it in the thread that runs the steps.
 
     Args:
-        num_in_flight: returns the number of steps in flight.
         weights: reloads weights that were dropped.
     """
 
-    def __init__(
-        self, executor: Executor, scheduler: Scheduler, num_in_flight: Callable[[], int], weights: WeightsManager
-    ) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, weights: WeightsManager) -> None:
         self._executor = executor
         self._scheduler = scheduler
-        self._num_in_flight = num_in_flight
         self._weights = weights
         self.asleep: set[str] = set()
         """Parts that were freed: ``weights``, ``kv_cache``."""
@@ -151,14 +147,14 @@ class SleepManager:
             self.asleep.remove(WEIGHTS)
             self._resume_if_awake()
 
-    def poll(self) -> list[TokenDelta]:
+    def poll(self, num_in_flight: int) -> list[TokenDelta]:
         """Go on with what is pending, between two steps. Returns the last deltas of aborted requests. Raises
         ``WorkerLostError``."""
         if self._then:
             if self._waits and not self._scheduler.has_started_sequences:
                 self._waits = False
                 self._scheduler.hold("pause", "all")
-            if not self._waits and not self._num_in_flight():
+            if not self._waits and not num_in_flight:
                 then, self._then = self._then, None
                 then()
                 self._finish()

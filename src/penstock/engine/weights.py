@@ -9,7 +9,6 @@ Whatever fails before all ranks have swapped leaves the old weights in use.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -28,24 +27,11 @@ BUSY = "other weights are being loaded; wait until they are in use"
 
 
 class WeightsManager:
-    """Changes the weights of an engine. Use it in the thread that runs the steps.
+    """Changes the weights of an engine. Use it in the thread that runs the steps."""
 
-    Args:
-        num_in_flight: returns the number of steps in flight.
-        on_change: called with the version of the weights that are in use from now on.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        scheduler: Scheduler,
-        num_in_flight: Callable[[], int],
-        on_change: Callable[[str], None],
-    ) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
         self._executor = executor
         self._scheduler = scheduler
-        self._num_in_flight = num_in_flight
-        self._on_change = on_change
         self.path = ""
         """Folder of the weights in use; empty for that of the start."""
         self.num_updates = 0
@@ -119,14 +105,16 @@ class WeightsManager:
         elif self._loaded and not self._swapped:
             self._drop()
 
-    def poll(self) -> None:
-        """Go on with what is pending, between two steps. Raises ``WorkerLostError``."""
+    def poll(self, num_in_flight: int) -> str | None:
+        """Go on with what is pending, between two steps. Returns the version of the weights where others are in use
+        from now on. Raises ``WorkerLostError``."""
         if self._reading:
             self._executor.poll()
             if self._reading.done():
                 self._finish_reading()
-        if self._swapped and not self._num_in_flight() and self._is_free():
-            self._swap(self._swapped)
+        if self._swapped and not num_in_flight and self._is_free():
+            return self._swap(self._swapped)
+        return None
 
     def _finish_reading(self) -> None:
         reading, loaded = self._reading, self._loaded
@@ -148,26 +136,28 @@ class WeightsManager:
             return True
         return not self._scheduler.has_started_sequences
 
-    def _swap(self, swapped: Future[str]) -> None:
+    def _swap(self, swapped: Future[str]) -> str | None:
+        """Swap the weights; returns the version of the new ones, None where it fails."""
         assert self._loaded
         version = self._loaded.result()
+        self._swapped = None
         try:
             self._call(ChangeWeights("swap"))
         except WorkerLostError:
             raise
         except Exception as error:
             self._drop()
+            self._scheduler.hold("weights", None)
             swapped.set_exception(_shown(error, "used"))
-        else:
-            self._call(ChangeWeights("commit"))
-            self.path, self._loaded = self._path, None
-            self.num_updates += 1
-            self._scheduler.set_weights(version)
-            self._on_change(version)
-            logger.info("the weights of %s are in use, version %s", self._path or "the start", version[:16])
-            swapped.set_result(version)
-        self._swapped = None
+            return None
+        self._call(ChangeWeights("commit"))
+        self.path, self._loaded = self._path, None
+        self.num_updates += 1
+        self._scheduler.set_weights(version)
         self._scheduler.hold("weights", None)
+        logger.info("the weights of %s are in use, version %s", self._path or "the start", version[:16])
+        swapped.set_result(version)
+        return version
 
     def _drop(self) -> None:
         self._loaded = None
