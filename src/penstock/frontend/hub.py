@@ -146,9 +146,11 @@ def _fetch(
         ignore_patterns=IGNORE_PATTERNS,
         tqdm_class=None if progress else partial(tqdm, disable=True),
     )
+    if COMMIT.fullmatch(revision) and (folder := _whole_in_cache(download, revision)):
+        return folder
     try:
-        if not COMMIT.fullmatch(revision):  # which nothing can change; of others, a silent hub must not keep us waiting
-            HfApi().model_info(name, revision=revision or None, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        # A silent hub must not keep us waiting: the listing that a download begins with is asked for five times.
+        HfApi().model_info(name, revision=revision or None, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         return Path(_retry_on_reset(download))
     except Exception as error:  # HTTP, TLS, xet and file systems have no error in common
         problem = _cause(error)
@@ -161,6 +163,15 @@ def _fetch(
             "%s is taken from the cache, as last fetched. %s", name, _as_penstock_error(problem, name, revision)
         )
     return folder
+
+
+def _whole_in_cache(download: Callable[..., str], commit: str) -> Path | None:
+    """The cache's folder of a commit, which nothing can change, where its listing is there and all of its files."""
+    try:
+        folder = Path(download(local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return folder if (folder.parent.parent / "trees" / f"{commit}.json").exists() else None
 
 
 def _retry_on_reset(download: Callable[[], str]) -> str:
